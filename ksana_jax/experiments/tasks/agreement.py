@@ -91,7 +91,7 @@ class Agreement(BaseTask):
         if config["engine"]["kv_eviction"] is not None:
             raise ConfigError("engine.kv_eviction is set, must be null: trials would change it in one engine alone")
         texts.check_model(
-            config["model"], settings.texts, settings.num_texts, settings.prompt_tokens, "settings.num_texts"
+            config["model"], settings.texts, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts"
         )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:

@@ -78,7 +78,11 @@ class Generate(BaseTask):
         if settings.random_prompts:
             return
         texts.check_model(
-            config["model"], settings.texts, settings.num_prompts, settings.prompt_tokens, "settings.num_prompts"
+            config["model"],
+            settings.texts,
+            settings.num_prompts,
+            texts.Cut(settings.prompt_tokens),
+            "settings.num_prompts",
         )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:

@@ -87,7 +87,7 @@ class MemorySharing(BaseTask):
             raise ConfigError(f"settings.num_rows is {settings.num_rows}, must be a multiple of width {settings.width}")
         count = settings.num_rows // settings.width
         setting = "settings.num_rows / settings.width"
-        texts.check_model(config["model"], settings.texts, count, settings.prompt_tokens, setting)
+        texts.check_model(config["model"], settings.texts, count, texts.Cut(settings.prompt_tokens), setting)
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = SharingSettings(**trial.config["settings"]), trial.llm

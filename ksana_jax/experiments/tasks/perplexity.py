@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
 from ksana_jax.experiments.models import training_context
@@ -53,6 +54,9 @@ class PerplexitySettings:
     texts_at_once: number of streamed excerpts that are scored side by side: faster, with the same perplexity. KV is
       that of the first one, measured alone.
     num_tokens: tokens of each excerpt, BOS included.
+    bos: whether excerpts begin with BOS; null does as the tokenizer does.
+    stride: excerpts of a text begin every so many tokens, in order, and score only tokens that no earlier one has:
+      num_tokens for segments side by side, fewer for windows that overlap. Null draws disjoint excerpts.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
       on, including recomputation.
@@ -67,10 +71,16 @@ class PerplexitySettings:
     num_texts: int = 3
     texts_at_once: int = 1
     num_tokens: int = 4096
+    bos: bool | None = None
+    stride: int | None = None
     bucket_tokens: int | None = None
     sampled_per_bucket: int = 0
     context_tokens: int | None = None
     save_tokens: bool = False
+
+    @property
+    def cut(self) -> texts.Cut:
+        return texts.Cut(self.num_tokens, self.bos, self.stride)
 
 
 class Perplexity(BaseTask):
@@ -111,6 +121,11 @@ class Perplexity(BaseTask):
         if settings.texts_at_once > (most := config["engine"]["max_num_seqs"]):
             raise ConfigError(f"settings.texts_at_once is {settings.texts_at_once}, engine.max_num_seqs is {most}")
         check_counts(config, "num_tokens", least=2)
+        checks.require(
+            checks.integer("settings.stride", settings.stride, 1, settings.num_tokens, optional=True), error=ConfigError
+        )
+        if settings.stride is not None and settings.sampled_per_bucket:
+            raise ConfigError("settings.stride is given, but sampled positions may be in two overlapping excerpts")
         if (context := settings.context_tokens) is not None:
             check_counts(config, "context_tokens")
             if context >= settings.num_tokens:
@@ -130,14 +145,12 @@ class Perplexity(BaseTask):
                 raise ConfigError("settings.method 'recompute' supports pattern.window and no other field of it")
             if settings.sampled_per_bucket < 1:
                 raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
-        texts.check_model(
-            config["model"], settings.texts, settings.num_texts, settings.num_tokens, "settings.num_texts"
-        )
+        texts.check_model(config["model"], settings.texts, settings.num_texts, settings.cut, "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm
         bucket_tokens = settings.bucket_tokens or llm.model_config.max_position
-        chosen = texts.draw_excerpts(settings.texts, llm.tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
+        chosen = texts.draw_excerpts(settings.texts, llm.tokenizer, settings.num_texts, settings.cut, trial.seed)
         compiled_before = llm.num_compilations
         streams = settings.method == "stream"
         eviction = read_eviction(trial.config["engine"]["kv_eviction"])
@@ -162,12 +175,15 @@ class Perplexity(BaseTask):
                 found = timed(_recompute, llm, group[0].ids, trial.config["pattern"]["window"], samples[0])
             num_scored = 0
             for excerpt, sample, log_probs in zip(group, samples, found, strict=True):
-                positions, subset = (np.arange(1, len(excerpt.ids)), "all") if streams else (sample, "sampled")
+                positions, subset = sample, "sampled"
+                if streams:
+                    positions, subset = np.arange(excerpt.first_scored, len(excerpt.ids)), "all"
+                    sampled, log_probs = log_probs[sample - 1], log_probs[positions - 1]
                 num_scored += len(positions)
                 scored.append((excerpt, positions, log_probs))
                 yield from _by_bucket(excerpt, subset, positions, log_probs, bucket_tokens)
                 if streams and len(sample):
-                    yield from _by_bucket(excerpt, "sampled", sample, log_probs[sample - 1], bucket_tokens)
+                    yield from _by_bucket(excerpt, "sampled", sample, sampled, bucket_tokens)
             yield {
                 "metric": "speed",
                 "text": group[0].name,

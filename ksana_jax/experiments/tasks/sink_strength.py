@@ -89,7 +89,7 @@ class SinkStrength(BaseTask):
         if config["pattern"] is not None or config["layer_patterns"]:
             raise ConfigError("task 'sink_strength' measures the model's own attention: leave pattern unset")
         texts.check_model(
-            config["model"], settings.texts, settings.num_texts, settings.num_tokens, "settings.num_texts"
+            config["model"], settings.texts, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts"
         )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
@@ -97,7 +97,9 @@ class SinkStrength(BaseTask):
 
         settings, name = SinkStrengthSettings(**trial.config["settings"]), trial.config["model"]
         tokenizer, (model, params) = tokenizer_of(name), _loaded(name, trial.config["load_format"])
-        chosen = texts.draw_excerpts(settings.texts, tokenizer, settings.num_texts, settings.num_tokens, trial.seed)
+        chosen = texts.draw_excerpts(
+            settings.texts, tokenizer, settings.num_texts, texts.Cut(settings.num_tokens), trial.seed
+        )
         tokens = np.array([excerpt.ids for excerpt in chosen], np.int32)
         batches = []
         for begin in range(0, len(tokens), _BATCH):

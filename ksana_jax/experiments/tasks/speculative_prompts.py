@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ksana_jax.experiments.texts import draw_excerpts
+from ksana_jax.experiments.texts import Cut, draw_excerpts
 
 # Of the prompts of `shared`: how many requests have the same text, and the tokens of their own before it.
 _SHARING, _OWN_TOKENS = 8, 8
@@ -13,14 +13,14 @@ _SHARING, _OWN_TOKENS = 8, 8
 
 def free(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Returns excerpts: what follows them is new."""
-    return [excerpt.ids for excerpt in draw_excerpts(files, tokenizer, num_prompts, num_tokens, seed)]
+    return [excerpt.ids for excerpt in draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens), seed)]
 
 
 def edit(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Returns excerpts of three quarters of the tokens, each followed by its own beginning, as if it were written again
     with some changes: a model that has noticed it copies the rest."""
     again = num_tokens // 4
-    heads = draw_excerpts(files, tokenizer, num_prompts, num_tokens - again, seed)
+    heads = draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens - again), seed)
     return [[*head.ids, *head.ids[1 : 1 + again]] for head in heads]
 
 
