@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """A configuration is invalid; the message lists every problem found."""
 
 
+class LoadError(ValueError):
+    """Files of a model cannot be used; one line names the file, the problem and what is supported."""
+
+
 class ContextLengthError(ValueError):
     """A prompt and its output are longer than a sequence may be, or need more KV blocks than the pool has."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.loading.errors import LoadError
+from ksana_jax.errors import LoadError
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.shipped import model_path
 

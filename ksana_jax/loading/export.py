@@ -13,8 +13,8 @@ import numpy as np
 import safetensors.numpy
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.errors import LoadError
 from ksana_jax.files import replacing, write_atomic
-from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.load import tensors_of
 from ksana_jax.loading.tensor_files import SINGLE
 from ksana_jax.models.families import config_to_hf

@@ -23,8 +23,8 @@ from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.errors import LoadError
 from ksana_jax.loading.config_json import load_config, model_directory, read_json
-from ksana_jax.loading.errors import LoadError
 from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised

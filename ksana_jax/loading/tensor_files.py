@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ksana_jax.errors import LoadError
 from ksana_jax.loading.config_json import read_json
-from ksana_jax.loading.errors import LoadError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 16 * 2**20
