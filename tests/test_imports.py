@@ -10,9 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
-LEAVES = (
-    "errors refusals units lazy checks plugins files folder_lock forks interrupts processor compilation_cache"
-)
+LEAVES = "errors refusals units lazy checks plugins files folder_lock forks interrupts processor compilation_cache"
 LEAVES += " gguf_file metrics dtypes cluster"
 LEAVES += " dtypes cluster"
 # The setting is read without jax; starting it is not.
