@@ -87,6 +87,9 @@ class ModelConfig:
             found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
             if rope.kind in ("dynamic", "llama3", "yarn") and not rope.original_max_len:
                 found.append(f"rope {rope.kind!r} needs original_max_len")
+            if rope.kind == "factors" and len(rope.factors) != self.head_dim // 2:
+                found.append(f"rope has {len(rope.factors)} factors, must have {self.head_dim // 2}, half of head_dim")
+            found += filter(None, (checks.number("rope factor", value, above=0) for value in rope.factors))
         return found
 
     def validate(self) -> ModelConfig:

@@ -16,9 +16,10 @@ class RopeConfig:
 
     Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
     original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
+    factors: divisors of the H/2 frequencies ("factors": the form in which GGUF has llama3).
     """
 
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_len: int | None = None
@@ -30,6 +31,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 PLAIN_ROPE = RopeConfig()

@@ -1,4 +1,4 @@
-"""Reads a model's configuration from `config.json` and `generation_config.json`. Knows no arrays."""
+"""Reads a model's configuration from `config.json` and `generation_config.json`, or a GGUF file. Knows no arrays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.errors import LoadError
+from ksana_jax.gguf_file import gguf_of, read_gguf
+from ksana_jax.loading.gguf_config import gguf_config
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.shipped import model_path
 
@@ -38,7 +40,9 @@ def model_directory(model_dir: str | os.PathLike[str]) -> Path:
         name = str(model_dir)
         download = f". A model on the Hugging Face Hub is downloaded first: hf download {name} --local-dir {path.name}"
         hub = download if _HUB_ID(name) else ""
-        raise LoadError(f"{path} is not a directory; supported: a local Hugging Face model directory{hub}")
+        raise LoadError(
+            f"{path} is not a directory; supported: a local Hugging Face model directory or .gguf file{hub}"
+        )
     return path
 
 
@@ -76,12 +80,16 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def load_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
-    """Reads a model's configuration. BOS and EOS ids come from generation_config.json if it has them.
+    """Reads a model's configuration from its directory or GGUF file; see `gguf_file.gguf_of`.
+
+    BOS and EOS ids come from generation_config.json if a directory has them there.
 
     Raises:
-      LoadError: there is no such directory.
+      LoadError: there is no such directory, or a GGUF file is damaged.
       ConfigError: fields are invalid or unsupported; one line names the file and all of them.
     """
+    if (gguf := gguf_of(model_path(model_dir))) is not None:
+        return gguf_config(read_gguf(gguf))
     directory = model_directory(model_dir)
     source = directory / "config.json"
     values = read_json(source)

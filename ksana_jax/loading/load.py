@@ -1,4 +1,4 @@
-"""Loads the weights of a model directory, tensor by tensor, into the parameter tree.
+"""Loads the weights of a model directory or GGUF file, tensor by tensor, into the parameter tree.
 
 On the CPU, only one full copy of each tensor exists: a buffer aligned for XLA, filled from the file in pieces and
 handed over without copying. On an accelerator, it is a staging buffer, and one tensor is in flight at a time.
@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,13 +24,18 @@ from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import LoadError
+from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import load_config, model_directory, read_json
-from ksana_jax.loading.tensor_files import FLOATS, StoredTensor, chunks, find_tensors
+from ksana_jax.loading.gguf_config import gguf_dtype
+from ksana_jax.loading.gguf_tensors import find_gguf_tensors
+from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
 from ksana_jax.parallel.specs import field_of
+from ksana_jax.shipped import model_path
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -53,15 +58,19 @@ def array_dtype(name: str) -> Any:
 def auto_dtype(model_dir: str | os.PathLike[str]) -> str:
     """Returns the dtype that "auto" stands for: that of the checkpoint's config.json, or "f32" if it has none.
 
-    Where float16 is multiplied much more slowly, as on CPUs, it becomes "f32".
+    A GGUF file has that of its matrices, "f32" if they are quantised. Where float16 is multiplied much more slowly, as
+    on CPUs, it becomes "f32".
 
     Raises:
       ConfigError: weights cannot have the dtype in config.json.
     """
-    path = model_directory(model_dir) / "config.json"
-    values = read_json(path)
-    name = "dtype" if values.get("dtype") is not None else "torch_dtype"  # transformers 5, and before
-    dtype = "f32" if values.get(name) is None else canonical_dtype(values[name], f"{path}: {name}")
+    if (gguf := gguf_of(model_path(model_dir))) is not None:
+        dtype = gguf_dtype(read_gguf(gguf))
+    else:
+        path = model_directory(model_dir) / "config.json"
+        values = read_json(path)
+        name = "dtype" if values.get("dtype") is not None else "torch_dtype"  # transformers 5, and before
+        dtype = "f32" if values.get(name) is None else canonical_dtype(values[name], f"{path}: {name}")
     return "f32" if dtype in tuning(jax.default_backend()).slow_dtypes else dtype
 
 
@@ -76,9 +85,9 @@ def load_model(
     """Loads a model, or draws random weights for its config.
 
     Args:
-      source: a Hugging Face model directory; with "dummy", its config.json or a ModelConfig is enough.
+      source: a Hugging Face model directory, or a GGUF file; with "dummy", its config.json or a ModelConfig is enough.
       dtype: "f32", "bf16" or "f16" for the weights in memory, regardless of their dtype on disk.
-      load_format: "auto" reads safetensors; "dummy" draws random weights.
+      load_format: "auto" reads safetensors or GGUF; "dummy" draws random weights.
       seed: seed of the random weights.
       embedding_device: "host" leaves the token embedding in host memory, as a NumPy array.
       placement: of the weights; each of several devices gets its part of a tensor as it is read.
@@ -121,7 +130,8 @@ def open_model(
         return config, draw
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
-    found = find_tensors(model_directory(source))
+    gguf = gguf_of(model_path(source))
+    found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(model_directory(source))
     check_tensors(config, found, str(source))
 
     def read() -> Params:
@@ -190,7 +200,7 @@ def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
 
 def read_params(
     config: ModelConfig,
-    found: dict[str, StoredTensor],
+    found: Mapping[str, StoredTensor],
     dtype,
     source: str,
     embedding_device: str = "device",
@@ -216,7 +226,7 @@ def read_params(
     return jax.tree.unflatten(tree, leaves)
 
 
-def check_tensors(config: ModelConfig, found: dict[str, StoredTensor], source: str) -> None:
+def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source: str) -> None:
     """Checks names, shapes and dtypes of a checkpoint's tensors; reads none of them.
 
     Raises:
@@ -232,8 +242,8 @@ def check_tensors(config: ModelConfig, found: dict[str, StoredTensor], source: s
                 problems.append(f"{name} is not part of this {config.family} config")
         elif stored.shape != allowed[name]:
             problems.append(f"{name} has shape {list(stored.shape)}, the config gives {list(allowed[name])}")
-        elif stored.dtype not in FLOATS:
-            problems.append(f"{name} is {stored.dtype}, supported: {', '.join(FLOATS)}")
+        elif stored.dtype not in stored.dtypes:
+            problems.append(f"{name} is {stored.dtype}, supported: {', '.join(stored.dtypes)}")
     if problems:
         raise LoadError(f"{source}: {len(problems)} tensors do not fit: {'; '.join(problems)}")
 
@@ -243,7 +253,7 @@ def _head_and_embed(config: ModelConfig) -> tuple[str, str]:
     return names["head"], names["embed"]
 
 
-def _check_tied_head(config: ModelConfig, found: dict[str, StoredTensor], source: str) -> None:
+def _check_tied_head(config: ModelConfig, found: Mapping[str, StoredTensor], source: str) -> None:
     head, embed = _head_and_embed(config)
     if config.tie_embeddings and head in found and not _same(found[head], found[embed]):
         raise LoadError(
@@ -255,7 +265,7 @@ def _check_tied_head(config: ModelConfig, found: dict[str, StoredTensor], source
 def _same(a: StoredTensor, b: StoredTensor) -> bool:
     if a.dtype != b.dtype:
         return False
-    pairs = zip(chunks(a), chunks(b), strict=True)
+    pairs = zip(a.chunks(), b.chunks(), strict=True)
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for (_, x), (_, y) in pairs)
 
 
@@ -286,7 +296,7 @@ def read_weight(
 
 
 def _fill(out: np.ndarray, stored: StoredTensor, share: Share = WHOLE_WEIGHT) -> None:
-    for rows, piece in chunks(stored, share.rows, share.columns):
+    for rows, piece in stored.chunks(share.rows, share.columns):
         with np.errstate(over="ignore"):  # checked below
             out[rows] = piece
         if not all_finite(out[rows]):

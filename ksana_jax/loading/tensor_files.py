@@ -18,25 +18,32 @@ from safetensors import SafetensorError, safe_open
 
 from ksana_jax.errors import LoadError
 from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.stored_tensor import StoredTensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 100_000
-CHUNK_BYTES = 8 * 2**20
-FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file; dtype is safetensors' name for it."""
+class SafetensorsTensor(StoredTensor):
+    """A tensor in a safetensors file, which is mapped again for each piece, to release the pages already read."""
 
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtypes = ("F32", "BF16", "F16")
+
+    @property
+    def value_bytes(self) -> int:
+        return 4 if self.dtype == "F32" else 2
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        with _opened(self.path) as file:
+            if not self.shape:
+                return file.get_tensor(self.name)
+            found = file.get_slice(self.name)
+            return found[rows] if columns == slice(None) else found[rows, columns]
 
 
-def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     """Returns all tensors of a model directory by name, from the headers of their files.
 
     Raises:
@@ -60,7 +67,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
         raise LoadError(f"{index}: weight_map must be an object of tensor names and file names")
     if len(weight_map) > MAX_TENSORS:
         raise LoadError(f"{index}: weight_map has {len(weight_map):,} tensors; supported: at most {MAX_TENSORS:,}")
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, SafetensorsTensor] = {}
     for shard in sorted(set(weight_map.values())):
         for name, stored in read_header(_inside(directory, shard, index)).items():
             if name in found:
@@ -110,7 +117,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise LoadError(f"{path} is not a sound safetensors file: {error}") from None
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, SafetensorsTensor]:
     """Returns the tensors of one file. The header's size and number of entries are checked before it is parsed.
 
     Raises:
@@ -132,32 +139,4 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise LoadError(f"{path}: header has {entries:,} entries; supported: at most {MAX_TENSORS:,}")
     with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
-        return {n: StoredTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-
-
-def chunks(
-    stored: StoredTensor, rows: slice = slice(None), columns: slice = slice(None)
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields a tensor in pieces of whole rows, about CHUNK_BYTES each, together with their row indices.
-
-    Args:
-      rows, columns: the part that is read; row indices count from its first one.
-
-    Each piece is a copy. The file is mapped again for each piece, so that pages already read are released.
-    """
-    if not stored.shape:
-        with _opened(stored.path) as file:
-            yield slice(0, 1), file.get_tensor(stored.name).reshape(1)
-        return
-    begin, end, _ = rows.indices(stored.shape[0])
-    shape = list(stored.shape[1:])
-    if columns != slice(None):
-        shape[0] = len(range(shape[0])[columns])
-    row_bytes = int(np.prod(shape, dtype=np.int64)) * (4 if stored.dtype == "F32" else 2)
-    step = max(1, CHUNK_BYTES // max(row_bytes, 1))
-    for first in range(begin, end, step):
-        piece_rows = slice(first, min(first + step, end))
-        with _opened(stored.path) as file:
-            found = file.get_slice(stored.name)
-            piece = found[piece_rows] if columns == slice(None) else found[piece_rows, columns]
-        yield slice(first - begin, piece_rows.stop - begin), piece
+        return {n: SafetensorsTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}

@@ -77,13 +77,15 @@ def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
     inv_freq = base ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if config.kind in ("default", "dynamic"):
         return Rope(inv_freq.astype(np.float32), 1.0)
+    if config.kind == "factors":
+        return Rope((inv_freq / np.array(config.factors)).astype(np.float32), 1.0)
     if config.kind == "linear":
         return Rope((inv_freq / config.factor).astype(np.float32), 1.0)
     if config.kind == "llama3":
         return Rope(_llama3(config, inv_freq).astype(np.float32), 1.0)
     if config.kind == "yarn":
         return _yarn(config, inv_freq, head_dim)
-    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn")
+    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn, factors")
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

@@ -17,10 +17,11 @@ if __name__ == "__main__":
     import jax
     import jax.numpy as jnp
 
-    from ksana_jax.loading import load, load_model
+    from ksana_jax.loading import load_model
+    from ksana_jax.loading.stored_tensor import StoredTensor
     from ksana_jax.parallel.placing import place_on
 
-    taken, num_read = load.chunks, 0
+    taken, num_read = StoredTensor.chunks, 0
 
     def counted(*arguments):
         global num_read
@@ -28,7 +29,7 @@ if __name__ == "__main__":
             num_read += piece.nbytes
             yield rows, piece
 
-    load.chunks = counted
+    StoredTensor.chunks = counted
 
     jax.block_until_ready(jnp.zeros(8) + 1)  # the backend is up: what follows is the checkpoint's
     before = memory("VmRSS")

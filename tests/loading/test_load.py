@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.loading import abstract_params, load_config, load_model, tensor_files
+from ksana_jax.loading import abstract_params, load_config, load_model, stored_tensor
+from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import num_params
 from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_config, write_model, write_shards
@@ -53,8 +54,8 @@ def test_stored_dtypes_are_converted_to_the_wanted_one(tmp_path, stored, dtype):
 def test_shards_give_the_same_weights_as_one_file(tmp_path, monkeypatch):
     tensors = random_tensors(TINY)
     one = load_model(write_model(tmp_path / "one", tensors))
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 100)  # a row is 64 bytes or more: every tensor comes in pieces
-    assert len(list(tensor_files.chunks(tensor_files.find_tensors(tmp_path / "one")["lm_head.weight"]))) == 32
+    monkeypatch.setattr(stored_tensor, "CHUNK_BYTES", 100)  # a row is 64 bytes or more: every tensor comes in pieces
+    assert len(list(find_tensors(tmp_path / "one")["lm_head.weight"].chunks())) == 32
     several = load_model(write_shards(tmp_path / "several", tensors))
     assert one[0] == several[0]
     jax.tree.map(np.testing.assert_array_equal, one[1], several[1])

@@ -11,7 +11,8 @@ from ksana_jax.config import ConfigError
 from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading import load as loading
-from ksana_jax.loading import load_model, tensor_files
+from ksana_jax.loading import load_model
+from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.parallel.placing import place_on
 from ksana_jax.parallel.shares import local_model
@@ -31,14 +32,14 @@ def on_devices(x: jax.Array) -> list[np.ndarray]:
 def test_each_device_reads_its_part_of_a_checkpoint_and_nothing_else(tmp_path, monkeypatch):
     tensors = random_tensors(ON_DISK)
     path = write_model(tmp_path, tensors, ON_DISK)
-    read, held, chunks, empty = [], [], tensor_files.chunks, loading.aligned_empty
+    read, held, chunks, empty = [], [], StoredTensor.chunks, loading.aligned_empty
 
     def counted(*arguments):
         for rows, piece in chunks(*arguments):
             read.append((arguments[0].name, piece.size))
             yield rows, piece
 
-    monkeypatch.setattr(loading, "chunks", counted)
+    monkeypatch.setattr(StoredTensor, "chunks", counted)
     monkeypatch.setattr(loading, "aligned_empty", lambda *a: (held.append(np.prod(a[0])), empty(*a))[1])
     _, params = load_model(path, placement=place_on(4))
     layer = params.layers[1]

@@ -1,0 +1,235 @@
+"""Reads a model's configuration from the metadata of a GGUF file. Knows no blocks.
+
+Keys become fields of a Hugging Face config, which the families of `models.families` read. A key that this file does not
+know is an error unless its value says that it is not used, because most keys change the numbers.
+Source: llama.cpp (hyperparameters of its architectures) and gguf.constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ksana_jax import checks
+from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.gguf_file import GGUFFile
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.loading.gguf_blocks import FLOATS
+from ksana_jax.loading.gguf_tensors import ROPE_FACTORS, as_stored
+from ksana_jax.models.families import config_from_hf
+from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
+
+# Hugging Face's model_type by GGUF architecture.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+# Fields by key, without the architecture before it.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+EPS = "attention.layer_norm_rms_epsilon"
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Widths that must all be the width of a head.
+WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+WIDTHS += tuple(f"{name}_swa" for name in WIDTHS)
+YARN = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+# Known keys that change nothing: the vocabulary's size is that of the embedding, and these norms have no mean.
+UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned")
+KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
+KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
+# Values with which other keys change nothing, beside 0, false and "".
+NEUTRAL = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scale_linear": 1.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+}
+# Every n-th layer is full, where the file does not say which slide.
+PATTERNS = {"gemma2": 2, "gemma3": 6}
+# The 27B models, known by their number of layers, scale scores by the model's width per head, not by a head's.
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    """Reads the configuration of a GGUF model.
+
+    Raises:
+      ConfigError: the architecture is unknown, or values are invalid or unsupported; one line names all of them.
+      LoadError: the divisors of the rope's frequencies cannot be read.
+    """
+    values = hf_values(file)
+    config = config_from_hf(values, str(file.path))
+    if ROPE_FACTORS not in file.tensors:
+        return config
+    # Llama 3.1 has its stretched frequencies as divisors in a tensor, where Hugging Face has the formula's numbers.
+    info = file.tensors[ROPE_FACTORS]
+    half = config.head_dim // 2
+    if info.shape != (half,):
+        raise ConfigError(f"{file.path}: {ROPE_FACTORS} has shape {list(info.shape)}, must be [{half}], half of a head")
+    factors = as_stored(info).read(slice(None), slice(None)).astype(np.float64)
+    rope = RopeConfig("factors", values["rope_theta"], factors=tuple(factors.tolist()))
+    try:
+        return dataclasses.replace(config, rope=rope).validate()
+    except ConfigError as error:
+        raise ConfigError(f"{file.path}: {error}") from None
+
+
+def gguf_dtype(file: GGUFFile) -> str:
+    """Returns the dtype of the matrices: "f32", "bf16" or "f16".
+
+    It is "f32" for quantised ones: bf16 has 8 bits, fewer than the scale of a block. Norms are f32 in any file.
+    """
+    kinds = {info.type.name for info in file.tensors.values() if len(info.shape) > 1}
+    only = next(iter(kinds)) if len(kinds) == 1 else "F32"
+    return only.lower() if only in FLOATS else "f32"
+
+
+def hf_values(file: GGUFFile) -> dict[str, Any]:
+    """Returns the fields of a Hugging Face config.
+
+    Raises:
+      ConfigError: the architecture is unknown, or keys are missing or unsupported; one line names all of them.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{file.path}: general.architecture is {architecture!r:.60}; supported: {known}")
+    return _Keys(file, architecture).values()
+
+
+class _Keys:
+    """The metadata of one architecture; problems are collected."""
+
+    def __init__(self, file: GGUFFile, architecture: str):
+        self.file, self.architecture = file, architecture
+        prefix = f"{architecture}."
+        self.keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+        self.problems: list[str] = []
+
+    def problem(self, key: str, supported: str) -> None:
+        value = " ".join(repr(self.keys[key]).split()) if key in self.keys else "missing"
+        self.problems.append(f"{self.architecture}.{key} is {value:.60}; {supported}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns a value that may be given for each layer, if it is the same in all of them."""
+        value = self.keys.get(key, default)
+        if not isinstance(value, np.ndarray):
+            return value
+        if len(value) == self.keys.get("block_count") and len(set(value.tolist())) == 1:
+            return value[0].item()
+        self.problem(key, "supported: one value, or the same for each layer")
+        return default
+
+    def values(self) -> dict[str, Any]:
+        """Returns the fields of a Hugging Face config.
+
+        Raises:
+          ConfigError: there are problems.
+        """
+        fields: dict[str, Any] = {"model_type": ARCHITECTURES[self.architecture]}
+        fields |= {name: self.get(key, 1) for key, name in SIZES.items()}
+        fields["num_key_value_heads"] = self.get("attention.head_count_kv", fields["num_attention_heads"])
+        for key, name in SIZES.items():
+            if checks.integer(key, fields[name], 1, MAX_LAYERS if key == "block_count" else MAX_INTEGER):
+                self.problem(key, "must be a positive integer")
+            elif key not in self.keys:
+                self.problem(key, "every model has it")
+        self.check()  # what follows computes with them
+        fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids()
+        self.refuse_others()
+        self.check()
+        return fields
+
+    def check(self) -> None:
+        if self.problems:
+            raise ConfigError(f"{self.file.path}: {'; '.join(self.problems)}")
+
+    def shapes(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = self.file.tensors
+        if (embedding := tensors.get("token_embd.weight")) is None:
+            self.problems.append("tensor token_embd.weight is missing")
+        if EPS not in self.keys:
+            self.problem(EPS, "every model has it")
+        head_dim = self.get(WIDTHS[0], fields["hidden_size"] // fields["num_attention_heads"])
+        for key in WIDTHS:
+            if self.get(key, head_dim) != head_dim:
+                self.problem(key, f"supported: {head_dim}, the width of a head")
+        return {
+            "vocab_size": embedding.shape[0] if embedding else 1,
+            "head_dim": head_dim,
+            "rms_norm_eps": self.get(EPS),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        }
+
+    def rope(self) -> dict[str, Any]:
+        factor = self.get("rope.scaling.factor")
+        kind = self.get("rope.scaling.type", "linear" if factor else "none")
+        scaling: dict[str, Any] = {}
+        if kind in ("linear", "yarn"):
+            scaling = {"rope_type": kind, "factor": factor}
+        elif kind != "none":
+            self.problem("rope.scaling.type", "supported: none, linear, yarn")
+        if kind == "yarn":
+            scaling |= {name: self.get(key) for key, name in YARN.items() if key in self.keys}
+        if ROPE_FACTORS in self.file.tensors and (scaling or self.architecture != "llama"):
+            self.problems.append(f"tensor {ROPE_FACTORS} is supported by llama, without rope.scaling")
+        theta = self.get("rope.freq_base", 10_000.0)
+        if self.architecture == "gemma3":  # layers with a window have a rope of their own, which is never scaled
+            local = self.get("rope.freq_base_swa", 10_000.0)
+            return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
+        if self.get("rope.freq_base_swa", theta) != theta:
+            self.problem("rope.freq_base_swa", f"supported: {theta}, as rope.freq_base")
+        return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def attention(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns windows, soft caps and the scale of scores."""
+        window = self.get(WINDOW) or None
+        if self.architecture not in PATTERNS:
+            refused = [WINDOW_PATTERN, *SOFT_CAPS, *([WINDOW] if self.architecture != "llama" else [])]
+            for key in refused:
+                if self.get(key):
+                    self.problem(key, f"supported by {', '.join(PATTERNS)}")
+            # Converters give Mistral the name llama.
+            return {"model_type": "mistral", "sliding_window": window} if window else {}
+        num_layers = fields["num_hidden_layers"]
+        found: dict[str, Any] = {key: self.get(key) or None for key in SOFT_CAPS if key in self.keys}
+        pattern = self.keys.get(WINDOW_PATTERN, PATTERNS[self.architecture])
+        if window is None and self.architecture == "gemma3":
+            pattern = np.zeros(num_layers, bool)
+        elif window is not None:
+            found["sliding_window"] = window
+        if isinstance(pattern, np.ndarray):
+            found["layer_types"] = [f"{'sliding' if slides else 'full'}_attention" for slides in pattern.tolist()]
+        else:
+            found["sliding_window_pattern"] = pattern
+        width = fields["hidden_size"] // fields["num_attention_heads"]
+        wide = num_layers == LAYERS_OF_27B[self.architecture]
+        return found | {"query_pre_attn_scalar": width if wide else self.get(WIDTHS[0], width)}
+
+    def special_ids(self) -> dict[str, Any]:
+        """Returns BOS, and all ids that end a text: of the text, a turn or a message."""
+        ids = {name: self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+        ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+        return {"bos_token_id": ids["bos"], "eos_token_id": ends}
+
+    def refuse_others(self) -> None:
+        for key, value in self.keys.items():
+            unused = value in ("", "none", []) if isinstance(value, (str, list)) else not np.any(value)
+            if key not in KNOWN and not unused and not (key in NEUTRAL and np.all(value == NEUTRAL[key])):
+                self.problem(key, "not supported")

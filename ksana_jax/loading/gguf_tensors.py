@@ -1,0 +1,149 @@
+"""Finds and reads the tensors of GGUF files under Hugging Face names. Knows blocks only as bytes of a row.
+
+Converters change two things, which reading undoes. Rows of queries and keys of the architecture "llama" are permuted:
+the two numbers that a rotation pairs are neighbours there, and half a head apart here. Norms of Gemma are stored with
+1 added: subtracting it in float32 gives a weight w for which 1 + w is the stored number, bit for bit above 0.5.
+Source: llama.cpp, conversion of Llama and Gemma.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.errors import LoadError
+from ksana_jax.files import open_to_read
+from ksana_jax.gguf_file import TYPES, GGUFFile, TensorInfo
+from ksana_jax.loading.gguf_blocks import FLOATS, decode
+from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.models.families import FAMILIES
+
+# GGUF names by field of Params and LayerParams.
+TOP_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+LAYER_NAMES = {
+    "attn_norm": "attn_norm.weight",
+    "w_q": "attn_q.weight",
+    "b_q": "attn_q.bias",
+    "q_norm": "attn_q_norm.weight",
+    "w_k": "attn_k.weight",
+    "b_k": "attn_k.bias",
+    "k_norm": "attn_k_norm.weight",
+    "w_v": "attn_v.weight",
+    "b_v": "attn_v.bias",
+    "w_o": "attn_output.weight",
+    "b_o": "attn_output.bias",
+    "post_attn_norm": "post_attention_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "w_gate": "ffn_gate.weight",
+    "b_gate": "ffn_gate.bias",
+    "w_up": "ffn_up.weight",
+    "b_up": "ffn_up.bias",
+    "w_down": "ffn_down.weight",
+    "b_down": "ffn_down.bias",
+    "post_mlp_norm": "post_ffw_norm.weight",
+}
+# Divisors of the frequencies of a rope; the config has them.
+ROPE_FACTORS = "rope_freqs.weight"
+_OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFTensor(StoredTensor):
+    """A tensor in a GGUF file.
+
+    Args:
+      info: where its blocks are.
+      num_heads: heads whose rows are permuted; None if rows are in order.
+      plus_one: whether 1 was added to the values.
+    """
+
+    info: TensorInfo
+    num_heads: int | None = None
+    plus_one: bool = False
+    dtypes = tuple(kind.name for kind in TYPES.values())
+
+    @property
+    def value_bytes(self) -> int:
+        return 4 if self.plus_one else FLOATS.get(self.dtype, np.dtype(np.float32)).itemsize
+
+    def blocks(self, rows: slice = slice(None)) -> np.ndarray:
+        """Returns the blocks of rows, uint8 [rows, bytes per row], in Hugging Face's order; all values of a tensor
+        with one dimension are one row.
+
+        Raises:
+          LoadError: the file cannot be read, or has become shorter.
+        """
+        num_rows = self.shape[0] if len(self.shape) > 1 else 1
+        first, stop, _ = rows.indices(num_rows)
+        if self.num_heads is None or len(self.shape) == 1:
+            return self._stored(first, stop)
+        size = num_rows // self.num_heads
+        head = first // size * size  # the first row of the first head
+        stored = self._stored(head, min(-(-stop // size) * size, num_rows))
+        return stored[_stored_rows(np.arange(first, stop), size) - head]
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        if len(self.shape) == 1:
+            values = decode(self.dtype, self.blocks())[0]
+            if self.num_heads is not None:
+                values = values[_stored_rows(np.arange(len(values)), len(values) // self.num_heads)]
+            values = values[rows]
+        elif columns == slice(None):
+            blocks = self.blocks(rows)
+            values = decode(self.dtype, blocks).reshape(len(blocks), *self.shape[1:])
+        else:
+            _, size, num_bytes = self.info.type
+            begin, end, step = columns.indices(self.shape[1])
+            first, last = begin // size, -(-end // size)  # the blocks that the columns are in
+            values = decode(self.dtype, self.blocks(rows)[:, first * num_bytes : last * num_bytes])
+            values = values[:, begin - first * size : end - first * size : step]
+        return values.astype(np.float32) - 1 if self.plus_one else values
+
+    def _stored(self, first: int, stop: int) -> np.ndarray:
+        row_bytes = self.info.num_bytes // (self.shape[0] if len(self.shape) > 1 else 1)
+        try:
+            with open_to_read(self.path) as file:
+                file.seek(self.info.offset + first * row_bytes)
+                data = np.fromfile(file, np.uint8, (stop - first) * row_bytes)
+        except OSError as error:
+            raise LoadError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        if len(data) < (stop - first) * row_bytes:
+            raise LoadError(f"{self.path}: {self.name} is cut off: the file has become shorter")
+        return data.reshape(stop - first, row_bytes)
+
+
+def _stored_rows(rows: np.ndarray, size: int) -> np.ndarray:
+    """Returns where a converted Llama stores rows of heads of `size` rows: i of the first half is row 2 i of the head,
+    i of the second half row 2 i + 1."""
+    head, row = np.divmod(rows, size)
+    half, pair = np.divmod(row, size // 2)
+    return head * size + 2 * pair + half
+
+
+def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None = None, plus_one: bool = False):
+    """Returns a tensor of a GGUF file, under another name if one is given; see `GGUFTensor`."""
+    return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, plus_one)
+
+
+def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
+    """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
+    family, found = FAMILIES[config.family], {}
+    permuted = file.metadata["general.architecture"] == "llama"
+    heads = {"w_q": config.num_heads, "b_q": config.num_heads, "w_k": config.num_kv_heads, "b_k": config.num_kv_heads}
+    top = {name: field for field, name in TOP_NAMES.items()}
+    of_layer = {name: field for field, name in LAYER_NAMES.items()}
+    for name, info in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        layer = _OF_LAYER.fullmatch(name)
+        field = of_layer.get(layer[2], "") if layer else top.get(name, "")
+        if layer and field in family.layer_names:
+            name = f"model.layers.{layer[1]}.{family.layer_names[field]}"
+        elif field in family.top_names:
+            name = family.top_names[field]
+        plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
+        found[name] = as_stored(info, name, heads.get(field) if permuted else None, plus_one)
+    return found
