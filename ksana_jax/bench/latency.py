@@ -108,10 +108,11 @@ class Latency(Bench):
 def make_llm(model: str, **settings: Any) -> LLM:
     """Creates an engine for a measurement; a model without weights gets random ones."""
     from ksana_jax import LLM
+    from ksana_jax.loading.tensor_files import has_weights
     from ksana_jax.shipped import model_path
 
     directory = model_path(model)
-    if directory.is_dir() and not any(directory.glob("*.safetensors*")):
+    if directory.is_dir() and not has_weights(directory):
         settings.setdefault("load_format", "dummy")
     return LLM(model, **settings)
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ksana_jax.engine.llm import LLM
+from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.request import SamplingParams
 from ksana_jax.shipped import model_path
 
@@ -32,7 +33,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
     # Cached programs would skip the compiler, whose memory is part of the prediction.
     jax.config.update("jax_enable_compilation_cache", False)
     directory = model_path(model)
-    load_format = "auto" if any(directory.glob("*.safetensors*")) else "dummy"
+    load_format = "auto" if has_weights(directory) else "dummy"
     llm = LLM(model, load_format=load_format, **settings)
     sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, seed=0)
     llm.warm_up(sampling_params=sampled)

@@ -79,6 +79,7 @@ class Throughput(Bench):
 
     def start(self) -> None:
         from ksana_jax.bench.latency import make_llm
+        from ksana_jax.loading.tensor_files import has_weights
         from ksana_jax.shipped import model_path
 
         self.processes_of: dict[str, PeerProcess] = {}
@@ -86,7 +87,7 @@ class Throughput(Bench):
         self.bound_s: dict[int, float] = {}  # by number of requests
         self.folder = tempfile.TemporaryDirectory()
         model = model_path(self.model)
-        if self.peers is not None and model.is_dir() and not any(model.glob("*.safetensors*")):
+        if self.peers is not None and model.is_dir() and not has_weights(model):
             _export_random(model, Path(self.folder.name), self.dtype, self.seed)
             model = Path(self.folder.name)
         self.directory = model

@@ -1,4 +1,4 @@
-"""Looks up a model's directory, training context, tokenizer and digest without loading it. No jax."""
+"""Looks up a model's path, training context, tokenizer and digest without loading it. No jax."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
+from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.digest import digest_of_files
+from ksana_jax.loading.gguf_config import hf_values
 from ksana_jax.shipped import model_names, model_path
 
 
 def model_dir(model: str) -> Path:
-    """Returns the directory of a model, given by path or by the name of a shipped model.
+    """Returns the directory or the GGUF file of a model, given by path or by the name of a shipped model.
 
     Raises:
       FileNotFoundError: there is neither.
     """
     path = model_path(model)
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path.exists() and gguf_of(path)):
         return path
     known = ", ".join(model_names())
-    raise FileNotFoundError(f"model {model!r} is not a directory with a config.json; shipped models: {known}")
+    wanted = "a directory with a config.json or a .gguf file"
+    raise FileNotFoundError(f"model {model!r} is not {wanted}; shipped models: {known}")
 
 
 @functools.cache
 def training_context(model: str) -> int:
-    """Returns the context length in tokens that the model was trained for, from its config.json."""
+    """Returns the context length in tokens that the model was trained for, from its config."""
     path, config = _config(model)
     context: Any = config.get("max_position_embeddings")
     if problem := checks.integer("max_position_embeddings", context):
@@ -38,21 +41,25 @@ def training_context(model: str) -> int:
 
 @functools.cache
 def num_layers(model: str) -> int | None:
-    """Returns the model's number of layers from its config.json; None if it has none."""
+    """Returns the model's number of layers from its config; None if it has none."""
     count = _config(model)[1].get("num_hidden_layers")
     return count if isinstance(count, int) else None
 
 
 @functools.cache
 def tokenizer_of(model: str) -> Any:
-    """Loads the tokenizer in a model's directory; None if there is none."""
+    """Loads a model's tokenizer; None if there is none."""
     from ksana_jax.tokenizers import find_tokenizer
 
     return find_tokenizer(model_dir(model))
 
 
 def _config(model: str) -> tuple[Path, dict[str, Any]]:
-    path = model_dir(model) / "config.json"
+    """Returns the fields of a model's Hugging Face config, and where they are from."""
+    path = model_dir(model)
+    if (gguf := gguf_of(path)) is not None:
+        return gguf, hf_values(read_gguf(gguf))
+    path = path / "config.json"
     return path, read_json(path)
 
 

@@ -1,4 +1,4 @@
-"""Digest of a model directory's files, which tells models apart without reading all of their weights. No jax."""
+"""Digest of a model's files, which tells models apart without reading all of their weights. No jax."""
 
 from __future__ import annotations
 
@@ -6,30 +6,45 @@ import hashlib
 from pathlib import Path
 
 from ksana_jax.files import open_to_read
+from ksana_jax.gguf_file import gguf_of, read_gguf
 
 _SAMPLE_BYTES = 2**20
 _WEIGHTS = (".safetensors",)
 
 
-def digest_of_files(directory: Path, load_format: str = "auto") -> str:
+def digest_of_files(model: Path, load_format: str = "auto") -> str:
     """Returns 16 hex digits: config and tokenizer in full, weights by size, first and last MiB.
 
     After further training, the digest differs.
 
     Args:
+      model: a model's directory or GGUF file.
       load_format: with "dummy", weights are left out.
     """
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix not in (".json", ".model", ".jinja", *_WEIGHTS):
+    for path, header_bytes in _files(model):
+        weights, size = header_bytes is not None, path.stat().st_size
+        if weights and load_format == "dummy" and not header_bytes:
             continue
-        if path.suffix in _WEIGHTS and load_format == "dummy":
-            continue
-        size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with open_to_read(path) as file:
-            if path.suffix in _WEIGHTS and size > 2 * _SAMPLE_BYTES:
+            digest.update(file.read(header_bytes or 0))
+            if weights and load_format == "dummy":
+                continue
+            if weights and size - file.tell() > 2 * _SAMPLE_BYTES:
                 digest.update(file.read(_SAMPLE_BYTES))
                 file.seek(-_SAMPLE_BYTES, 2)
             digest.update(file.read())
     return digest.hexdigest()[:16]
+
+
+def _files(model: Path) -> list[tuple[Path, int | None]]:
+    """Returns a model's files, and for those with weights the bytes before them that are read in full."""
+    if (gguf := gguf_of(model)) is not None:
+        starts: dict[Path, int] = {}
+        for info in read_gguf(gguf).tensors.values():
+            starts[info.path] = min(info.offset, starts.get(info.path, info.offset))
+        return sorted(starts.items())
+    kept = (".json", ".model", ".jinja", *_WEIGHTS)
+    paths = [path for path in sorted(model.iterdir()) if path.suffix in kept]
+    return [(path, 0 if path.suffix in _WEIGHTS else None) for path in paths]

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ksana_jax.errors import LoadError
+from ksana_jax.gguf_file import SUFFIX, gguf_of
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.stored_tensor import StoredTensor
 
@@ -43,6 +44,11 @@ class SafetensorsTensor(StoredTensor):
             return found[rows] if columns == slice(None) else found[rows, columns]
 
 
+def has_weights(model: Path) -> bool:
+    """Whether a model's path is a GGUF file, or a directory with weights."""
+    return gguf_of(model) is not None or any(model.glob("*.safetensors*"))
+
+
 def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     """Returns all tensors of a model directory by name, from the headers of their files.
 
@@ -60,7 +66,9 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
                 f"{directory} has pickled weights ({', '.join(pickled[:5])}), which can run code when they are read; "
                 f"supported: {SINGLE} or {INDEX}"
             )
-        raise LoadError(f"{directory} has no weights; supported: {SINGLE} or {INDEX}")
+        others = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+        or_one = f", or the path of {others[0]}" if others else ""
+        raise LoadError(f"{directory} has no weights; supported: {SINGLE} or {INDEX}{or_one}")
 
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

@@ -9,6 +9,7 @@ from typing import Any
 
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.dtypes import DTYPES
+from ksana_jax.gguf_file import gguf_of
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.models.params import num_params
 from ksana_jax.parallel.shares import local_model
@@ -88,7 +89,8 @@ def plan(
     """Plans memory.
 
     Args:
-      model: a config, a directory with a config.json, the path of one, or "ksana-tiny". No weights are read.
+      model: a config, a directory with a config.json, the path of one, a .gguf file, or "ksana-tiny". No weights are
+        read.
       device: see `find_device`.
       step: of this model, measured before; None compiles some steps, for the device if that can be done here.
       say: told of what takes long.
@@ -173,15 +175,14 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
 
 
 def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
-    """Reads the config of a directory, a config.json or a shipped model; returns it and a name."""
+    """Reads the config of a directory, a GGUF file, a config.json or a shipped model; returns it and a name."""
     path = model_path(model)
-    if path.is_file():
-        if path.name != "config.json":
-            raise ConfigError(f"model {str(model)!r} is a file; must be a config.json or a directory with one")
+    if path.is_file() and path.name == "config.json":
         path = path.parent
-    if not path.is_dir():
-        raise ConfigError(f"model {str(model)!r} is neither a directory, nor a config.json, nor a shipped model")
-    return load_config(path), path.resolve().name
+    if (gguf := gguf_of(path)) is None and not path.is_dir():
+        known = "a directory, a config.json, a .gguf file"
+        raise ConfigError(f"model {str(model)!r} is neither {known}, nor a shipped model")
+    return load_config(path), path.resolve().name if gguf is None else gguf.stem
 
 
 def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -> int | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
+from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.processor import num_cores
 from ksana_jax.request import RequestInput, SamplingParams
 from ksana_jax.shipped import model_path
@@ -151,7 +152,7 @@ def make_engine(model: str, **settings: Any) -> Engine:
     from ksana_jax.engine.llm import LLM  # imports jax
 
     directory = model_path(model)
-    if directory.is_dir() and not any(directory.glob("*.safetensors*")):
+    if directory.is_dir() and not has_weights(directory):
         settings.setdefault("load_format", "dummy")
     llm = LLM(model, **settings)
     llm.warm_up()
