@@ -1,0 +1,124 @@
+"""GGUF twins of small checkpoints: the same config and weights, written as llama.cpp's converter writes them."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.config import ModelConfig
+from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.patterns import AttentionPattern
+from tests.gguf_writer import write_gguf
+from tests.loading.models_on_disk import TINY
+
+_GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms_plus_one", "sandwich_norms": True, "embed_scale": 4.0}
+_GEMMA |= {"attention_scale": 8**-0.5, "tie_embeddings": True}
+_FAR = RopeConfig(theta=1e6)
+_SLIDING = AttentionPattern(window=6)
+# By name: GGUF architecture, config.
+TWINS: dict[str, tuple[str, ModelConfig]] = {
+    "llama": ("llama", TINY),
+    "llama with biases": (
+        "llama",
+        dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True),
+    ),
+    "mistral": ("llama", dataclasses.replace(TINY, family="mistral", pattern=_SLIDING)),
+    "qwen2": ("qwen2", dataclasses.replace(TINY, family="qwen2", qkv_bias=True, norm_eps=1e-6, eos_ids=(2, 3))),
+    "qwen3": ("qwen3", dataclasses.replace(TINY, family="qwen3", qk_norm=True, head_dim=12, rope=_FAR)),
+    "gemma2": (
+        "gemma2",
+        dataclasses.replace(
+            TINY, **_GEMMA, family="gemma2", num_layers=3, pattern=(_SLIDING, AttentionPattern(), _SLIDING),
+            soft_cap=50.0, logit_soft_cap=30.0,
+        ),
+    ),
+    "gemma3": (
+        "gemma3",
+        dataclasses.replace(
+            TINY, **_GEMMA, family="gemma3_text", qk_norm=True, num_layers=7,
+            pattern=(*[_SLIDING] * 5, AttentionPattern(), _SLIDING),
+            rope=(*[RopeConfig()] * 5, RopeConfig("linear", 1e6, 8.0), RopeConfig()),
+        ),
+    ),
+}  # fmt: skip
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str, sandwich: bool = False) -> str:
+    """The GGUF name of a Hugging Face tensor. sandwich: as in Gemma, whose norms have other names."""
+    module, _, kind = name.rpartition(".")
+    if module in _TOP:
+        return f"{_TOP[module]}.{kind}"
+    _, _, layer, module = module.split(".", 3)
+    own = {"post_attention_layernorm": "post_attention_norm" if sandwich else "ffn_norm"}
+    own |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    return f"blk.{layer}.{(_NAMES | own)[module]}.{kind}"
+
+
+def permuted(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of heads, or a bias, in the order in which the converter stores them for the architecture llama."""
+    size = len(values) // num_heads
+    halves = values.reshape(num_heads, 2, size // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors under GGUF names, as the converter stores them: norms in float32, those of Gemma plus one."""
+    found = {}
+    for name, values in tensors.items():
+        if values.ndim == 1:
+            values = values.astype(np.float32)
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        found[gguf_name(name, config.sandwich_norms)] = values
+    return found
+
+
+def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dict[str, Any]:
+    """Metadata of a config, with changes by key without the architecture; None leaves a key out."""
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    full = next((rope for rope in ropes if rope.kind != "default"), ropes[0])
+    patterns = config.pattern if isinstance(config.pattern, tuple) else (config.pattern,)
+    values: dict[str, Any] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position,
+        "embedding_length": config.d_model,
+        "feed_forward_length": config.d_ff,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": full.theta,
+        "rope.scaling.type": None if full.kind == "default" else full.kind,
+        "rope.scaling.factor": None if full.kind == "default" else full.factor,
+        "attention.sliding_window": max(p.window or 0 for p in patterns) or None,
+        "attn_logit_softcapping": config.soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    ids = dict(zip(("eos", "eot", "eom"), config.eos_ids)) | {"bos": config.bos_id}
+    named = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
+    return {"general.architecture": architecture, **named} | {f"tokenizer.ggml.{k}_token_id": v for k, v in ids.items()}
+
+
+def write_twin(
+    path: Path, architecture: str, config: ModelConfig, tensors: Mapping[str, np.ndarray], **changes: Any
+) -> Path:
+    """A GGUF file with the config and weights of a checkpoint."""
+    return write_gguf(path, gguf_metadata(architecture, config, **changes), gguf_tensors(architecture, config, tensors))
