@@ -48,8 +48,9 @@ UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "r
 KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
 KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
 # Values with which other keys change nothing, beside 0, false and "".
+CAUSAL = "attention.causal"
 NEUTRAL = {
-    "attention.causal": True,
+    CAUSAL: True,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -105,7 +106,7 @@ def hf_values(file: GGUFFile) -> dict[str, Any]:
       ConfigError: the architecture is unknown, or keys are missing or unsupported; one line names all of them.
     """
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"{file.path}: general.architecture is {architecture!r:.60}; supported: {known}")
     return _Keys(file, architecture).values()
@@ -193,7 +194,7 @@ class _Keys:
         if self.architecture == "gemma3":  # layers with a window have a rope of their own, which is never scaled
             local = self.get("rope.freq_base_swa", 10_000.0)
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
-        if self.get("rope.freq_base_swa", theta) != theta:
+        if "rope.freq_base_swa" in self.keys and self.get("rope.freq_base_swa") != theta:
             self.problem("rope.freq_base_swa", f"supported: {theta}, as rope.freq_base")
         return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -201,10 +202,11 @@ class _Keys:
         """Returns windows, soft caps and the scale of scores."""
         window = self.get(WINDOW) or None
         if self.architecture not in PATTERNS:
-            refused = [WINDOW_PATTERN, *SOFT_CAPS, *([WINDOW] if self.architecture != "llama" else [])]
-            for key in refused:
+            for key in (WINDOW_PATTERN, *SOFT_CAPS):
                 if self.get(key):
                     self.problem(key, f"supported by {', '.join(PATTERNS)}")
+            if window and self.architecture != "llama":
+                self.problem(WINDOW, f"supported by llama, {', '.join(PATTERNS)}")
             # Converters give Mistral the name llama.
             return {"model_type": "mistral", "sliding_window": window} if window else {}
         num_layers = fields["num_hidden_layers"]
@@ -231,5 +233,6 @@ class _Keys:
     def refuse_others(self) -> None:
         for key, value in self.keys.items():
             unused = value in ("", "none", []) if isinstance(value, (str, list)) else not np.any(value)
-            if key not in KNOWN and not unused and not (key in NEUTRAL and np.all(value == NEUTRAL[key])):
+            neutral = key in NEUTRAL and np.all(value == NEUTRAL[key])
+            if key not in KNOWN and not neutral and (not unused or key == CAUSAL):
                 self.problem(key, "not supported")
