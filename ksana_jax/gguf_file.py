@@ -63,6 +63,7 @@ _OTHERS = dict(zip((9, 15, 16, 17, 18, 19), ("Q8_1", "Q8_K", "IQ2_XXS", "IQ2_XS"
 _OTHERS |= dict(zip((21, 22, 23, 24, 25, 26, 27, 28), ("IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64")))
 _OTHERS |= {29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
 
+_LENGTH = struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY, _F32 = 7, 8, 9, 6
 # NumPy dtypes of the numbers by GGUF's value type.
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", _F32: "<f4", _BOOL: "<u1"}
@@ -184,6 +185,7 @@ class _Header:
     def __init__(self, path: Path, file: BufferedReader):
         self.path, self.file = path, file
         self.size = path.stat().st_size
+        self.end = min(self.size, MAX_HEADER_BYTES)
         self.at, self.num_strings = 0, 0
 
     def read(self) -> GGUFFile:
@@ -211,24 +213,25 @@ class _Header:
 
     def take(self, num_bytes: int) -> bytes:
         """Returns the next bytes of the file."""
-        if num_bytes > self.size - self.at:
-            raise LoadError(
-                f"{self.path} is truncated or damaged: its header needs {num_bytes:,} bytes at {self.at:,}, "
-                f"the file has {self.size:,}"
-            )
-        if num_bytes > MAX_HEADER_BYTES - self.at:
+        end = self.at + num_bytes
+        if end > self.end:
+            if end > self.size:
+                raise LoadError(
+                    f"{self.path} is truncated or damaged: its header needs {num_bytes:,} bytes at {self.at:,}, "
+                    f"the file has {self.size:,}"
+                )
             raise LoadError(f"{self.path}: the header exceeds the supported {MAX_HEADER_BYTES:,} bytes at {self.at:,}")
         taken = self.file.read(num_bytes)
         if len(taken) < num_bytes:
             raise LoadError(f"{self.path} has become shorter while it was read")
-        self.at += num_bytes
+        self.at = end
         return taken
 
     def number(self, kind: str) -> Any:
         return np.frombuffer(self.take(int(kind[-1])), kind)[0].item()
 
     def length(self) -> int:
-        return struct.unpack("<Q", self.take(8))[0]
+        return _LENGTH.unpack(self.take(8))[0]
 
     def check_count(self, what: str, count: int, most: int, least_bytes: int) -> None:
         """Rejects a count beyond the limit, or beyond what the rest of the file can hold."""
@@ -240,21 +243,22 @@ class _Header:
                 f"{self.size - self.at:,} bytes remain"
             )
 
-    def string(self) -> str:
+    def strings(self, count: int) -> list[str]:
+        take, unpack = self.take, _LENGTH.unpack
         try:
-            return self.take(self.length()).decode()
+            return [take(*unpack(take(8))).decode() for _ in range(count)]
         except UnicodeDecodeError as error:
             raise LoadError(f"{self.path}: a string before byte {self.at:,} is not UTF-8: {error.reason}") from None
 
     def name(self, what: str) -> str:
         start = self.at
-        if (name := self.string()) and len(name.encode()) <= MAX_NAME_BYTES:
+        if (name := self.strings(1)[0]) and len(name.encode()) <= MAX_NAME_BYTES:
             return name
         raise LoadError(f"{self.path}: {what} at byte {start:,} is empty or has over {MAX_NAME_BYTES:,} bytes")
 
     def value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self.string()
+            return self.strings(1)[0]
         if kind == _ARRAY:
             return self.array(key)
         if kind not in _NUMBERS:
@@ -269,7 +273,7 @@ class _Header:
         if kind == _STRING:
             self.check_count(f"strings in {key!r:.80}", count, MAX_STRINGS - self.num_strings, 8)
             self.num_strings += count
-            return [self.string() for _ in range(count)]
+            return self.strings(count)
         if kind not in _NUMBERS:
             what = "arrays of arrays" if kind == _ARRAY else f"items of the unknown type {kind}"
             raise LoadError(f"{self.path}: {key!r:.80} has {what}; supported: arrays of numbers or strings")
