@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.shipped import model_path
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
-from ksana_jax.tokenizers.files import TokenizerError, read_optional_object, read_text
+from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
 JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
@@ -36,14 +36,15 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
     config = read_optional_object(directory / CONFIG)
     specials = _special_tokens(directory, config)
     # Each library takes a tenth of a second to import, and a directory needs only one of them.
-    if (directory / JSON).exists():
+    if (path := directory / JSON).exists():
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
-        tokenizer: Tokenizer = JsonTokenizer(directory / JSON, specials)
-    elif (directory / MODEL).exists():
-        from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer
+        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials)
+    elif (path := directory / MODEL).exists():
+        from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer, added_tokens
 
-        tokenizer = SentencePieceTokenizer(directory / MODEL, config, specials)
+        added = added_tokens(directory, config)
+        tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
     tokenizer.chat_template = _chat_template(directory, config)

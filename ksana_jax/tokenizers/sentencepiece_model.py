@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, one_line, read_bytes, read_optional_object
+from ksana_jax.tokenizers.files import TokenizerError, one_line, read_optional_object
 
 MARK = "\u2581"  # stands for a space in pieces
 
@@ -37,31 +37,44 @@ class SentencePieceTokenizer(Tokenizer):
     added tokens written out in a text become their ids. The space before a text's first word is added only at the
     very beginning, or after every such token if the file has "legacy": true.
 
+    Args:
+      source: the file it comes from, for messages.
+      data: a serialized ModelProto.
+      config: add_bos_token, add_eos_token and legacy, as in tokenizer_config.json.
+      specials: texts of BOS and EOS; None takes the model's.
+      added: tokens by id that are matched in a text before the model splits the rest.
+
     Raises:
-      TokenizerError: a file cannot be used.
+      TokenizerError: the model cannot be used.
     """
 
     byte_errors = EACH_BYTE
 
-    def __init__(self, path: Path, config: Mapping[str, Any], specials: SpecialTokens):
-        self.source = str(path)
-        data = read_bytes(path)
+    def __init__(
+        self,
+        source: str,
+        data: bytes,
+        config: Mapping[str, Any],
+        specials: SpecialTokens,
+        added: Mapping[int, AddedToken],
+    ):
+        self.source = source
         self._proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
         try:
             self._proto.ParseFromString(data)
             self._model = _processor(data)
         except Exception as error:  # sentencepiece and protobuf raise their own, and RuntimeError
-            raise TokenizerError(f"{path} is not a SentencePiece model: {one_line(error)}") from None
+            raise TokenizerError(f"{source} is not a SentencePiece model: {one_line(error)}") from None
         self._num_pieces: int = self._model.vocab_size()
         if not self._num_pieces:
-            raise TokenizerError(f"{path} is not a SentencePiece model: it has no pieces")
+            raise TokenizerError(f"{source} is not a SentencePiece model: it has no pieces")
         self._without_prefix: Any = None
         self._legacy = config.get("legacy") is True
         self._strip_one = self._proto.normalizer_spec.add_dummy_prefix
         self._strip_all = self._proto.normalizer_spec.remove_extra_whitespaces
         self._unk_text = self._proto.trainer_spec.unk_surface
 
-        self._added = _added_tokens(path.parent, config)
+        self._added = added
         controls = (i for i in range(self._num_pieces) if self._model.is_control(i))
         tokens = {self._model.id_to_piece(i): AddedToken(self._model.id_to_piece(i), i) for i in controls}
         tokens |= {token.content: token for token in self._added.values()}
@@ -154,7 +167,7 @@ def _processor(data: bytes) -> Any:
     return model
 
 
-def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Reads added tokens by id: added_tokens.json, {text: id}, and tokenizer_config.json's added_tokens_decoder."""
     found: dict[int, AddedToken] = {}
     path = directory / "added_tokens.json"
@@ -177,5 +190,9 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Added
 
 def _any_of(contents: Iterable[str]) -> re.Pattern[str] | None:
     """Returns a pattern that matches any of the texts, the longest if several match."""
-    longest_first = sorted(contents, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    rests: dict[str, list[str]] = {}
+    for content in sorted(contents, key=len, reverse=True):
+        rests.setdefault(content[0], []).append(re.escape(content[1:]))
+    # By first characters: Gemma has thousands of tokens that begin with "<", which no other position should try.
+    groups = (f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in rests.items())
+    return re.compile("|".join(groups)) if rests else None

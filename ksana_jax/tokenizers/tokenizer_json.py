@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, one_line, read_text
+from ksana_jax.tokenizers.files import TokenizerError, one_line
 from ksana_jax.tokenizers.growth import MAX_GROWTH, growth
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"
@@ -22,27 +21,32 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json, whose own post-processor adds BOS and EOS.
 
+    Args:
+      source: the file it comes from, for messages.
+      text: a tokenizer.json.
+      specials: texts of BOS and EOS.
+
     Raises:
-      TokenizerError: a file cannot be used, its decoder is not in SUPPORTED_DECODERS, or its steps can turn one
+      TokenizerError: the text cannot be used, its decoder is not in SUPPORTED_DECODERS, or its steps can turn one
         character into more than `growth.MAX_GROWTH`.
     """
 
-    def __init__(self, path: Path, specials: SpecialTokens):
-        self.source = str(path)
-        text = read_text(path)
-        self._tokenizer = _call(f"{path} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
+    def __init__(self, source: str, text: str, specials: SpecialTokens):
+        self.source = source
+        self._tokenizer = _call(f"{source} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
         # Settings for training batches: they would truncate or pad prompts, and tokenize equal prompts differently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._check_growth(json.loads(text).get("decoder"))
+        decoder = json.loads(text).get("decoder")
+        self._check_growth(decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise TokenizerError(f"{path} has an empty vocabulary")
+            raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
         self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        self._decode_piece = _PieceDecoder(json.loads(text).get("decoder"), path)
+        self._decode_piece = _PieceDecoder(decoder, source)
         self.byte_errors, self.strip_start = self._decode_piece.byte_errors, self._decode_piece.strip_start
         self._pieces: dict[int, Piece] = {}
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
@@ -87,8 +91,8 @@ class _PieceDecoder:
     spaces at the start of a text.
     """
 
-    def __init__(self, decoder: dict[str, Any] | None, path: Path):
-        self._path = path
+    def __init__(self, decoder: dict[str, Any] | None, source: str):
+        self._source = source
         self.byte_errors, self.strip_start = "replace", 0
         self._steps: list[Callable[[str | bytes], str | bytes]] = []
         self._metaspace: str | None = None
@@ -98,7 +102,7 @@ class _PieceDecoder:
         self._add(decoder)
 
     def _unsupported(self, what: str) -> TokenizerError:
-        return TokenizerError(f"{self._path}: decoder {what} is not supported; supported: {SUPPORTED_DECODERS}")
+        return TokenizerError(f"{self._source}: decoder {what} is not supported; supported: {SUPPORTED_DECODERS}")
 
     def _add(self, step: dict[str, Any]) -> None:
         kind = step["type"]
