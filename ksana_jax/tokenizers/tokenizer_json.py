@@ -39,29 +39,31 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
-        decoder = json.loads(text).get("decoder")
-        self._check_growth(decoder)
+        decoder = self._check_growth()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
-        self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        # Whether they are special.
+        self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._decode_piece = _PieceDecoder(decoder, source)
         self.byte_errors, self.strip_start = self._decode_piece.byte_errors, self._decode_piece.strip_start
         self._pieces: dict[int, Piece] = {}
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos)
 
-    def _check_growth(self, decoder: dict[str, Any] | None) -> None:
+    def _check_growth(self) -> dict[str, Any] | None:
+        """Checks the steps that texts go through; returns the decoder."""
         # As parsed by the library, which may differ from another JSON parser.
-        parts = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer)
-        normalizer, pre_tokenizer = (part and json.loads(part.__getstate__()) for part in parts)
+        parts = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer, self._tokenizer.decoder)
+        normalizer, pre_tokenizer, decoder = (part and json.loads(part.__getstate__()) for part in parts)
         encoding = growth(pre_tokenizer, growth(normalizer))
         for what, most in (("encoding", encoding), ("decoding", growth(decoder))):
             if most > MAX_GROWTH:
                 raise TokenizerError(
                     f"{self.source}: {what} can turn one character into {most:,.0f}; supported: at most {MAX_GROWTH}"
                 )
+        return decoder
 
     def _special(self, name: str, text: str | None) -> tuple[int | None, str]:
         if text is None:
@@ -79,7 +81,7 @@ class JsonTokenizer(Tokenizer):
         piece = self._pieces.get(token_id)
         if piece is None:
             text = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
-            piece = NOTHING if text is None else self._decode_piece(text, token_id in self._special_ids)
+            piece = NOTHING if text is None else self._decode_piece(text, self._added.get(token_id))
             self._pieces[token_id] = piece
         return piece
 
@@ -133,15 +135,20 @@ class _PieceDecoder:
         else:
             raise self._unsupported(kind)
 
-    def __call__(self, token: str, special: bool) -> Piece:
-        data = self._bytes(token)
-        at_start = self._bytes(token.replace(self._metaspace, "")) if self._metaspace else None
-        return Piece(data, special, at_start)
+    def __call__(self, token: str, special: bool | None) -> Piece:
+        """Returns a token's piece; special is None for tokens that are not added."""
+        added = special is not None
+        data = self._bytes(token, added)
+        at_start = self._bytes(token.replace(self._metaspace, ""), added) if self._metaspace else None
+        return Piece(data, bool(special), at_start)
 
-    def _bytes(self, token: str) -> bytes:
+    def _bytes(self, token: str, added: bool) -> bytes:
         value: str | bytes = token
         for step in self._steps:
-            value = step(value)
+            # Added tokens are plain text. The library takes one such as "né" for bytes, and shows U+FFFD. A single
+            # character may be a byte's own token.
+            if not (added and len(token) > 1 and step is _byte_level):
+                value = step(value)
         return value if isinstance(value, bytes) else value.encode()
 
 
@@ -164,7 +171,7 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str | bytes) -> str | bytes:
-    # Added tokens are plain text: a token with a character outside the alphabet, such as a space, stands for itself.
+    # A token with a character outside the alphabet, such as a space, is no bytes and stands for itself.
     if isinstance(token, str) and all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token

@@ -221,3 +221,13 @@ def test_byte_level_alphabet_is_the_library_s(directories):
     tokenizer = load_tokenizer(directories["byte-level"])
     singles = {tokenizer.piece(i).data for text, i in vocabulary.items() if len(text) == 1}
     assert singles == {bytes([byte]) for byte in range(256)}
+
+
+def test_added_token_of_latin_letters_is_text_and_not_bytes(directories, tmp_path):
+    # In a byte-level vocabulary, "é" stands for a byte. The library takes these tokens for bytes, and shows U+FFFD.
+    raw = tokenizers.Tokenizer.from_file(str(directories["byte-level"] / "tokenizer.json"))
+    raw.add_tokens(["né"])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("née 重")) == "née 重"  # whose first byte is "é"
+    assert raw.decode(raw.encode("née").ids) == "n\ufffde"
