@@ -26,6 +26,7 @@ class Tokenizer(abc.ABC):
       source: the file it was read from, for messages.
       vocab_size: one more than the largest id.
       bos_id, eos_id: None if the model has none.
+      more_eos_ids: further ids that end a text, such as the end of a turn.
       bos_token, eos_token: their texts, "" if there is none; chat templates use them.
       chat_template: Jinja source; None if the model has none.
       byte_errors: name of the codec error handler for bytes that are not UTF-8.
@@ -35,6 +36,7 @@ class Tokenizer(abc.ABC):
     vocab_size: int
     bos_id: int | None = None
     eos_id: int | None = None
+    more_eos_ids: tuple[int, ...] = ()
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
@@ -44,7 +46,8 @@ class Tokenizer(abc.ABC):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a text according to the tokenizer's files; generation_config.json may name more."""
-        return () if self.eos_id is None else (self.eos_id,)
+        first = () if self.eos_id is None else (self.eos_id,)
+        return tuple(dict.fromkeys((*first, *self.more_eos_ids)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Converts a text to ids. Special tokens written out in the text, as in chat templates, become their ids.

@@ -1,0 +1,248 @@
+"""The tokenizer of a GGUF file, from the file's metadata. Knows keys and values, not how the file stores them.
+
+Text becomes the ids that llama.cpp gives it with parse_special, with one exception: where two special or user-defined
+tokens overlap in a text, the first counts here, the longer one there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
+from ksana_jax.tokenizers.files import TokenizerError
+from ksana_jax.tokenizers.gguf_splits import SPLITS
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPECIAL = (_UNKNOWN, _CONTROL)
+_WHOLE = "iu"
+
+
+class SpecialIds(NamedTuple):
+    """Ids of special tokens that a GGUF file names.
+
+    bos: None if it names none.
+    eos: ids that end a text: EOS, end of turn, end of message; empty if it names none.
+    """
+
+    bos: int | None
+    eos: tuple[int, ...]
+
+
+def special_ids(metadata: Mapping[str, Any], source: str) -> SpecialIds:
+    """Reads the ids of BOS and of all tokens that end a text.
+
+    Args:
+      metadata: of a GGUF file, by key.
+      source: the file's name, for messages.
+
+    Raises:
+      TokenizerError: an id is not one of the vocabulary.
+    """
+    return _Fields(metadata, source).special_ids()
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """Makes the tokenizer that a GGUF file describes, with its chat template.
+
+    Args:
+      metadata: of the file, by key: numbers, strings, lists of strings, NumPy arrays of numbers.
+      source: the file's name, for messages.
+
+    Raises:
+      TokenizerError: the metadata is damaged or describes a tokenizer that is not supported.
+    """
+    fields = _Fields(metadata, source)
+    model = fields.string("model")
+    if model is None or model not in _MODELS:
+        raise TokenizerError(f"{source}: tokenizer.ggml.model is {model!r:.60}; supported: {', '.join(_MODELS)}")
+    tokenizer = _MODELS[model](fields)
+    tokenizer.more_eos_ids = fields.special_ids().eos
+    tokenizer.chat_template = fields.string("chat_template", "tokenizer.")
+    return tokenizer
+
+
+class _Fields:
+    """Metadata of a tokenizer, with its types checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: str):
+        self._metadata, self.source = metadata, source
+        self.tokens = self._tokens()
+
+    def error(self, name: str, problem: str) -> TokenizerError:
+        return TokenizerError(f"{self.source}: tokenizer.ggml.{name} {problem}")
+
+    def string(self, name: str, prefix: str = "tokenizer.ggml.") -> str | None:
+        value = self._metadata.get(prefix + name)
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"{self.source}: {prefix}{name} is {type(value).__name__}, must be a string")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, list) or not values:
+            raise self.error(name, "is missing" if values is None else "must be a list of strings, at least one")
+        for index, value in enumerate(values):
+            if not isinstance(value, str):
+                raise self.error(name, f"holds {type(value).__name__} at index {index:,}, must be strings")
+        return values
+
+    def _tokens(self) -> list[str]:
+        # llama.cpp names empty tokens so too.
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.strings("tokens"))]
+        ids: dict[str, int] = {}
+        for index, token in enumerate(tokens):
+            if (first := ids.setdefault(token, index)) != index:
+                raise self.error("tokens", f"has {token!r:.60} twice, at {first:,} and {index:,}")
+        try:
+            "".join(tokens).encode()
+        except UnicodeEncodeError:
+            raise self.error("tokens", "hold half of a surrogate pair") from None
+        return tokens
+
+    def numbers(self, name: str, kinds: str) -> np.ndarray | None:
+        """Reads an array with a number for each token; kinds are those of NumPy's dtypes."""
+        value = self._metadata.get(f"tokenizer.ggml.{name}")
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or not np.isfinite(value).all():
+            raise self.error(name, f"must be an array of {'whole ' * (kinds == _WHOLE)}numbers")
+        if value.shape != (len(self.tokens),):
+            raise self.error(name, f"has {value.size:,} values, the vocabulary has {len(self.tokens):,} tokens")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {value!r:.60}, must be true or false")
+        return value
+
+    def id(self, name: str, default: int | None = None) -> int | None:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.error(name, f"is {value!r:.60}, must be an id below {len(self.tokens):,}")
+        return value
+
+    def special_ids(self) -> SpecialIds:
+        # SentencePiece's own ids, which the first files left out.
+        bos, eos = (1, 2) if self.string("model") == "llama" and len(self.tokens) > 2 else (None, None)
+        ends = (self.id("eos_token_id", eos), self.id("eot_token_id"), self.id("eom_token_id"))
+        return SpecialIds(self.id("bos_token_id", bos), tuple(dict.fromkeys(i for i in ends if i is not None)))
+
+    def special_tokens(self) -> SpecialTokens:
+        bos, ends = self.special_ids()
+        return SpecialTokens(*(None if i is None else self.tokens[i] for i in (bos, ends[0] if ends else None)))
+
+    def added(self, add_bos: bool) -> tuple[str | None, str | None]:
+        """Texts of the tokens that begin and end every text; None for no such token."""
+        texts = []
+        for name, text, default in zip(("bos", "eos"), self.special_tokens(), (add_bos, False)):
+            wanted = self.flag(f"add_{name}_token", default)
+            if wanted and text is None:
+                raise self.error(f"add_{name}_token", f"is true, but there is no {name}_token_id")
+            texts.append(text if wanted else None)
+        return texts[0], texts[1]
+
+
+def _byte_level(fields: _Fields) -> Tokenizer:
+    from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
+
+    pre = fields.string("pre")
+    if pre is None or pre not in SPLITS:
+        # llama.cpp takes "default" if there is none, which is right for no model, and says so.
+        problem = "is missing: convert the model again" if pre is None else f"is {pre!r:.60}"
+        raise fields.error("pre", f"{problem}; supported: {', '.join(SPLITS)}")
+    split = SPLITS[pre]
+    types = fields.numbers("token_type", _WHOLE)
+    added = [] if types is None else np.flatnonzero(np.isin(types, (*_SPECIAL, _USER_DEFINED))).tolist()
+    bos, eos = fields.added(split.add_bos)
+    ids = {token: index for index, token in enumerate(fields.tokens)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = (
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in split.patterns
+    )
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": index,
+                "content": fields.tokens[index],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": types is not None and int(types[index]) in _SPECIAL,
+            }
+            for index in added
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": _template(bos, eos, ids),
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": split.ignore_merges,
+            "vocab": ids,
+            "merges": _merges(fields, ids),
+        },
+    }
+    return JsonTokenizer(fields.source, json.dumps(content, ensure_ascii=False), fields.special_tokens())
+
+
+def _merges(fields: _Fields, ids: Mapping[str, int]) -> Sequence[tuple[str, str]]:
+    pairs: dict[tuple[str, str], None] = {}
+    for index, merge in enumerate(fields.strings("merges")):
+        left, space, right = merge.partition(" ")
+        if not space or not (left in ids and right in ids and left + right in ids):
+            raise fields.error("merges", f"has {merge!r:.60} at index {index:,}, must be two tokens that make a third")
+        pairs[left, right] = None
+    return list(pairs)
+
+
+def _template(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """Returns the post-processor that puts BOS before a text and EOS after it."""
+    tokens = [token for token in (bos, eos) if token is not None]
+    if not tokens:
+        return None
+    parts: list[dict[str, Any]] = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+    parts.insert(bos is not None, {"Sequence": {"id": "A", "type_id": 0}})
+    named = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in tokens}
+    return {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": named}
+
+
+def _sentencepiece(fields: _Fields) -> Tokenizer:
+    from sentencepiece import sentencepiece_model_pb2 as model_pb2
+
+    from ksana_jax.tokenizers.sentencepiece_model import AddedToken, SentencePieceTokenizer
+
+    scores, types = fields.numbers("scores", _WHOLE + "f"), fields.numbers("token_type", _WHOLE)
+    for name, values in (("scores", scores), ("token_type", types)):
+        if values is None:
+            raise fields.error(name, "is missing")
+    assert scores is not None and types is not None
+    proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    proto.trainer_spec.model_type = proto.trainer_spec.BPE
+    proto.trainer_spec.byte_fallback = bool((types == _BYTE).any())
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = fields.flag("add_space_prefix", True)
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    added: dict[int, AddedToken] = {}
+    for index, (token, score, kind) in enumerate(zip(fields.tokens, scores.tolist(), types.tolist())):
+        if kind in (_UNKNOWN, _USER_DEFINED):
+            added[index] = AddedToken(token, index, special=kind == _UNKNOWN)
+        # The numbers are those of SentencePiece. Merging takes user-defined and unused tokens for normal ones.
+        merged = kind not in (_UNKNOWN, _CONTROL, _BYTE)
+        proto.pieces.add(piece=token, score=score, type=_NORMAL if merged else kind)
+    bos, eos = fields.added(add_bos=True)
+    # legacy: after special tokens, too, a word gets a space.
+    config = {"add_bos_token": bos is not None, "add_eos_token": eos is not None, "legacy": True}
+    return SentencePieceTokenizer(fields.source, proto.SerializeToString(), config, fields.special_tokens(), added)
+
+
+_MODELS: dict[str, Callable[[_Fields], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}

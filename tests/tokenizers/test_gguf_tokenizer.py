@@ -1,0 +1,211 @@
+"""Tokenizers of GGUF files: the ids that llama.cpp gives, and one clear line for metadata that cannot be used."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ksana_jax.gguf_file import read_gguf
+from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError
+from ksana_jax.tokenizers.gguf_splits import SPLITS
+from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer, special_ids
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf_tokenizers"
+
+
+@functools.cache
+def stored(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+STRINGS = stored("strings")
+SENTENCEPIECE = {"llama": {}, "llama-without-prefix": {"add_space_prefix": False}}
+NAMES = [*SPLITS, *SENTENCEPIECE]
+
+
+def metadata(name, **more):
+    """What the small file has, whose tokenizer has that name in the stored ids."""
+    if name in SENTENCEPIECE:
+        values, more = stored("sentencepiece"), SENTENCEPIECE[name] | more
+    else:
+        values, more = stored("byte_level"), {"pre": name} | more
+    values = values | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    numbers = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+    arrays = {key: np.asarray(values[key]) for key in numbers if isinstance(values.get(key), list)}
+    return {key: value for key, value in (values | arrays).items() if value is not None}
+
+
+def make(name, **more):
+    return gguf_tokenizer(metadata(name, **more), "small.gguf")
+
+
+def differing(tokenizer, name):
+    """The strings that get other ids than llama.cpp's."""
+    which, lists = stored("ids")["which"][name], stored("ids")["lists"]
+    expected = (lists[index][chosen] for index, chosen in enumerate(which))
+    return [text for text, ids in zip(STRINGS, expected, strict=True) if tokenizer.encode(text, False) != ids]
+
+
+def test_every_name_was_compared_with_llama_cpp():
+    assert {*NAMES, "smollm2"} == stored("ids")["which"].keys()
+    assert len(STRINGS) > 500
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_are_those_of_llama_cpp(name):
+    assert differing(make(name), name) == []
+
+
+def test_stored_ids_tell_splits_apart():
+    which = stored("ids")["which"]
+    different = {split[:2]: name for name, split in SPLITS.items()}.values()
+    assert all(which[one] != which[other] for one in different for other in different if one != other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bos_and_eos_are_added_where_llama_cpp_adds_them(name):
+    bos, eos = stored("add")[name]
+    plain = make(name)
+    text = plain.encode("the fox", False)
+    assert plain.encode("the fox") == [plain.bos_id] * bos + text + [plain.eos_id] * eos
+    assert make(name, add_bos_token=False).encode("the fox") == text
+    both = make(name, add_bos_token=True, add_eos_token=True)
+    assert both.encode("the fox") == [both.bos_id, *text, both.eos_id]
+    assert both.encode("") == [both.bos_id, both.eos_id]
+    assert both.encode("the fox", False) == text
+
+
+def test_real_file_gives_the_ids_of_llama_cpp():
+    """With KSANA_SMOLLM2, the path of SmolLM2-135M-Instruct.Q4_1.gguf, whose vocabulary is not stored here."""
+    if not (path := os.environ.get("KSANA_SMOLLM2")):
+        pytest.skip("KSANA_SMOLLM2 does not name the file")
+    tokenizer = gguf_tokenizer(read_gguf(Path(path)).metadata, path)
+    assert differing(tokenizer, "smollm2") == []
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert tokenizer.encode("hi") == tokenizer.encode("hi", False)
+    assert tokenizer.chat_template and "<|im_start|>" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt-2", "byte_level"), ("llama", "sentencepiece")])
+def test_pieces_are_those_of_llama_cpp(name, kind):
+    tokenizer = make(name)
+    pieces = [piece.encode("latin-1") for piece in stored("pieces")[kind]]
+    texts = metadata(name)["tokenizer.ggml.tokens"]
+    assert tokenizer.vocab_size == len(pieces)
+    # llama.cpp shows nothing for unused tokens, here they have their texts.
+    pieces[texts.index("[PAD7]")] = b"[PAD7]"
+    assert [tokenizer.piece(index).data for index in range(len(pieces))] == pieces
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "tekken", "llama", "llama-without-prefix"])
+def test_text_in_parts_is_the_text_that_was_encoded(name):
+    tokenizer = make(name)
+    for text in STRINGS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == "".join(shown(tokenizer, ids, True))
+        *parts, rest = shown(tokenizer, ids, False)
+        if name in SENTENCEPIECE:
+            continue  # their mark for spaces, and the space after special tokens, do not come back
+        assert "".join(parts).removeprefix(tokenizer.bos_token * stored("add")[name][0]) == text and rest == ""
+
+
+def shown(tokenizer, ids, skip_special_tokens):
+    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    return [*(stream.push([token_id]) for token_id in ids), stream.flush()]
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_sentencepiece_text_comes_back_without_special_tokens(name):
+    tokenizer = make(name)
+    special = ("<|", "<think>", "<｜", "two  words", "\n\n\n", "¡é…", "ñandú", "▁", "<s>", "</s>", "<unk>")
+    texts = [text for text in STRINGS if not any(token in text for token in special)]
+    assert len(texts) > 400
+    assert [text for text in texts if tokenizer.decode(tokenizer.encode(text)) != text] == []
+
+
+def test_ids_that_end_a_text_are_those_that_the_file_names():
+    values = metadata("llama3", eos_token_id=5, eot_token_id=590, eom_token_id=5)
+    assert special_ids(values, "small.gguf") == (values["tokenizer.ggml.bos_token_id"], (5, 590))
+    tokenizer = gguf_tokenizer(values, "small.gguf")
+    assert (tokenizer.eos_id, tokenizer.eos_ids) == (5, (5, 590))
+    assert special_ids(metadata("gpt-2", bos_token_id=None, eos_token_id=None), "small.gguf") == (None, ())
+    assert special_ids(metadata("llama"), "small.gguf") == (1, (2,))  # SentencePiece's own
+    assert (make("llama").bos_token, make("llama").eos_token) == ("<s>", "</s>")
+
+
+def test_chat_template_is_that_of_the_file():
+    assert make("gpt-2").chat_template is None
+    assert gguf_tokenizer(metadata("gpt-2") | {"tokenizer.chat_template": "{{ x }}"}, "f").chat_template == "{{ x }}"
+
+
+def test_file_without_token_types_has_ordinary_tokens_only():
+    tokenizer = make("gpt-2", token_type=None)
+    assert len(tokenizer.encode("<|im_end|>")) > 1
+    assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
+
+
+def test_empty_token_does_not_take_the_place_of_another():
+    tokens = [*stored("byte_level")["tokenizer.ggml.tokens"], ""]
+    tokenizer = make("gpt-2", tokens=tokens, token_type=[*stored("byte_level")["tokenizer.ggml.token_type"], 1])
+    assert tokenizer.vocab_size == len(tokens)
+    assert differing(tokenizer, "gpt-2") == []
+
+
+TOKENS, SCORED = (stored(kind)["tokenizer.ggml.tokens"] for kind in ("byte_level", "sentencepiece"))
+MERGES = stored("byte_level")["tokenizer.ggml.merges"]
+NUM = len(TOKENS)
+BROKEN = {
+    "model": ("gpt-2", {"model": "t5"}, "model is 't5'; supported: gpt2, llama"),
+    "no model": ("gpt-2", {"model": None}, "model is None; supported: gpt2, llama"),
+    "model is a number": ("gpt-2", {"model": 3}, "model is int, must be a string"),
+    "pre": ("gpt-2", {"pre": "chameleon"}, "pre is 'chameleon'; supported: default, gpt-2, phi-2"),
+    "no pre": ("gpt-2", {"pre": None}, "pre is missing: convert the model again; supported: default"),
+    "no tokens": ("gpt-2", {"tokens": None}, "tokens is missing"),
+    "empty tokens": ("llama", {"tokens": []}, "tokens must be a list of strings, at least one"),
+    "array of tokens": ("llama", {"tokens": np.arange(3)}, "tokens must be a list of strings"),
+    "number as token": ("gpt-2", {"tokens": [*TOKENS[:-1], 7]}, f"tokens holds int at index {NUM - 1}"),
+    "token twice": ("gpt-2", {"tokens": [*TOKENS[:-1], "!"]}, f"tokens has '!' twice, at 0 and {NUM - 1}"),
+    "piece twice": ("llama", {"tokens": [*SCORED[:-1], "<s>"]}, f"tokens has '<s>' twice, at 1 and {len(SCORED) - 1}"),
+    "half a pair": ("gpt-2", {"tokens": [*TOKENS[:-1], "\ud83d"]}, "tokens hold half of a surrogate pair"),
+    "types": ("gpt-2", {"token_type": [1, 2]}, f"token_type has 2 values, the vocabulary has {NUM} tokens"),
+    "float types": ("gpt-2", {"token_type": [1.0] * NUM}, "token_type must be an array of whole numbers"),
+    "one type": ("gpt-2", {"token_type": 3}, "token_type must be an array of whole numbers"),
+    "no merges": ("gpt-2", {"merges": None}, "merges is missing"),
+    "merge of one": ("gpt-2", {"merges": ["in"]}, "merges has 'in' at index 0, must be two tokens that make a third"),
+    "merge of none": ("gpt-2", {"merges": [*MERGES, "! zz"]}, f"merges has '! zz' at index {len(MERGES)}"),
+    "merge of unknown": ("gpt-2", {"merges": ['! "']}, "merges has '! \"' at index 0"),
+    "bos": ("gpt-2", {"bos_token_id": NUM}, f"bos_token_id is {NUM}, must be an id below {NUM}"),
+    "eos": ("gpt-2", {"eos_token_id": -1}, "eos_token_id is -1, must be an id"),
+    "eot": ("llama", {"eot_token_id": 10**9}, "eot_token_id is 1000000000, must be an id below"),
+    "eom": ("llama", {"eom_token_id": "2"}, "eom_token_id is '2', must be an id below"),
+    "add_bos": ("gpt-2", {"add_bos_token": 1}, "add_bos_token is 1, must be true or false"),
+    "nothing to add": (
+        "gpt-2",
+        {"add_eos_token": True, "eos_token_id": None},
+        "add_eos_token is true, but there is no",
+    ),
+    "llama3 without": ("llama3", {"bos_token_id": None}, "add_bos_token is true, but there is no bos_token_id"),
+    "space": ("llama", {"add_space_prefix": "no"}, "add_space_prefix is 'no', must be true or false"),
+    "no scores": ("llama", {"scores": None}, "scores is missing"),
+    "no types": ("llama", {"token_type": None}, "token_type is missing"),
+    "nan": ("llama", {"scores": [float("nan")] * len(SCORED)}, "scores must be an array of numbers"),
+    "no unknown": ("llama", {"token_type": [1] * len(SCORED)}, "is not a SentencePiece model: .*unk"),
+    "bytes": ("llama", {"token_type": [2] + [6] * (len(SCORED) - 1)}, "is not a SentencePiece model"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_metadata_is_named_in_one_line(case):
+    name, changes, message = BROKEN[case]
+    with pytest.raises(TokenizerError, match=message) as caught:
+        make(name, **changes)
+    assert str(caught.value).startswith("small.gguf") and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 900
+
+
+def test_chat_template_must_be_text():
+    with pytest.raises(TokenizerError, match=r"f: tokenizer\.chat_template is int, must be a string"):
+        gguf_tokenizer(metadata("gpt-2") | {"tokenizer.chat_template": 3}, "f")
