@@ -21,6 +21,7 @@ from ksana_jax.loading.gguf_blocks import FLOATS
 from ksana_jax.loading.gguf_tensors import ROPE_FACTORS, as_stored
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
+from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
@@ -70,6 +71,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
     Raises:
       ConfigError: the architecture is unknown, or values are invalid or unsupported; one line names all of them.
+      TokenizerError: ids of special tokens are not in the file's vocabulary.
       LoadError: the divisors of the rope's frequencies cannot be read.
     """
     values = hf_values(file)
@@ -226,9 +228,10 @@ class _Keys:
 
     def special_ids(self) -> dict[str, Any]:
         """Returns BOS, and all ids that end a text: of the text, a turn or a message."""
-        ids = {name: self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-        ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
-        return {"bos_token_id": ids["bos"], "eos_token_id": ends}
+        metadata = self.file.metadata
+        has_tokenizer = "tokenizer.ggml.tokens" in metadata
+        ids = special_ids(metadata, str(self.file.path)) if has_tokenizer else SpecialIds(None, ())
+        return {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos)}
 
     def refuse_others(self) -> None:
         for key, value in self.keys.items():

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a Hugging Face directory."""
+"""Loads the tokenizer of a Hugging Face directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.shipped import model_path
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
@@ -15,22 +16,31 @@ JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.jso
 
 
 def find_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer | None:
-    """Loads the tokenizer of a model directory, or of a shipped model; None if it has none. See `load_tokenizer`."""
-    directory = model_path(model_dir)
-    return load_tokenizer(directory) if any((directory / name).exists() for name in (JSON, MODEL)) else None
+    """Loads the tokenizer of a model; None if it has none. See `load_tokenizer`."""
+    path = model_path(model_dir)
+    if (gguf := gguf_of(path)) is not None:
+        return _of_gguf(gguf)
+    return load_tokenizer(path) if any((path / name).exists() for name in (JSON, MODEL)) else None
 
 
 def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer of a model directory, or of a shipped model.
+    """Loads the tokenizer of a model directory, a shipped model or a GGUF file.
 
-    tokenizer.json takes precedence: it is self-contained (added tokens, BOS), and transformers and serving engines
-    read it, while a tokenizer.model next to it often lacks the tokens of the chat format. A broken tokenizer.json is
-    an error, never a reason to use tokenizer.model instead.
+    A GGUF file has its own, whatever is next to it.
+
+    In a directory, tokenizer.json takes precedence: it is self-contained (added tokens, BOS), and transformers and
+    serving engines read it, while a tokenizer.model next to it often lacks the tokens of the chat format. A broken
+    tokenizer.json is an error, never a reason to use tokenizer.model instead.
 
     Raises:
       TokenizerError: there is no tokenizer, or a file cannot be used.
+      LoadError: a GGUF file is damaged.
     """
     directory = model_path(model_dir)
+    if (gguf := gguf_of(directory)) is not None:
+        if (found := _of_gguf(gguf)) is None:
+            raise TokenizerError(f"{gguf} has no tokenizer")
+        return found
     if not directory.is_dir():
         raise TokenizerError(f"{directory} is not a directory")
     config = read_optional_object(directory / CONFIG)
@@ -49,6 +59,15 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
     tokenizer.chat_template = _chat_template(directory, config)
     return tokenizer
+
+
+def _of_gguf(path: Path) -> Tokenizer | None:
+    from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer
+
+    metadata = read_gguf(path).metadata
+    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+        return None
+    return gguf_tokenizer(metadata, str(path))
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:

@@ -114,7 +114,9 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
     } | {key.replace("__", "."): value for key, value in changes.items()}
     ids = dict(zip(("eos", "eot", "eom"), config.eos_ids)) | {"bos": config.bos_id}
     named = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
-    return {"general.architecture": architecture, **named} | {f"tokenizer.ggml.{k}_token_id": v for k, v in ids.items()}
+    tokens = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(config.vocab_size)]}
+    tokens |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
+    return {"general.architecture": architecture, **named, **tokens}
 
 
 def write_twin(

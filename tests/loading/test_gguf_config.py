@@ -11,6 +11,7 @@ from ksana_jax.layer_spec import RopeConfig
 from ksana_jax.loading import load_config
 from ksana_jax.models.families import config_from_hf, config_to_hf
 from ksana_jax.patterns import AttentionPattern
+from ksana_jax.tokenizers import TokenizerError
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import TWINS, gguf_metadata
 from tests.loading.models_on_disk import TINY
@@ -126,7 +127,11 @@ def test_ids_that_end_a_text_are_those_of_text_turn_and_message(tmp_path):
     del metadata["tokenizer.ggml.bos_token_id"]
     config = load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING))
     assert (config.bos_id, config.eos_ids) == (None, ())
-    assert "eos_token_id is [99]" in refusal(tmp_path, config=dataclasses.replace(TINY, eos_ids=(99,)))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.eos_token_id is 99, must be an id below 32"):
+        read(tmp_path, config=dataclasses.replace(TINY, eos_ids=(99,)))
+    del metadata["tokenizer.ggml.tokens"]
+    config = load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING))
+    assert (config.bos_id, config.eos_ids) == (None, ())
 
 
 @pytest.mark.parametrize(
