@@ -157,8 +157,9 @@ class EngineConfig:
 
     Args:
       dtype: dtype of weights and activations: "f32", "bf16" or "f16", in any common spelling ("float32", "half",
-        jnp.bfloat16). "auto" takes the checkpoint's, but "f32" instead of "f16" on a CPU, where XLA multiplies float16
-        3 to 20 times slower (2048 x 8192, 1 to 32 rows).
+        jnp.bfloat16). "auto" takes the checkpoint's, "f32" for a quantised GGUF file, whose values have more bits than
+        bf16, and "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times slower (2048 x 8192, 1 to
+        32 rows).
       quantization: "int8" stores the matrices of layers as codes with a scale for each row, and computes with them in
         `dtype`. "w8a8" also rounds what they are multiplied with to codes, each token's by itself, and multiplies
         integers (W8A8 with dynamic scales per token). Weights are quantised when they are loaded, for which there must

@@ -18,9 +18,12 @@ def string(text: str | bytes) -> bytes:
 
 
 def value(given: Any) -> bytes:
-    """The type and the bytes of a value: int as uint32, float as float32, other numbers as NumPy scalars or arrays."""
+    """The type and the bytes of a value: int as uint32, a list of them as int32, float as float32,
+    other numbers as NumPy scalars or arrays."""
     if isinstance(given, str):
         return struct.pack("<I", 8) + string(given)
+    if isinstance(given, list) and given and isinstance(given[0], int):
+        given = np.array(given, np.int32)
     if isinstance(given, list):
         return struct.pack("<IIQ", 9, 8, len(given)) + b"".join(map(string, given))
     if type(given) is int:

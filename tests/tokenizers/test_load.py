@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
 
 import ksana_jax.tokenizers.files as files
-from ksana_jax.tokenizers import TokenizerError, load_tokenizer
+from ksana_jax.errors import LoadError
+from ksana_jax.tokenizers import TokenizerError, find_tokenizer, load_tokenizer
+from tests.gguf_writer import write_gguf
 
 
 @pytest.fixture
@@ -18,6 +21,23 @@ def directory(directories, tmp_path):
         return shutil.copytree(directories[kind], tmp_path / kind)
 
     return copy
+
+
+def test_gguf_file_has_its_own_tokenizer_or_none(directory, tmp_path):
+    values = json.loads((Path(__file__).parents[1] / "golden" / "gguf_tokenizers" / "byte_level.json").read_text())
+    path = directory("llama-like") / "model.gguf"
+    write_gguf(path, values | {"tokenizer.ggml.pre": "qwen2"})
+    assert find_tokenizer(path).encode("the cache") == load_tokenizer(path).encode("the cache") != []
+    assert load_tokenizer(path).vocab_size == find_tokenizer(path.parent).vocab_size == 600  # not the tokenizer.json
+    for absent in ({}, {"tokenizer.ggml.model": "none"}, {"tokenizer.ggml.model": "no_vocab"}):
+        assert find_tokenizer(write_gguf(path, absent)) is None
+        with pytest.raises(TokenizerError, match=r"model\.gguf has no tokenizer"):
+            load_tokenizer(path)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'bert'"):
+        find_tokenizer(write_gguf(path, values | {"tokenizer.ggml.model": "bert"}))
+    path.write_bytes(b"GGUF")
+    with pytest.raises(LoadError, match="truncated"):
+        find_tokenizer(path)
 
 
 def configure(path, **values):
