@@ -21,6 +21,7 @@ CONTENTS = {
         "docs/concepts.md",
         "docs/eviction.md",
         "docs/commands.md",
+        "docs/models.md",
         "docs/evaluation.md",
         "docs/yaml.md",
         "docs/workloads.md",

@@ -1,6 +1,7 @@
 """Finds models and configurations that ship with the package by name. No jax.
 
-An existing path always takes precedence, so a name never hides a user's file.
+An existing path of an experiment takes precedence, so a name never hides a user's file; `sources.resolve` does the same
+for models.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ _EXPERIMENTS = (CONFIGS, CONFIGS / "experiments") if CONFIGS else ()
 _TRAININGS = (CONFIGS / "train",) if CONFIGS else ()
 
 
-def model_path(model: str | os.PathLike[str]) -> Path:
-    """Returns the directory of a model: the path itself if it exists, else the shipped model of that name, else the
-    path.
+def shipped_model(name: str) -> Path | None:
+    """Returns the directory of a shipped model; None if there is none of that name.
 
     `configs/models/NAME` is such a name too, so that experiments run outside a checkout.
     """
-    return _find(Path(model), _MODELS, "")
+    return _shipped(Path(name), _MODELS, "")
 
 
 def experiment_path(name: str | os.PathLike[str]) -> Path:
     """Returns the YAML file of an experiment, given by path or by the name of a shipped one (`quickstart`)."""
-    return _find(Path(name), _EXPERIMENTS, ".yaml")
+    return _find(Path(name), _EXPERIMENTS)
 
 
 def training_path(name: str | os.PathLike[str]) -> Path:
     """Returns the YAML file of a training run, given by path or by the name of a shipped one (`ksana_tiny`)."""
-    return _find(Path(name), _TRAININGS, ".yaml")
+    return _find(Path(name), _TRAININGS)
 
 
 def model_names() -> list[str]:
@@ -46,13 +46,15 @@ def experiment_names() -> list[str]:
     return sorted(path.stem for folder in _EXPERIMENTS for path in folder.glob("*.yaml"))
 
 
-def _find(path: Path, folders: tuple[Path, ...], suffix: str) -> Path:
-    if path.exists():
-        return path
+def _find(path: Path, folders: tuple[Path, ...]) -> Path:
+    return path if path.exists() else _shipped(path, folders, ".yaml") or path
+
+
+def _shipped(path: Path, folders: tuple[Path, ...], suffix: str) -> Path | None:
     if CONFIGS is not None and path.parts[:1] == ("configs",):
         inside = CONFIGS.joinpath(*path.parts[1:])
-        return inside if inside.exists() else path
+        return inside if inside.exists() else None
     if len(path.parts) == 1:
         found = (folder / f"{path.name.removesuffix(suffix)}{suffix}" for folder in folders)
-        return next((candidate for candidate in found if candidate.exists()), path)
-    return path
+        return next((candidate for candidate in found if os.path.exists(candidate)), None)
+    return None

@@ -86,10 +86,11 @@ prompts are always computed in chunks of up to max_num_batched_tokens
     enable_chunked_prefill = True, None | True; False
 weights stay on the device; embedding_device="host" moves the embedding to the host
     cpu_offload_gb = 0, 0.0 | 4
-models are local directories: `hf download NAME --revision REV --local-dir DIR`
-    revision = None | "main"
+the tokenizer is the model's; `tokenizer="org/name@revision"` names another
     tokenizer_revision = None | "main"
+code in a checkpoint is never run
     code_revision = None
+huggingface_hub downloads: HF_HOME names its folder, HF_TOKEN or `hf auth login` its token
     download_dir = None | "/models"
     hf_token = None, False
 edit the directory's config.json
@@ -247,6 +248,8 @@ Other differences:
 - `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
 - `enable_prefix_caching` is off by default, because a measurement that repeats its prompts would measure the cache.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
+- `revision="v1"` and `gguf_file="model-Q4_0.gguf"` belong to a name of the Hugging Face hub, and can be part of it:
+  `LLM("org/name@v1/model-Q4_0.gguf")`, see [models.md](models.md).
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
   `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only

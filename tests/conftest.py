@@ -50,6 +50,7 @@ def pytest_configure(config):
         _start(json.loads(setting))
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
         keep_compiled_steps(Path(config.cache.mkdir("jax")))
     gc.disable()  # while tests are collected, of whose objects none is garbage: a quarter of the time it takes

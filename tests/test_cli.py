@@ -144,7 +144,7 @@ def test_errors_of_users_are_one_line_and_exit_code_2(capsys, tmp_path):
     path.write_text("engin: {}\n")
     assert "unknown key 'engin'; the nearest is 'engine'" in fails(capsys, "run", str(path))
     path.write_text("model: nowhere\n")
-    assert "model 'nowhere' is not a directory" in fails(capsys, "run", str(path))
+    assert "there is no model 'nowhere'" in fails(capsys, "run", str(path))
     assert "no records.jsonl here" in fails(capsys, "report", str(tmp_path))
     assert "shard '9/2' is not k/n" in fails(capsys, "run", str(path), "--shard", "9/2")
 

@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams, cli
 from ksana_jax.runner.runner import Runner
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}# {{ m.content }}\n"

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
 LEAVES = "errors refusals units lazy checks plugins files folder_lock forks interrupts processor compilation_cache"
 LEAVES += " gguf_file metrics dtypes cluster"
-LEAVES += " dtypes cluster"
 # The setting is read without jax; starting it is not.
 DEVICES = "devices hosts"
-ASKED_FOR = "vllm_names shipped patterns pattern_presets layer_spec operator_settings config request tokenizers recall"
+ASKED_FOR = "vllm_names shipped sources"
+ASKED_FOR += " patterns pattern_presets layer_spec operator_settings config request tokenizers recall"
 TRAFFIC = "workload router"
 HOST_HALF = "kv sequence step speculative scheduler"
 DEVICE_HALF = "native models ops sampling parallel runner loading"

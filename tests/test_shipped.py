@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ksana_jax import shipped
+from ksana_jax.sources import model_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,8 +23,8 @@ def test_shipped_files_are_found_by_name_and_by_their_path_in_the_repository(tmp
     assert shipped.experiment_path("sink_window") == sinks
     assert shipped.training_path("ksana_tiny") == ROOT / "configs" / "train" / "ksana_tiny.yaml"
     for name in ("bench-s", "configs/models/bench-s"):
-        assert shipped.model_path(name) == ROOT / "configs" / "models" / "bench-s"
-    assert (shipped.model_path("ksana-tiny") / "model.safetensors").is_file()
+        assert shipped.shipped_model(name) == model_path(name) == ROOT / "configs" / "models" / "bench-s"
+    assert (model_path("ksana-tiny") / "model.safetensors").is_file()
     assert {"quickstart", "sink_window"} <= set(shipped.experiment_names())
     assert {"ksana-tiny", "bench-s"} <= set(shipped.model_names())
 
@@ -33,13 +34,14 @@ def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch
     Path("quickstart").write_text("task: perplexity\n")
     Path("ksana-tiny").mkdir()
     assert shipped.experiment_path("quickstart") == Path("quickstart")
-    assert shipped.model_path("ksana-tiny") == Path("ksana-tiny")
+    assert model_path("ksana-tiny") == Path("ksana-tiny")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "configs/nowhere.yaml", "elsewhere/quickstart", "/quickstart"])
 def test_what_is_not_shipped_stays_the_path_it_was(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert shipped.experiment_path(name) == Path(name)
+    assert shipped.shipped_model(name) is None
 
 
 @pytest.fixture(scope="module")

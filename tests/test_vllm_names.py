@@ -100,7 +100,7 @@ def test_an_engine_takes_vllms_names_together():
         (lambda: SamplingParams(temprature=1), "SamplingParams has no setting 'temprature'; the nearest is 'temp"),
         (lambda: LLM(5), "model is of type int, must be the path of a directory or a name"),
         (lambda: LLM("ksana-tiny", tokenizer=5), "tokenizer is of type int, must be a path, a ksana_jax Tokenizer or"),
-        (lambda: LLM("meta-llama/Llama-3.2-1B"), "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
+        (lambda: LLM("ksana-tiny", revision="v1"), "together are 'ksana-tiny@v1', which is not a name of the hub"),
     ],
 )
 def test_what_is_not_here_is_one_sentence(make, said):

@@ -23,8 +23,8 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.config import ModelConfig
 from ksana_jax.files import write_atomic
 from ksana_jax.loading import export_hf, load_model
-from ksana_jax.loading.config_json import model_directory
 from ksana_jax.models.params import LayerParams, Params, init_params
+from ksana_jax.sources import model_path
 from ksana_jax.training.corpus import source_texts, split_texts
 
 SOURCE = "ksana-tiny"
@@ -96,7 +96,7 @@ def write_outputs(folder: Path) -> None:
 def _write(folder: Path, config: ModelConfig, params: Params) -> None:
     export_hf(folder, config, params)
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_directory(SOURCE) / name, folder / name)
+        shutil.copy(model_path(SOURCE) / name, folder / name)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, def
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import Params
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 from ksana_jax.tokenizers import find_tokenizer
 
 # Of each implementation, by turns, after one that compiles.

@@ -11,6 +11,7 @@ from ksana_jax import checks
 from ksana_jax.bench.core import Bench, Case, option, spread
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.sources import MODEL_HELP, model_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ class Latency(Bench):
 
     The requests of a batch arrive at once; prompts are random token ids, decoding is greedy and ignores EOS."""
 
-    model: str = option("bench-s", "a Hugging Face directory, or the name of a shipped model")
+    model: str = option("bench-s", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
     batch: tuple[int, ...] = option((1, 8, 32), "requests that arrive at once")
     prompt: tuple[int, ...] = option((32, 128, 512), "tokens of each prompt")
@@ -109,10 +110,8 @@ def make_llm(model: str, **settings: Any) -> LLM:
     """Creates an engine for a measurement; a model without weights gets random ones."""
     from ksana_jax import LLM
     from ksana_jax.loading.tensor_files import has_weights
-    from ksana_jax.shipped import model_path
 
-    directory = model_path(model)
-    if directory.is_dir() and not has_weights(directory):
+    if not has_weights(model_path(model)):
         settings.setdefault("load_format", "dummy")
     return LLM(model, **settings)
 

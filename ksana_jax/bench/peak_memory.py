@@ -17,7 +17,7 @@ import numpy as np
 from ksana_jax.engine.llm import LLM
 from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.request import SamplingParams
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 
 def check(model: str, *, rounds: int = 2, **settings) -> dict:
@@ -32,8 +32,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
     """
     # Cached programs would skip the compiler, whose memory is part of the prediction.
     jax.config.update("jax_enable_compilation_cache", False)
-    directory = model_path(model)
-    load_format = "auto" if has_weights(directory) else "dummy"
+    load_format = "auto" if has_weights(model_path(model)) else "dummy"
     llm = LLM(model, load_format=load_format, **settings)
     sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, seed=0)
     llm.warm_up(sampling_params=sampled)

@@ -19,6 +19,7 @@ from ksana_jax.bench.latency import make_llm, milliseconds
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.simulator.request_level import packing
+from ksana_jax.sources import MODEL_HELP
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class Scheduling(Bench):
     REPEATS = 1
     WARM_TURN = False
 
-    model: str = option("bench-s", "a Hugging Face directory, or the name of a shipped model")
+    model: str = option("bench-s", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
     rows: int = option(16, "most requests that run at once, and of a batch")
     requests: int = option(48, "number of requests")

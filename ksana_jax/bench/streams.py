@@ -18,9 +18,9 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.dotted import dotlist
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.shipped import model_path
 from ksana_jax.simulator.cost import Cost, read_cost
 from ksana_jax.simulator.paced import pace
+from ksana_jax.sources import MODEL_HELP
 from ksana_jax.tokenizers import find_tokenizer
 
 OFFLINE, BLOCKING, ASYNC, HTTP = "LLM.generate", "LLM.stream", "AsyncLLM", "HTTP"
@@ -35,7 +35,7 @@ class Streams(Bench):
     HTTP, the server is in this process and the client, which only counts events, in another.
     Requests arrive at once; prompts are random token ids, decoding is greedy and ignores EOS."""
 
-    model: str = option("ksana-tiny", "a Hugging Face directory, or the name of a shipped model")
+    model: str = option("ksana-tiny", MODEL_HELP)
     tokenizer: str | None = option(None, "directory of a tokenizer; for a model without one, ids are words")
     dtype: str = option("f32", "f32, bf16 or f16")
     streams: tuple[int, ...] = option((64,), "numbers of streams")
@@ -68,7 +68,7 @@ class Streams(Bench):
         self.client: StreamClient | None = None
         longest = self.prompt + self.output_tokens
         tokenizer = self.tokenizer or find_tokenizer(self.model)
-        tokenizer = tokenizer or Words(load_config(model_path(self.model)).vocab_size)
+        tokenizer = tokenizer or Words(load_config(self.model).vocab_size)
         settings = {"dtype": self.dtype, "seed": self.seed, "tokenizer": tokenizer, "max_model_len": longest}
         self.llm = make_llm(self.model, max_num_seqs=max(self.streams), **settings)
         if self.paced is None:

@@ -16,6 +16,7 @@ from ksana_jax.bench.peers import PEERS
 from ksana_jax.errors import ConfigError
 from ksana_jax.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.processor import num_cores
+from ksana_jax.sources import MODEL_HELP, model_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ class Throughput(Bench):
     same weights, dtype and threads, in turn with this one. With --kv-eviction, also how many requests a pool of as many
     bytes serves at once if they evict."""
 
-    model: str = option("ksana-tiny", "a Hugging Face directory, or the name of a shipped model")
+    model: str = option("ksana-tiny", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     seed: int = option(0, "seed for weights, lengths and prompts")
@@ -80,14 +81,13 @@ class Throughput(Bench):
     def start(self) -> None:
         from ksana_jax.bench.latency import make_llm
         from ksana_jax.loading.tensor_files import has_weights
-        from ksana_jax.shipped import model_path
 
         self.processes_of: dict[str, PeerProcess] = {}
         self.ours: dict[int, list[list[int]]] = {}
         self.bound_s: dict[int, float] = {}  # by number of requests
         self.folder = tempfile.TemporaryDirectory()
         model = model_path(self.model)
-        if self.peers is not None and model.is_dir() and not has_weights(model):
+        if self.peers is not None and not has_weights(model):
             _export_random(model, Path(self.folder.name), self.dtype, self.seed)
             model = Path(self.folder.name)
         self.directory = model

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli.options import AsJson
+from ksana_jax.sources import MODEL_HELP
 
 _SIDE = "settings of an engine as 'key=value key=value', a .yaml file of them, a .json file of log-probabilities, or - "
 
@@ -15,7 +16,7 @@ _SIDE = "settings of an engine as 'key=value key=value', a .yaml file of them, a
 def align(
     a: Annotated[str, typer.Argument(help=_SIDE + "for default settings", show_default=False)],
     b: Annotated[str | None, typer.Argument(help="the other side", show_default="none: writes --out")] = None,
-    model: Annotated[str, typer.Option(help="a Hugging Face directory, or the name of a shipped model")] = "ksana-tiny",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "ksana-tiny",
     num_prompts: Annotated[
         int | None, typer.Option(help="prompts, cut from the held-out texts", show_default="4; 16 with --choose")
     ] = None,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ksana_jax.sources import MODEL_HELP
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,7 +21,7 @@ from ksana_jax.cli.options import AsJson, KVEviction, read_setting
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="a model directory, a config.json, or ksana-tiny", show_default=False)],
+    model: Annotated[str, typer.Option(help=MODEL_HELP, show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
     dtype: Annotated[str, typer.Option(help="dtype of weights: f32, bf16 or f16")] = "bf16",
     kv_dtype: Annotated[

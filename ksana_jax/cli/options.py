@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ksana_jax.sources import MODEL_HELP
+
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
 
@@ -46,7 +48,7 @@ Distributed = Annotated[
 ]
 
 # Arguments of commands that generate text.
-Model = Annotated[str, typer.Argument(help="a Hugging Face directory, ksana-tiny or ksana-recall")]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
 
 

@@ -10,6 +10,7 @@ import typer
 from ksana_jax.cli import studies
 from ksana_jax.cli.groups import Command, Group, group
 from ksana_jax.cli.options import Experiment, Out, Overrides, read_setting
+from ksana_jax.sources import MODEL_HELP
 
 Settings = Annotated[
     list[str] | None, typer.Argument(help="settings of the engine, such as max_num_seqs=64", show_default=False)
@@ -78,7 +79,7 @@ def capacity(
 
 @app.command(cls=Command)
 def record(
-    model: Annotated[str, typer.Argument(help="a Hugging Face directory, or the name of a shipped model")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     settings: Settings = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="file for the steps")] = Path("steps.jsonl"),
     seconds: Annotated[float, typer.Option(help="how long the engine runs, after compiling")] = 60.0,

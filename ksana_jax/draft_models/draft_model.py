@@ -22,7 +22,6 @@ from ksana_jax.parallel.placement import ONE_DEVICE
 from ksana_jax.patterns import FULL
 from ksana_jax.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.shipped import model_path
 from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer
 
@@ -32,7 +31,7 @@ class DraftModel(SpeculativeMethod):
     """Drafts with a model of the same vocabulary.
 
     Args:
-      model: the path of a directory, or the name of a shipped model.
+      model: its path or name, as in `LLM`.
     """
 
     short_rows: ClassVar[int] = 0
@@ -56,7 +55,7 @@ class DraftModel(SpeculativeMethod):
     @property
     def config(self) -> ModelConfig:
         """The configuration of the draft model."""
-        return load_config(model_path(self.model))
+        return load_config(self.model)
 
     def proposer(self, context: ProposerContext) -> DraftModelProposer:
         check(self.model, self.config, context)
@@ -65,7 +64,7 @@ class DraftModel(SpeculativeMethod):
     def small_model(self, context: ProposerContext) -> SmallModel:
         """Loads the draft model, with a pool of as many blocks as the target's."""
         engine = context.config
-        model, read = open_model(model_path(self.model), engine.dtype)
+        model, read = open_model(self.model, engine.dtype)
         assert engine.max_model_len is not None and engine.num_blocks is not None
         assert engine.max_repositioned_sinks is not None
         runner = Runner(

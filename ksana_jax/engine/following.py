@@ -19,7 +19,7 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.load import open_model
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.submitted import Submitted
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 logger = logging.getLogger("ksana_jax")
 
@@ -124,9 +124,8 @@ class _Engine:
 
         config = settings_of(settings, job)
         placement = place_on(config.tensor_parallel_size, config.num_processes)
-        model_config, self._read = open_model(
-            model_path(model), config.dtype, load_format, config.seed, placement=placement
-        )
+        path = model_path(model, weights=load_format != "dummy")
+        model_config, self._read = open_model(path, config.dtype, load_format, config.seed, placement=placement)
         self._job = job
         self.prepared: Prepared = prepare(model_config, config, patterns)
         self.facts = facts(self.prepared, model, load_format)

@@ -25,7 +25,7 @@ from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.packed_step import PackedLoop, PackedStep
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.submitted import Submitted
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 from ksana_jax.step.contract import Part, StepOutput, StepShape
 from ksana_jax.step.drafts import Drafts
 
@@ -37,11 +37,12 @@ OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
 def facts(prepared: Prepared, model: str, load_format: str) -> dict[str, Any]:
     """Returns what must be the same in all processes, by what an error calls it."""
+    path = model_path(model, weights=load_format != "dummy")
     return {
         "operators.attention": prepared.attention,
         "operators.linear": prepared.config.operators.linear,
         "the device": prepared.placement.device.device_kind,
-        "model files with the digest": digest_of_files(model_path(model), load_format),
+        "model files with the digest": digest_of_files(path, load_format),
     }
 
 

@@ -39,7 +39,7 @@ from ksana_jax.planner.process import resident_bytes
 from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.example import StepFunction, step_function
 from ksana_jax.runner.runner import Runner
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import compose, model_path
 from ksana_jax.step.contract import StepShape
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from ksana_jax.units import byte_size
@@ -52,7 +52,10 @@ class LLM:
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:
-      model: a Hugging Face directory, or "ksana-tiny", the model that ships with the package.
+      model: its path (a Hugging Face directory or a .gguf file) or name: a shipped model such as "ksana-tiny", one that
+        `ksana fetch` gets, or one of the Hugging Face hub, in full "org/name@revision/file.gguf". Files that the hub's
+        cache lacks are downloaded. See docs/models.md.
+      revision, gguf_file: the same as in the name: `LLM("org/name", revision="v1")` is `LLM("org/name@v1")`.
       pattern: attention pattern: an `AttentionPattern`, its fields as a dict, a preset's name such as "streaming_llm"
         (`pattern_presets`), or a list with one per layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
@@ -68,6 +71,8 @@ class LLM:
         self,
         model: str | Path,
         *,
+        revision: str | None = None,
+        gguf_file: str | None = None,
         pattern: PatternLike | Seq[PatternLike] | None = None,
         load_format: Literal["auto", "dummy"] = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
@@ -75,15 +80,16 @@ class LLM:
     ):
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
+        model = compose(model, revision, gguf_file)
         config = engine_config(settings)
         followers = None
         if config.distributed is not None:
-            job = start(config.distributed, config.device, (str(model), config))
+            job = start(config.distributed, config.device, (model, config))
             config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
-            followers = Followers(job, str(model), load_format)
+            followers = Followers(job, model, load_format)
         use_device(config.device)
         before = resident_bytes()
-        self.name, model_dir = str(model), model_path(model)
+        self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
         host = config.embedding_device

@@ -23,7 +23,13 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
       ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
     """
-    known = {f.name for f in dataclasses.fields(EngineConfig)} | {"pattern", "load_format", "tokenizer"}
+    known = {f.name for f in dataclasses.fields(EngineConfig)} | {
+        "pattern",
+        "load_format",
+        "tokenizer",
+        "revision",
+        "gguf_file",
+    }
     return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))
 
 

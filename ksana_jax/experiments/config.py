@@ -44,7 +44,7 @@ class Experiment:
       path.
     title: one line above the table.
     task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
-    model: a Hugging Face directory, or the name of a shipped model.
+    model: its path (a Hugging Face directory or a .gguf file) or name (shipped, fetched, or of the Hugging Face hub).
     load_format: "auto" reads the weights, "dummy" draws random ones.
     engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
     pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override those of the

@@ -14,6 +14,7 @@ from typing import Any
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.experiments import dotted
+from ksana_jax.experiments.models import COMMIT
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.patterns import AttentionPattern
 
@@ -52,6 +53,8 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = dict(config)
     if "point" in config:  # a row of a benchmark, which says all of its settings
         return parts
+    if "inputs" in config:
+        parts["inputs"] = contents(config["inputs"])
     parts["engine"] = differing(_by_current_names(config["engine"]), EngineConfig)
     parts["settings"] = differing(config["settings"], task_named(config["task"]).Settings)
     if config["pattern"] is not None:
@@ -59,6 +62,11 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     parts["layer_patterns"] = [_pattern(p) for p in config["layer_patterns"]]
     # An empty pattern is full attention; None, or an empty list, equals a key that an older config does not have.
     return {name: value for name, value in parts.items() if value is not None and value != []}
+
+
+def contents(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the inputs of a trial without the commits that they come from: equal files are equal inputs."""
+    return {name: digest for name, digest in inputs.items() if not name.endswith(COMMIT)}
 
 
 def recorded_id(start: Mapping[str, Any]) -> str:

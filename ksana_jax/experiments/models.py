@@ -1,4 +1,4 @@
-"""Looks up a model's path, training context, tokenizer and digest without loading it. No jax."""
+"""Looks up a model's training context, tokenizer, digest and commit without loading it. No jax."""
 
 from __future__ import annotations
 
@@ -12,21 +12,10 @@ from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
-from ksana_jax.shipped import model_names, model_path
+from ksana_jax.sources import commit_of, model_path
 
-
-def model_dir(model: str) -> Path:
-    """Returns the directory or the GGUF file of a model, given by path or by the name of a shipped model.
-
-    Raises:
-      FileNotFoundError: there is neither.
-    """
-    path = model_path(model)
-    if (path / "config.json").is_file() or (path.exists() and gguf_of(path)):
-        return path
-    known = ", ".join(model_names())
-    wanted = "a directory with a config.json or a .gguf file"
-    raise FileNotFoundError(f"model {model!r} is not {wanted}; shipped models: {known}")
+# Ends the names of inputs that say where others come from, and do not define a trial.
+COMMIT = "_commit"
 
 
 @functools.cache
@@ -51,12 +40,12 @@ def tokenizer_of(model: str) -> Any:
     """Loads a model's tokenizer; None if there is none."""
     from ksana_jax.tokenizers import find_tokenizer
 
-    return find_tokenizer(model_dir(model))
+    return find_tokenizer(model)
 
 
 def _config(model: str) -> tuple[Path, dict[str, Any]]:
     """Returns the fields of a model's Hugging Face config, and where they are from."""
-    path = model_dir(model)
+    path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
         return gguf, hf_values(read_gguf(gguf))
     path = path / "config.json"
@@ -64,9 +53,12 @@ def _config(model: str) -> tuple[Path, dict[str, Any]]:
 
 
 @functools.cache
-def fingerprint(model: str, load_format: str = "auto") -> dict[str, str]:
-    """Returns {"model": digest} of a model's files: config and tokenizer in full, weights by size, first and last MiB.
+def fingerprint(model: str, load_format: str = "auto", key: str = "model") -> dict[str, str]:
+    """Returns {key: digest} of a model's files: config and tokenizer in full, weights by size, first and last MiB.
 
-    After further training, the digest differs, so the model's trials run again.
+    After further training, the digest differs, so the model's trials run again. Of a model of the Hugging Face hub,
+    {key}_commit is the commit.
     """
-    return {"model": digest_of_files(model_dir(model), load_format)}
+    path = model_path(model, weights=load_format != "dummy")
+    commit = commit_of(path)
+    return {key: digest_of_files(path, load_format)} | ({} if commit is None else {f"{key}{COMMIT}": commit})

@@ -14,6 +14,7 @@ from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError
 from ksana_jax.devices.starting import use_device
 from ksana_jax.experiments.config import Trial
+from ksana_jax.experiments.identity import contents
 from ksana_jax.experiments.models import fingerprint
 from ksana_jax.experiments.tasks import task_named
 from ksana_jax.experiments.trials import Context, EnginePool, Record, attempt
@@ -109,11 +110,11 @@ class TrialRunner:
         self._fraction = fraction
 
     def _check_inputs(self, trial: Trial) -> None:
-        config, wanted = trial.config, trial.config["inputs"]
+        config, wanted = trial.config, contents(trial.config["inputs"])
         task = task_named(config["task"])
         try:
             settings = task.Settings(**config["settings"])
-            found = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
+            found = contents({**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)})
         except (ValueError, OSError) as error:
             raise ConfigError(f"{error} (in {os.getcwd()}; the command's folder is {self._sender.folder})") from None
         if differing := [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]:

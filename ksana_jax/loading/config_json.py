@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.errors import LoadError
 from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.gguf_config import gguf_config
 from ksana_jax.models.families import config_from_hf
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 # Far above any real config or shard index; larger files are not read.
 MAX_JSON_BYTES = 16 * 2**20
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*").fullmatch
 
 
 class Tokenizer(Protocol):
@@ -27,23 +24,6 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
-
-def model_directory(model_dir: str | os.PathLike[str]) -> Path:
-    """Returns the directory of a model, given by path or by the name of a shipped model.
-
-    Raises:
-      LoadError: there is no such directory.
-    """
-    path = model_path(model_dir)
-    if not path.is_dir():
-        name = str(model_dir)
-        download = f". A model on the Hugging Face Hub is downloaded first: hf download {name} --local-dir {path.name}"
-        hub = download if _HUB_ID(name) else ""
-        raise LoadError(
-            f"{path} is not a directory; supported: a local Hugging Face model directory or .gguf file{hub}"
-        )
-    return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,22 +59,22 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
             yield from _not_finite(item, f"{name}[{index}]")
 
 
-def load_config(model_dir: str | os.PathLike[str]) -> ModelConfig:
-    """Reads a model's configuration from its directory or GGUF file; see `gguf_file.gguf_of`.
+def load_config(model: str | os.PathLike[str]) -> ModelConfig:
+    """Reads the configuration of a model, given by path or name; see `sources.model_path` and `gguf_file.gguf_of`.
 
     BOS and EOS ids come from generation_config.json if a directory has them there.
 
     Raises:
-      LoadError: there is no such directory, or a GGUF file is damaged.
+      LoadError: there is no such model, or a GGUF file is damaged.
       ConfigError: fields are invalid or unsupported; one line names the file and all of them.
     """
-    if (gguf := gguf_of(model_path(model_dir))) is not None:
+    path = model_path(model, weights=False)
+    if (gguf := gguf_of(path)) is not None:
         return gguf_config(read_gguf(gguf))
-    directory = model_directory(model_dir)
-    source = directory / "config.json"
+    source = path / "config.json"
     values = read_json(source)
     config = config_from_hf(values, str(source))
-    generation = directory / "generation_config.json"
+    generation = path / "generation_config.json"
     if not generation.exists():
         return config
     given = read_json(generation)

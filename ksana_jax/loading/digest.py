@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ksana_jax.files import open_to_read
 from ksana_jax.gguf_file import gguf_of, read_gguf
+from ksana_jax.sources.hub import INDEX, SMALL_FILES
 
 _SAMPLE_BYTES = 2**20
 _WEIGHTS = (".safetensors",)
@@ -15,7 +16,7 @@ _WEIGHTS = (".safetensors",)
 def digest_of_files(model: Path, load_format: str = "auto") -> str:
     """Returns 16 hex digits: config and tokenizer in full, weights by size, first and last MiB.
 
-    After further training, the digest differs.
+    After further training, the digest differs. Files that are not read make no difference.
 
     Args:
       model: a model's directory or GGUF file.
@@ -45,6 +46,5 @@ def _files(model: Path) -> list[tuple[Path, int | None]]:
         for info in read_gguf(gguf).tensors.values():
             starts[info.path] = min(info.offset, starts.get(info.path, info.offset))
         return sorted(starts.items())
-    kept = (".json", ".model", ".jinja", *_WEIGHTS)
-    paths = [path for path in sorted(model.iterdir()) if path.suffix in kept]
-    return [(path, 0 if path.suffix in _WEIGHTS else None) for path in paths]
+    paths = [p for p in sorted(model.iterdir()) if p.name in (*SMALL_FILES, INDEX) or p.suffix in _WEIGHTS]
+    return [(path, None if path.name in SMALL_FILES else 0) for path in paths]

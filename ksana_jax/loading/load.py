@@ -25,7 +25,7 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import LoadError
 from ksana_jax.gguf_file import gguf_of, read_gguf
-from ksana_jax.loading.config_json import load_config, model_directory, read_json
+from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.gguf_config import gguf_dtype
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.stored_tensor import StoredTensor
@@ -35,7 +35,7 @@ from ksana_jax.models.params import Params, check_quantises, init_params, is_sha
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
 from ksana_jax.parallel.specs import field_of
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
@@ -55,7 +55,7 @@ def array_dtype(name: str) -> Any:
     return jnp.dtype(kinds[canonical_dtype(name)])
 
 
-def auto_dtype(model_dir: str | os.PathLike[str]) -> str:
+def auto_dtype(model: str | os.PathLike[str]) -> str:
     """Returns the dtype that "auto" stands for: that of the checkpoint's config.json, or "f32" if it has none.
 
     A GGUF file has that of its matrices, "f32" if they are quantised. Where float16 is multiplied much more slowly, as
@@ -64,10 +64,11 @@ def auto_dtype(model_dir: str | os.PathLike[str]) -> str:
     Raises:
       ConfigError: weights cannot have the dtype in config.json.
     """
-    if (gguf := gguf_of(model_path(model_dir))) is not None:
+    path = model_path(model, weights=False)
+    if (gguf := gguf_of(path)) is not None:
         dtype = gguf_dtype(read_gguf(gguf))
     else:
-        path = model_directory(model_dir) / "config.json"
+        path = path / "config.json"
         values = read_json(path)
         name = "dtype" if values.get("dtype") is not None else "torch_dtype"  # transformers 5, and before
         dtype = "f32" if values.get(name) is None else canonical_dtype(values[name], f"{path}: {name}")
@@ -130,8 +131,9 @@ def open_model(
         return config, draw
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
-    gguf = gguf_of(model_path(source))
-    found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(model_directory(source))
+    path = model_path(source)
+    gguf = gguf_of(path)
+    found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(path)
     check_tensors(config, found, str(source))
 
     def read() -> Params:

@@ -18,7 +18,7 @@ from ksana_jax.planner.devices import Device, compile_target, find_device
 from ksana_jax.planner.formula import Memory, PlanRequest, largest
 from ksana_jax.planner.step_memory import NO_STEP, StepCost, measure_step
 from ksana_jax.planner.terms import embedding_bytes
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import commit_of, display_name, model_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +89,14 @@ def plan(
     """Plans memory.
 
     Args:
-      model: a config, a directory with a config.json, the path of one, a .gguf file, or "ksana-tiny". No weights are
-        read.
+      model: a config, or the path or name of a model (`sources.model_path`). No weights are read.
       device: see `find_device`.
       step: of this model, measured before; None compiles some steps, for the device if that can be done here.
       say: told of what takes long.
       request: fields of `PlanRequest`.
 
     Raises:
-      ConfigError: arguments or a model that cannot be.
+      ConfigError: arguments or a model that cannot be. LoadError: there is no such model.
     """
     if unknown := sorted(set(request) - {f.name for f in dataclasses.fields(PlanRequest)}):
         raise ConfigError(f"plan has no argument {', '.join(unknown)}")
@@ -175,14 +174,10 @@ def _solve(name: str, config: ModelConfig, device: Device, memory: Memory) -> Pl
 
 
 def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
-    """Reads the config of a directory, a GGUF file, a config.json or a shipped model; returns it and a name."""
-    path = model_path(model)
-    if path.is_file() and path.name == "config.json":
-        path = path.parent
-    if (gguf := gguf_of(path)) is None and not path.is_dir():
-        known = "a directory, a config.json, a .gguf file"
-        raise ConfigError(f"model {str(model)!r} is neither {known}, nor a shipped model")
-    return load_config(path), path.resolve().name if gguf is None else gguf.stem
+    """Reads the config of a model, given by path or name; returns it and a name."""
+    path = model_path(model, weights=False)
+    name = display_name(model if commit_of(path) else gguf_of(path) or path)
+    return load_config(path), name.removesuffix(".gguf")
 
 
 def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -> int | None:

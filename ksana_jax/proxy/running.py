@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.errors import ConfigError, system_reason
+from ksana_jax.errors import ConfigError, LoadError, system_reason
 from ksana_jax.proxy.app import Proxy, drain, running
 from ksana_jax.proxy.fleet import Fleet
 from ksana_jax.proxy.following import EventFollower
@@ -25,6 +25,7 @@ from ksana_jax.proxy.prompts import PromptReader
 from ksana_jax.proxy.settings import EXACT, ProxySettings
 from ksana_jax.router import RouterSettings
 from ksana_jax.router.prefix_file import read_prefix_file
+from ksana_jax.sources import model_path
 from ksana_jax.tokenizers import find_tokenizer
 
 log = logging.getLogger("ksana_jax.proxy")
@@ -122,16 +123,26 @@ async def _learn_tokenizer(proxy: Proxy) -> None:
         name = await proxy.served_model()
         if name is not None:
             with contextlib.suppress(ValueError, OSError):
-                proxy.reader.use(_tokenizes(name))
+                proxy.reader.use(_tokenizes(name, download=False))
             where = "on this machine" if proxy.reader.tokenizes else "by the servers"
             log.info("prompts for %s are tokenized %s", name, where)
             return
         await asyncio.sleep(0.5)
 
 
-def _tokenizes(model: str | None) -> PromptReader | None:
-    """Returns what reads the prompts of a model; None if none is named, or it has no tokenizer here."""
-    tokenizer = None if model is None else find_tokenizer(model)
+def _tokenizes(model: str | None, download: bool = True) -> PromptReader | None:
+    """Returns what reads the prompts of a model; None if none is named, or it has no tokenizer here.
+
+    Args:
+      download: False where others chose the name.
+    """
+    if model is None:
+        return None
+    try:
+        path = model_path(model, weights=False, download=download)
+    except LoadError:  # servers elsewhere may have it
+        return None
+    tokenizer = find_tokenizer(path)
     return None if tokenizer is None else PromptReader(tokenizer)
 
 

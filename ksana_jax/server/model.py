@@ -8,12 +8,11 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from ksana_jax import __version__
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.loading.digest import digest_of_files
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import display_name, model_path
 from ksana_jax.tokenizers import Tokenizer
 
 
@@ -84,8 +83,8 @@ def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
 
 
 def _name(llm: AsyncLLM) -> str:
-    """Returns the name of a shipped model, or the last folder of a path: clients need not know the others."""
-    return "ksana" if llm.llm is None else Path(llm.llm.name).name or "ksana"
+    """Returns the name under which the model was loaded, of a path its last part: clients need not know the others."""
+    return "ksana" if llm.llm is None else display_name(llm.llm.name) or "ksana"
 
 
 def _fingerprint(llm: AsyncLLM) -> str:
@@ -96,5 +95,5 @@ def _fingerprint(llm: AsyncLLM) -> str:
         digest.update(str(llm.llm.patterns).encode())
     if llm.engine.source is not None:
         name, load_format = llm.engine.source
-        digest.update(digest_of_files(model_path(name), load_format).encode())
+        digest.update(digest_of_files(model_path(name, weights=load_format != "dummy"), load_format).encode())
     return f"fp_{digest.hexdigest()[:16]}"

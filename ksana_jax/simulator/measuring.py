@@ -20,8 +20,8 @@ from ksana_jax.engine.engine import Engine
 from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.processor import num_cores
 from ksana_jax.request import RequestInput, SamplingParams
-from ksana_jax.shipped import model_path
 from ksana_jax.simulator.one_engine import Served
+from ksana_jax.sources import model_path
 from ksana_jax.workload.items import WorkItem
 from ksana_jax.workload.tokens import FIRST_TOKEN
 
@@ -151,8 +151,7 @@ def make_engine(model: str, **settings: Any) -> Engine:
     """
     from ksana_jax.engine.llm import LLM  # imports jax
 
-    directory = model_path(model)
-    if directory.is_dir() and not has_weights(directory):
+    if not has_weights(model_path(model)):
         settings.setdefault("load_format", "dummy")
     llm = LLM(model, **settings)
     llm.warm_up()

@@ -15,7 +15,6 @@ from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.patterns import per_layer
 from ksana_jax.planner.chips import CHIPS
-from ksana_jax.shipped import model_path
 from ksana_jax.simulator.cost import Cost, HostCost, read_fields
 from ksana_jax.simulator.step_size import StepSize
 
@@ -51,7 +50,7 @@ class RooflineCost(Cost):
 class RooflineSettings:
     """Fields of a cost of level roofline.
 
-    model: a Hugging Face directory, or the name of a shipped model; no weights are read. chip: a key of CHIPS.
+    model: its path or name; no weights are read. chip: a key of CHIPS.
     compute_efficiency, memory_efficiency: shares of the published rates that are reached; assumed.
     step_s: overhead of a step on the device; assumed. host: of the host, see `HostCost`; assumed.
     """
@@ -81,7 +80,7 @@ class RooflineSettings:
             checks.number("cost.step_s", self.step_s, 0),
             error=ConfigError,
         )
-        chip, model = CHIPS[self.chip], load_config(model_path(self.model))
+        chip, model = CHIPS[self.chip], load_config(self.model)
         if self.dtype not in chip.flops_per_s:
             known = ", ".join(chip.flops_per_s)
             raise ConfigError(f"cost.dtype is {self.dtype!r}, {chip.name} has published rates for {known}")

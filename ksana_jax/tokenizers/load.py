@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.gguf_file import gguf_of, read_gguf
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
 JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
-def find_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer | None:
-    """Loads the tokenizer of a model; None if it has none. See `load_tokenizer`."""
-    path = model_path(model_dir)
+def find_tokenizer(model: str | os.PathLike[str]) -> Tokenizer | None:
+    """Loads the tokenizer of a model, given by path or name; None if it has none. See `load_tokenizer`."""
+    path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
         return _of_gguf(gguf)
     return load_tokenizer(path) if any((path / name).exists() for name in (JSON, MODEL)) else None
 
 
-def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer of a model directory, a shipped model or a GGUF file.
+def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
+    """Loads the tokenizer of a model, given by path or name; see `sources.model_path`.
 
     A GGUF file has its own, whatever is next to it.
 
@@ -36,13 +36,11 @@ def load_tokenizer(model_dir: str | os.PathLike[str]) -> Tokenizer:
       TokenizerError: there is no tokenizer, or a file cannot be used.
       LoadError: a GGUF file is damaged.
     """
-    directory = model_path(model_dir)
+    directory = model_path(model, weights=False)
     if (gguf := gguf_of(directory)) is not None:
         if (found := _of_gguf(gguf)) is None:
             raise TokenizerError(f"{gguf} has no tokenizer")
         return found
-    if not directory.is_dir():
-        raise TokenizerError(f"{directory} is not a directory")
     config = read_optional_object(directory / CONFIG)
     specials = _special_tokens(directory, config)
     # Each library takes a tenth of a second to import, and a directory needs only one of them.

@@ -26,7 +26,6 @@ from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner.chips import CHIPS
 from ksana_jax.runner import compiling
 from ksana_jax.runner.runner import Runner
-from ksana_jax.shipped import model_path
 from ksana_jax.step.buckets import Buckets
 from ksana_jax.step.contract import StepShape
 from ksana_jax.trace import page
@@ -57,7 +56,7 @@ def compile_engine(
     """
     trial = trials[0]
     given = trial.config
-    model = load_config(model_path(given["model"]))
+    model = load_config(given["model"])
     patterns = layer_patterns(trial, model)
     sinks = plan.max_repositioned_sinks(trial)
     config = EngineConfig(

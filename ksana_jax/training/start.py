@@ -8,8 +8,8 @@ import logging
 from ksana_jax.config import ConfigError
 from ksana_jax.files import read_bytes
 from ksana_jax.loading import load_model
-from ksana_jax.loading.config_json import model_directory
 from ksana_jax.models.params import Params, init_params
+from ksana_jax.sources import model_path
 from ksana_jax.training.settings import TrainConfig
 from ksana_jax.training.tokenizer import train_tokenizer
 
@@ -43,6 +43,6 @@ def tokenizer_model(config: TrainConfig, texts: list[str]) -> bytes:
       LoadError: there is no model directory `init_from`.
     """
     if config.init_from is not None:
-        return read_bytes(model_directory(config.init_from) / "tokenizer.model")
+        return read_bytes(model_path(config.init_from, weights=False) / "tokenizer.model")
     logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(texts))
     return train_tokenizer(texts, config.vocab_size, config.tokenizer_sample_bytes, config.seed)

@@ -21,7 +21,7 @@ from ksana_jax.engine import verdict
 from ksana_jax.engine.verdict import MeasuredOperator, Pair, conditions_of, read_verdict
 from ksana_jax.loading.load import open_model
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 from tests.engine.small import make_llm, model
 from tests.reference import reference_logprobs
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 from tests.engine.small import BOS, EOS, Letters, make_llm, model
 from tests.reference import reference_logprobs
 

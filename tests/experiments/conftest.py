@@ -15,8 +15,8 @@ import fake_task
 from ksana_jax.experiments import run as run_module
 from ksana_jax.experiments import trials
 from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks import TASKS
+from ksana_jax.sources import model_path
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def model(tmp_path):
 def one_layer(tmp_path_factory):
     """Path of the embedded model cut to one narrow layer, for load_format "dummy"."""
     folder = tmp_path_factory.mktemp("model")
-    for path in model_dir("ksana-tiny").glob("tokenizer*"):
+    for path in model_path("ksana-tiny").glob("tokenizer*"):
         shutil.copy(path, folder)
-    config = json.loads((model_dir("ksana-tiny") / "config.json").read_text())
+    config = json.loads((model_path("ksana-tiny") / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

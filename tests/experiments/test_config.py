@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import AttentionPattern
 from ksana_jax.config import ConfigError
+from ksana_jax.errors import LoadError
 from ksana_jax.experiments.config import load, patterns_of, plan
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -78,7 +79,7 @@ def test_what_cannot_be_is_refused_in_one_line(model, fields, said):
 
 
 def test_a_missing_model_is_named():
-    with pytest.raises(FileNotFoundError, match="model 'nowhere' is not a directory with a config"):
+    with pytest.raises(LoadError, match="there is no model 'nowhere'"):
         plan(small("nowhere"))
 
 

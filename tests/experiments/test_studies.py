@@ -6,7 +6,7 @@ import pytest
 
 from ksana_jax.experiments.config import load
 from ksana_jax.experiments.report import read_report, write_tables
-from ksana_jax.shipped import model_path
+from ksana_jax.sources import model_path
 
 ROOT = Path(__file__).parents[2]
 # Models that a study trains first.

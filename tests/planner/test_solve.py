@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.config import MAX_TOKENS, ConfigError
+from ksana_jax.errors import LoadError
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner import plan
 from ksana_jax.planner.formula import Memory, PlanRequest
@@ -211,7 +212,7 @@ def test_a_tied_embedding_cannot_rest_on_the_host():
 
 
 def test_models_that_are_not_there_are_named():
-    with pytest.raises(ConfigError, match=r"model 'nowhere' is neither a directory, a config\.json"):
+    with pytest.raises(LoadError, match="there is no model 'nowhere'; supported: the path of a directory"):
         made("nowhere")
-    with pytest.raises(ConfigError, match=r"a \.gguf file, nor a shipped model"):
+    with pytest.raises(LoadError, match=r"is a file; supported: a directory, its config\.json, or a \.gguf file"):
         made(__file__)

@@ -18,7 +18,6 @@ import numpy as np
 
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments.figures import COLOURS, bars
-from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks.base import (
     BaseTask,
     Column,
@@ -69,7 +68,7 @@ class HostEmbedding(BaseTask):
     def inputs(self, settings: HostEmbeddingSettings) -> dict[str, str]:
         from ksana_jax.experiments.models import fingerprint
 
-        return {"planned_model": fingerprint(settings.planned_model, "dummy")["model"]}
+        return fingerprint(settings.planned_model, "dummy", key="planned_model")
 
     def check(self, config: Mapping[str, Any]) -> None:
         from ksana_jax.planner.devices import find_device
@@ -218,7 +217,7 @@ def _plan(settings: HostEmbeddingSettings, embedding_device: str):
 
     model, dtype = settings.planned_model, settings.planned_dtype
     return plan(
-        model_dir(model),
+        model,
         settings.planned_device,
         step=_step(model, dtype, embedding_device),
         dtype=dtype,
@@ -233,7 +232,7 @@ def _step(model: str, dtype: str, embedding_device: str):
     from ksana_jax.planner import measure_step
     from ksana_jax.planner.solve import read_model
 
-    config, _ = read_model(model_dir(model))
+    config, _ = read_model(model)
     return measure_step(config, dtype=dtype, embedding_device=embedding_device)
 
 

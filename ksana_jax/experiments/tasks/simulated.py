@@ -12,7 +12,6 @@ from typing import Any, Literal
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.experiments.identity import canonical
-from ksana_jax.experiments.models import model_dir
 from ksana_jax.experiments.tasks.base import INPUT_FILES, BaseTask, Measurement, ResultRow
 from ksana_jax.experiments.text_files import content_digest
 from ksana_jax.kv.engine_layout import make_layout
@@ -280,7 +279,7 @@ def read_router(fields: Mapping[str, Any]) -> RouterSettings:
 
 def _model(config: Mapping[str, Any]) -> ModelConfig:
     """Returns the model's configuration, with the trial's attention pattern."""
-    model = load_config(model_dir(config["model"]))
+    model = load_config(config["model"])
     if config["layer_patterns"]:
         return dataclasses.replace(model, pattern=tuple(map(read_pattern, config["layer_patterns"])))
     return model if config["pattern"] is None else dataclasses.replace(model, pattern=read_pattern(config["pattern"]))

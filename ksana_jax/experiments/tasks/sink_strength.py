@@ -21,7 +21,7 @@ from ksana_jax import checks
 from ksana_jax.config import ConfigError
 from ksana_jax.experiments import text_files, texts
 from ksana_jax.experiments.figures import integer_ticks, line_style
-from ksana_jax.experiments.models import model_dir, tokenizer_of
+from ksana_jax.experiments.models import tokenizer_of
 from ksana_jax.experiments.tasks.base import (
     INPUT_FILES,
     BaseTask,
@@ -198,7 +198,7 @@ def _loaded(name: str, load_format: Literal["auto", "dummy"]) -> tuple[ModelConf
     """Loads a model's config and float32 weights; the last one stays loaded for its other seeds."""
     from ksana_jax.loading import load_model
 
-    return load_model(model_dir(name), load_format=load_format)
+    return load_model(name, load_format=load_format)
 
 
 def _uniform(num_tokens: int) -> float:

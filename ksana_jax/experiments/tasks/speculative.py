@@ -94,7 +94,7 @@ class Speculative(BaseTask):
     def inputs(self, settings: SpeculativeSettings) -> dict[str, str]:
         found = {"texts": text_files.digest(settings.texts)}
         if (model := settings.speculative_config.get("model")) is not None:
-            found["draft_model"] = fingerprint(model)["model"]
+            found |= fingerprint(model, key="draft_model")
         return found
 
     def check(self, config: Mapping[str, Any]) -> None:
