@@ -1,7 +1,7 @@
 """How byte-level BPE in GGUF files splits a text into words, by the name in `tokenizer.ggml.pre`. Knows names only.
 
-The words are those of llama.cpp, which also gives the ids that the files' makers test. Where it deviates from a model's
-tokenizer.json, so do these: tekken and gpt-4o take letters outside ASCII for both upper and lower case.
+The words are those of llama.cpp, also where a model's tokenizer.json has others: for tekken and gpt-4o, a letter
+outside ASCII is upper and lower case at once, and no combining mark belongs to a word.
 Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp.
 """
 
@@ -40,7 +40,7 @@ def _words(digits: str, letter: str = r"\p{L}", lines: str = _lines()) -> str:
 
 
 def _cased(digits: str, contraction: str) -> str:
-    """Words that begin anew where a capital letter follows a small one."""
+    """Words that end where a capital letter follows a small one."""
     upper, lower, before = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]", r"[^\r\n\p{L}\p{N}]?"
     first, second = (f"{before}{upper}{letters}{contraction}" for letters in (f"*{lower}+", f"+{lower}*"))
     return f"{first}|{second}|{digits}|" + _lines(ends=r"[\r\n/]*")
@@ -52,7 +52,8 @@ _DEEPSEEK = (
     "[一-龥\u3040-ゟ゠-ヿ]+",
     _ASCII_MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|" + _lines(r"[\p{P}\p{S}]"),
 )
-_HAN_AND_HANGUL = "[一-龥ࠀ-一가-\ud7ff]+"
+# To llama.cpp, U+2003 and U+3000 are white space and no members of these ranges.
+_HAN_AND_HANGUL = r"[ࠀ-龥가-\x{d7ff}&&[^\s]]+"
 # Letters of scripts with two cases, as far as deepseek-llm knows them.
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ"
@@ -60,21 +61,22 @@ _CASED_LETTERS = (
     "𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 _LLAMA3 = _words(r"\p{N}{1,3}")
-_QWEN2 = Split((_words(r"\p{N}"),))
 
 _BY_NAMES = {
     "default": Split((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat mellum modern-bert granite-docling a.x-4.0": Split((_GPT2,)),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Split((r"\p{N}", _GPT2)),
     "falcon": Split((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}")),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Split((_LLAMA3,), True, True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Split(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
     "glm4": Split((_LLAMA3,), ignore_merges=True),
     "dbrx smaug-bpe chatglm-bpe": Split((_LLAMA3,)),
-    "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open grok-2 kormo": _QWEN2,
+    "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open grok-2 kormo": Split((_words(r"\p{N}"),)),
     "qwen35": Split((_words(r"\p{N}", r"[\p{L}\p{M}]", _lines(r"[^\s\p{L}\p{M}\p{N}]")),)),
     "minicpm5": Split((r"\p{N}{1,3}", _words(r"\p{N}+")), ignore_merges=True),
     "seed-coder": Split((_words(r"\p{N}", lines=_lines(r"[^\s\p{L}\p{N}\r\n]", "")),)),
-    "tekken": Split((_cased(r"\p{N}", ""),), True, True),
+    "tekken": Split((_cased(r"\p{N}", ""),), ignore_merges=True, add_bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": Split((_cased(r"\p{N}{1,3}", f"(?:{_CONTRACTION})?"),)),
     "deepseek-llm": Split(
         (

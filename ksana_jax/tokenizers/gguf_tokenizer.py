@@ -219,7 +219,7 @@ def _template(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[
 def _sentencepiece(fields: _Fields) -> Tokenizer:
     from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
-    from ksana_jax.tokenizers.sentencepiece_model import AddedToken, SentencePieceTokenizer
+    from ksana_jax.tokenizers.sentencepiece_model import MARK, AddedToken, SentencePieceTokenizer
 
     scores, types = fields.numbers("scores", _WHOLE + "f"), fields.numbers("token_type", _WHOLE)
     for name, values in (("scores", scores), ("token_type", types)):
@@ -234,7 +234,8 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     proto.normalizer_spec.remove_extra_whitespaces = False
     added: dict[int, AddedToken] = {}
     for index, (token, score, kind) in enumerate(zip(fields.tokens, scores.tolist(), types.tolist())):
-        if kind in (_UNKNOWN, _USER_DEFINED):
+        # A space in a text becomes MARK before merging, so a token with MARK is not found in texts.
+        if kind == _UNKNOWN or (kind == _USER_DEFINED and MARK not in token):
             added[index] = AddedToken(token, index, special=kind == _UNKNOWN)
         # The numbers are those of SentencePiece. Merging takes user-defined and unused tokens for normal ones.
         merged = kind not in (_UNKNOWN, _CONTROL, _BYTE)

@@ -54,6 +54,12 @@ a\tb\t\tc \td\t e \t f
 a\\x00b
 """.splitlines()
 ESCAPED = [
+    "aÉb AÉb aÉB éÉ É É aÉ b éAb xéAb ÉéAB",
+    "a\u2003b \u2003b\u2003\u2003bc \u2003b1",
+    "x\u3000…\u3000… then the other theory in thin ice",
+    "'ſt x'ſt 'ſ t",
+    "a\u3000\u3000,b \u3000\u3000\u3000.",
+    "。\u3000。\u3000 。\u3000, 。\u3000\u3000。\u3000 a。\u3000b",
     "jumps jumps\njumps,jumps",
     "`a` ``b`` `c`: `d`, [`e`](f) '`g`'",
     "x.\n y,\n\nz);\n}\n\n'\n\".\n#\n-\r\n=\n/\n//\n\n",

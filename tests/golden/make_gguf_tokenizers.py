@@ -46,6 +46,10 @@ SPECIAL_TYPES = [TYPES[kind] for kind in SPECIAL.values()]
 # The model that SentencePiece trains has an unknown token already.
 SPECIAL_SCORED = [token for token, kind in SPECIAL.items() if kind != "unknown"]
 VOCAB_ONLY = 72  # where the parameters of llama_model_load_from_file have this flag, in this build
+# What only some patterns split; merges across make that visible.
+OFTEN = ["aÉb", "'ſt", "\u3000\u3000,", "éA", "\u2003b", "\u3000…"]
+# Pieces that merging makes, and their types: those types do not keep llama.cpp from it.
+OTHER_TYPES = {"▁the": "user-defined", "in": "unused"}
 
 
 class Parameters(ctypes.Structure):
@@ -131,7 +135,7 @@ def written(metadata: dict[str, Any]) -> Iterator[Vocabulary]:
 
 def texts() -> list[str]:
     lines = "".join(topics.values()).splitlines(keepends=True)
-    return ["".join(lines[start : start + 3]) for start in range(0, 9000, 3)] + strings() * 6
+    return ["".join(lines[start : start + 3]) for start in range(0, 9000, 3)] + strings() * 6 + OFTEN * 2000
 
 
 def byte_level() -> dict[str, Any]:
@@ -139,7 +143,7 @@ def byte_level() -> dict[str, Any]:
         vocab_size=NUM_TOKENS - len(SPECIAL),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-        max_token_length=6,
+        max_token_length=12,
     )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -175,12 +179,13 @@ def by_scores() -> dict[str, Any]:
         minloglevel=2,
     )
     proto = model_pb2.ModelProto.FromString(model.getvalue())
+    assert {piece.piece for piece in proto.pieces} > OTHER_TYPES.keys()
+    types = [TYPES[OTHER_TYPES[piece.piece]] if piece.piece in OTHER_TYPES else piece.type for piece in proto.pieces]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [piece.piece for piece in proto.pieces] + SPECIAL_SCORED,
         "tokenizer.ggml.scores": [round(piece.score, 1) for piece in proto.pieces] + [0.0] * len(SPECIAL_SCORED),
-        "tokenizer.ggml.token_type": [piece.type for piece in proto.pieces]
-        + [TYPES[SPECIAL[token]] for token in SPECIAL_SCORED],
+        "tokenizer.ggml.token_type": types + [TYPES[SPECIAL[token]] for token in SPECIAL_SCORED],
     }
 
 

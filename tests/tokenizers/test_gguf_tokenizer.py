@@ -92,12 +92,12 @@ def test_real_file_gives_the_ids_of_llama_cpp():
 @pytest.mark.parametrize(("name", "kind"), [("gpt-2", "byte_level"), ("llama", "sentencepiece")])
 def test_pieces_are_those_of_llama_cpp(name, kind):
     tokenizer = make(name)
-    pieces = [piece.encode("latin-1") for piece in stored("pieces")[kind]]
-    texts = metadata(name)["tokenizer.ggml.tokens"]
-    assert tokenizer.vocab_size == len(pieces)
-    # llama.cpp shows nothing for unused tokens, here they have their texts.
-    pieces[texts.index("[PAD7]")] = b"[PAD7]"
-    assert [tokenizer.piece(index).data for index in range(len(pieces))] == pieces
+    # llama.cpp shows nothing for unused tokens, and the mark for a space in user-defined ones: neither would give back
+    # the text that they stand for.
+    texts = {"[PAD7]": b"[PAD7]"} | ({} if kind == "byte_level" else {"in": b"in", "▁the": b" the"})
+    tokens = metadata(name)["tokenizer.ggml.tokens"]
+    pieces = [texts.get(token, piece.encode("latin-1")) for token, piece in zip(tokens, stored("pieces")[kind])]
+    assert [tokenizer.piece(index).data for index in range(tokenizer.vocab_size)] == pieces
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "qwen2", "tekken", "llama", "llama-without-prefix"])
