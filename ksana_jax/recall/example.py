@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
@@ -18,6 +18,7 @@ from ksana_jax.recall.lines import Draft, Writer
 
 Encode = Callable[[str], list[int]]
 Kind = str | Callable[..., Writer]
+T = TypeVar("T")
 
 _SAMPLE = 16  # lines of filler from which tokens per line are estimated
 
@@ -64,9 +65,8 @@ def make_example(kind: Kind, encode: Encode, *, num_tokens: int, seed: int, **op
     """
     checks.require(checks.integer("seed", seed, 0), error=ConfigError)
     write = _writer(kind, seed, options)
-    return _longest(
-        lambda num_filler: _cut(write(num_filler), encode), _shortest(kind, write, encode, num_tokens), num_tokens
-    )
+    shortest = _shortest(kind, write, encode, num_tokens)
+    return longest(lambda num_filler: _cut(write(num_filler), encode), shortest, num_tokens, _size)
 
 
 def check_example(kind: Kind, encode: Encode | None, *, num_tokens: int, **options: Any) -> None:
@@ -128,17 +128,21 @@ def _size(example: Example) -> int:
     return len(example.prompt_ids) + len(example.answer_ids)
 
 
-def _longest(made: Callable[[int], Example], shortest: Example, limit: int) -> Example:
-    """Returns the example with the most filler whose size is at most the limit, by interpolation search."""
-    rate = max((_size(made(_SAMPLE)) - _size(shortest)) / _SAMPLE, 0.5)  # tokens per line of filler
+def longest(made: Callable[[int], T], shortest: T, limit: int, size: Callable[[T], int]) -> T:
+    """Returns the text with the most filler whose size in tokens is at most the limit, by interpolation search.
+
+    Args:
+      made: makes the text with an amount of filler. shortest: the text without filler.
+    """
+    rate = max((size(made(_SAMPLE)) - size(shortest)) / _SAMPLE, 0.5)  # tokens per line of filler
     best, low, high = shortest, 0, 2 * limit + 1
-    probe = int((limit - _size(shortest)) / rate)
+    probe = int((limit - size(shortest)) / rate)
     for attempt in itertools.count():
         if high - low <= 1:
             break
         # Where lines are too uneven for estimates to converge, halving does.
         found = made(probe := min(max(probe, low + 1), high - 1) if attempt < 8 else (low + high) // 2)
-        left = (limit - _size(found)) / rate
+        left = (limit - size(found)) / rate
         if left >= 0:
             best, low, probe = found, probe, probe + max(1, int(left))
         else:

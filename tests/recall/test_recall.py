@@ -1,5 +1,6 @@
 """Recall examples: what they ask has the stated answer, at the stated length, depth and distance."""
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -67,6 +68,12 @@ def test_examples_are_the_same_in_every_process():
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     here = repr([make_example(kind, encode, num_tokens=999, seed=7).text for kind in KINDS])
     assert said.stdout.strip() == here
+
+
+def test_texts_are_those_that_recorded_runs_asked_about():
+    seeds = (0, 1, (1 << 32) + 3)
+    made = [make_example(kind, encode, num_tokens=n, seed=s) for kind in KINDS for n in (700, 1500) for s in seeds]
+    assert hashlib.sha256(repr(made).encode()).hexdigest()[:16] == "49cef111b300363a"
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"stream_eval"}))

@@ -1,0 +1,51 @@
+"""What a task of RULER is given and what it returns. Knows no tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A text with a question about it.
+
+    Args:
+      text: what the user says: instruction, context and question.
+      prefix: the beginning of the answer, which the model continues.
+      answers: all that a complete answer contains.
+    """
+
+    text: str
+    prefix: str
+    answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a question may depend on besides its seed.
+
+    Args:
+      num_tokens: maximum tokens of prompt and answer; some tasks are easier in short texts.
+      words: a natural text, cut at white space; repeated if it is too short.
+      depth: place of the fact that is asked for: 0 is the beginning, 1 the end, and None draws one.
+    """
+
+    num_tokens: int
+    words: Sequence[str] = ()
+    depth: float | None = None
+
+
+Writer = Callable[[int], Question]  # writes the text with an amount of filler
+
+
+def places(rng: random.Random, count: int, depth: float | None) -> list[float]:
+    """Draws distinct depths out of 40 evenly spaced ones, as RULER does, and replaces the first if `depth` is given."""
+    drawn = [place / 39 for place in rng.sample(range(40), count)]
+    return drawn if depth is None else [depth, *drawn[1:]]
+
+
+def numbered(words: Sequence[str]) -> str:
+    """Returns words as "1. first 2. second"."""
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
