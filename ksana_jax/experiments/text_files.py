@@ -23,6 +23,8 @@ from pathlib import Path
 from ksana_jax.config import ConfigError
 
 _MAGIC = frozenset("*?[")
+# All texts of an entry are held in memory.
+MAX_BYTES = 2**30
 
 
 class MissingInput(FileNotFoundError):
@@ -33,19 +35,23 @@ class MissingInput(FileNotFoundError):
         self.path = os.path.normpath(path)
 
 
-def candidates(entries: Sequence[str]) -> list[tuple[str, str]]:
+def candidates(entries: Sequence[str], setting: str = "settings.texts") -> list[tuple[str, str]]:
     """Returns (name, text) for all entries, in their order; files of a folder or pattern are sorted.
+
+    Args:
+      setting: name of the setting, for messages.
 
     Raises:
       MissingInput: an entry names no file.
-      ConfigError: a file is not UTF-8 text, or a line of JSON has no text in the field.
+      ConfigError: a file is not UTF-8 text, a line of JSON has no text in the field, or an entry has more than
+        MAX_BYTES.
     """
-    return list(_candidates(tuple(entries)))
+    return list(_candidates(tuple(entries), setting))
 
 
-def digest(entries: Sequence[str]) -> str:
+def digest(entries: Sequence[str], setting: str = "settings.texts") -> str:
     """Returns a digest of the names and contents of all candidates."""
-    return _digest(tuple(entries))
+    return _digest(tuple(entries), setting)
 
 
 def content_digest(path: str, setting: str) -> str:
@@ -60,34 +66,39 @@ def content_digest(path: str, setting: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _digest(entries: tuple[str, ...]) -> str:
+def _digest(entries: tuple[str, ...], setting: str) -> str:
     digest = hashlib.sha256()
-    for name, text in _candidates(entries):
+    for name, text in _candidates(entries, setting):
         content = text.encode()
         digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)
-def _candidates(entries: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _candidates(entries: tuple[str, ...], setting: str) -> tuple[tuple[str, str], ...]:
     if not entries:
         from ksana_jax.training.corpus import heldout_texts
 
         return tuple(heldout_texts())
-    return tuple(found for entry in entries for found in _texts(entry))
+    return tuple(found for entry in entries for found in _texts(entry, setting))
 
 
-def _texts(entry: str) -> Iterator[tuple[str, str]]:
+def _texts(entry: str, setting: str) -> Iterator[tuple[str, str]]:
     pattern, field = _split(entry)
-    for name, path in _files(entry, pattern):
+    files = _files(entry, pattern, setting)
+    if (size := sum(path.stat().st_size for _, path in files)) > MAX_BYTES:
+        raise ConfigError(f"{setting}: {entry} has {size:,} bytes, supported are at most {MAX_BYTES:,}")
+    for name, path in files:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"settings.texts: {path} is not UTF-8 text: {error}") from error
+            raise ConfigError(f"{setting}: {path} is not UTF-8 text: {error}") from error
+        if "\0" in text:
+            raise ConfigError(f"{setting}: {path} is not UTF-8 text: it has NUL characters")
         if field is not None:
-            yield from _fields(path, name, text, field)
+            yield from _fields(path, name, text, field, setting)
         elif path.suffix == ".jsonl":
-            raise ConfigError(f"settings.texts: {path} needs the name of a field: write {entry}#FIELD")
+            raise ConfigError(f"{setting}: {path} needs the name of a field: write {entry}#FIELD")
         else:
             yield name, text
 
@@ -98,7 +109,7 @@ def _split(entry: str) -> tuple[str, str | None]:
     return (path, field) if path.endswith(".jsonl") else (entry, None)
 
 
-def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
+def _files(entry: str, pattern: str, setting: str) -> list[tuple[str, Path]]:
     """Returns files with their names: the file's name, or its path below the folder or the pattern's fixed part."""
     path = Path(pattern)
     if path.is_file():
@@ -113,13 +124,13 @@ def _files(entry: str, pattern: str) -> list[tuple[str, Path]]:
         kind = "pattern matches no" if fixed < len(parts) else "folder holds no" if path.is_dir() else "no such"
         raise MissingInput(
             pattern,
-            f"settings.texts: {entry}: {kind} text file. Entries of a YAML file are relative to its folder, those of "
+            f"{setting}: {entry}: {kind} text file. Entries of a YAML file are relative to its folder, those of "
             "an override to the working directory",
         )
     return named
 
 
-def _fields(path: Path, name: str, content: str, field: str) -> Iterator[tuple[str, str]]:
+def _fields(path: Path, name: str, content: str, field: str, setting: str) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
@@ -127,8 +138,8 @@ def _fields(path: Path, name: str, content: str, field: str) -> Iterator[tuple[s
             text = json.loads(line)[field]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"settings.texts: {path} line {number} is not a JSON object with a field {field!r}: {line[:60]!r}"
+                f"{setting}: {path} line {number} is not a JSON object with a field {field!r}: {line[:60]!r}"
             ) from error
         if not isinstance(text, str):
-            raise ConfigError(f"settings.texts: {path} line {number}: {field!r} is {text!r:.60}, must be text")
+            raise ConfigError(f"{setting}: {path} line {number}: {field!r} is {text!r:.60}, must be text")
         yield f"{name}:{number}", text

@@ -20,7 +20,7 @@ MISSING = {
     "wikitext2": "data/wikitext-2/test.txt",
     "gsm8k": "data/gsm8k/test.jsonl",
     "longbench": "data/longbench/qasper.jsonl",
-    "ruler": "data/ruler/niah_single_1.jsonl",
+    "ruler_lines": "data/ruler/niah_single_1.jsonl",
 }
 has_harness = importlib.util.find_spec("lm_eval") is not None
 STAND_INS = {
@@ -104,7 +104,7 @@ def test_changed_data_make_other_trials(tmp_path):
 @pytest.mark.soak
 @pytest.mark.skipif(not has_harness, reason="needs the extra eval")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["gsm8k", "ruler"])
+@pytest.mark.parametrize("name", ["gsm8k", "ruler_lines"])
 def test_the_harness_runs_on_a_stand_in(name, configs, tmp_path, one_layer, monkeypatch):
     import datasets
 

@@ -15,6 +15,7 @@ TASKS: dict[str, str] = {
     "harness": "ksana_jax.experiments.tasks.harness:Harness",
     "host_embedding": "ksana_jax.experiments.tasks.host_embedding:HostEmbedding",
     "recall": "ksana_jax.experiments.tasks.recall:Recall",
+    "ruler": "ksana_jax.experiments.tasks.ruler:Ruler",
     "sink_strength": "ksana_jax.experiments.tasks.sink_strength:SinkStrength",
     "speculative": "ksana_jax.experiments.tasks.speculative:Speculative",
     "window_latency": "ksana_jax.experiments.tasks.window_latency:WindowLatency",
