@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.engine.settings import check_policies
-from ksana_jax.experiments import dotted
+from ksana_jax.experiments import dotted, text_files
 from ksana_jax.experiments.identity import canonical, trial_id
 from ksana_jax.experiments.models import fingerprint, num_layers
 from ksana_jax.experiments.tasks import task_named
@@ -242,7 +242,8 @@ def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, An
         if isinstance(node, list) and key in ("", *keys):
             return [walk(item, key) for item in node]
         if key in keys and isinstance(node, str) and not node.startswith("${"):
-            return str(folder / node)
+            path = folder / node
+            return node if node in text_files.NAMES and not path.exists() else str(path)
         return node
 
     return {**walk(given), **{k: walk(given[k]) for k in ("variants", "grid") if k in given}}

@@ -6,9 +6,12 @@ An entry of `texts` is
   corpus               a folder: all files below it, except hidden ones
   corpus/**/*.txt      a pattern: * and ? and [...] within a name, ** for folders
   data.jsonl#content   the text in that field of every line, a JSON object; the file may be a pattern too
+  python-docs          the English documentation that comes with Python: the topics of its help(), in order of name
+  essays               texts that `ksana fetch` has stored under that name
 
-An empty list stands for the held-out files of the embedded model's corpus. Entries of a YAML file are relative to that
-file's folder, entries of an override on the command line to the working directory.
+Files and folders of such names take precedence. An empty list stands for the held-out files of the embedded model's
+corpus. Entries of a YAML file are relative to that file's folder, entries of an override on the command line to the
+working directory.
 """
 
 from __future__ import annotations
@@ -21,8 +24,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ksana_jax.config import ConfigError
+from ksana_jax.sources.catalogue import FETCHABLE, fetched
 
 _MAGIC = frozenset("*?[")
+PYTHON_DOCS = "python-docs"
+# Entries that name texts rather than files.
+NAMES = (PYTHON_DOCS, *(name for name, wanted in FETCHABLE.items() if not wanted.is_model))
 # All texts of an entry are held in memory.
 MAX_BYTES = 2**30
 
@@ -84,6 +91,13 @@ def _candidates(entries: tuple[str, ...], setting: str) -> tuple[tuple[str, str]
 
 
 def _texts(entry: str, setting: str) -> Iterator[tuple[str, str]]:
+    if entry in NAMES and not os.path.exists(entry):
+        if entry == PYTHON_DOCS:
+            yield PYTHON_DOCS, _python_docs()
+            return
+        if (folder := fetched(entry)) is None:
+            raise MissingInput(entry, f"{setting}: {entry} is not here yet: ksana fetch {entry}")
+        entry = str(folder)
     pattern, field = _split(entry)
     files = _files(entry, pattern, setting)
     if (size := sum(path.stat().st_size for _, path in files)) > MAX_BYTES:
@@ -101,6 +115,12 @@ def _texts(entry: str, setting: str) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"{setting}: {path} needs the name of a field: write {entry}#FIELD")
         else:
             yield name, text
+
+
+def _python_docs() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _split(entry: str) -> tuple[str, str | None]:

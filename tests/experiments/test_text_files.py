@@ -114,3 +114,22 @@ def test_where_texts_lie_is_no_part_of_a_trial_s_id_and_what_they_hold_is(corpus
     other.parent.mkdir()
     other.write_text("another text")
     assert trial_id(other) != trial_id(elsewhere)
+
+
+def test_names_stand_for_texts_wherever_they_are_written(tmp_path, monkeypatch):
+    from ksana_jax.experiments import config
+
+    monkeypatch.setattr(text_files, "fetched", lambda name: tmp_path / "got" if (tmp_path / "got").exists() else None)
+    [(name, text)] = text_files.candidates(["python-docs"])
+    assert name == "python-docs" and "lambda" in text and text.count("\n\n") > 1000
+    with pytest.raises(FileNotFoundError, match=r"settings\.texts: essays is not here yet: ksana fetch essays"):
+        text_files.candidates(["essays"])
+    (tmp_path / "got").mkdir()
+    (tmp_path / "got" / "one.txt").write_text("an essay")
+    text_files._candidates.cache_clear()
+    assert text_files.candidates(["essays"]) == [("one.txt", "an essay")]
+    given = {"settings": {"texts": ["python-docs", "essays", "a.txt"]}}
+    anchored = config._anchored(given, tmp_path, "perplexity")
+    assert anchored["settings"]["texts"] == ["python-docs", "essays", str(tmp_path / "a.txt")]
+    (tmp_path / "essays").mkdir()  # a user's own comes first
+    assert config._anchored(given, tmp_path, "perplexity")["settings"]["texts"][1] == str(tmp_path / "essays")
