@@ -30,6 +30,7 @@ class Example:
     Args:
       prompt, answer, closing: texts; the closing ends the answer's line.
       prompt_ids, answer_ids: tokens, as in the encoded whole text. A token across the border belongs to the answer.
+      num_question: last tokens of the prompt, which begin after the text and ask about it.
       distance: tokens from the end of the fact's line to the answer.
       chance: accuracy of a guess among the answers that the text leaves possible; see `Draft.num_choices`.
     """
@@ -41,6 +42,7 @@ class Example:
     distance: int
     chance: float
     closing: str
+    num_question: int
 
     @property
     def text(self) -> str:
@@ -109,17 +111,21 @@ def _cut(draft: Draft, encode: Encode) -> Example:
     before = "".join(draft.lines[: draft.fact + 1])
     prompt = "".join(draft.lines) + draft.question
     ids = encode(prompt + draft.answer + draft.closing)
-    begin = _common(ids, encode(prompt))
+    begin = common_length(ids, encode(prompt))
     if not begin:
         raise ConfigError("the tokenizer leaves no token of the prompt before the answer")
     answered = encode(prompt + draft.answer)
     # A tokenizer may join the end of the answer with what follows; then the answer includes the end of its line.
     end = len(answered) if answered == ids[: len(answered)] else len(ids)
-    distance = begin - _common(ids, encode(before))
-    return Example(prompt, draft.answer, ids[:begin], ids[begin:end], distance, 1 / draft.num_choices, draft.closing)
+    asked = common_length(ids, encode("".join(draft.lines)))
+    distance = begin - common_length(ids, encode(before))
+    chance = 1 / draft.num_choices
+    return Example(
+        prompt, draft.answer, ids[:begin], ids[begin:end], distance, chance, draft.closing, max(begin - asked, 0)
+    )
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def common_length(a: list[int], b: list[int]) -> int:
     """Returns the length of the common prefix of two lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

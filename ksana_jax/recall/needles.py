@@ -65,7 +65,7 @@ def needles(
 
     def write(num_filler: int) -> Question:
         context = between.join(placed(filler(num_filler), placed_facts)[0])
-        return Question(begin + context + end, prefix, tuple(value for key in asked for value in facts[key]))
+        return Question(begin + context, end, prefix, tuple(value for key in asked for value in facts[key]))
 
     return write
 

@@ -12,14 +12,21 @@ class Question:
     """A text with a question about it.
 
     Args:
-      text: what the user says: instruction, context and question.
+      context: what the user says first: instruction and text.
+      asked: what the user says then: the question.
       prefix: the beginning of the answer, which the model continues.
       answers: all that a complete answer contains.
     """
 
-    text: str
+    context: str
+    asked: str
     prefix: str
     answers: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All that the user says."""
+        return self.context + self.asked
 
 
 @dataclasses.dataclass(frozen=True)

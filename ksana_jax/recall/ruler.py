@@ -16,7 +16,7 @@ from typing import Any
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError
-from ksana_jax.recall.example import longest
+from ksana_jax.recall.example import common_length, longest
 from ksana_jax.recall.needles import needles
 from ksana_jax.recall.question import Given, Question, Writer
 from ksana_jax.recall.variables import variable_tracking
@@ -66,10 +66,14 @@ _SLOT = "<the text of the user>"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt in text and tokens, what the answer has to contain, and the maximum number of its tokens."""
+    """A prompt in text and tokens, what the answer has to contain, and the maximum number of its tokens.
+
+    num_question: last tokens of the prompt, from the question on.
+    """
 
     text: str
     ids: list[int]
+    num_question: int
     answers: tuple[str, ...]
     num_answer_tokens: int
 
@@ -139,8 +143,8 @@ def _shortest(task: str, made: Callable[[int], Prompt], num_tokens: int) -> Prom
     return shortest
 
 
-def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tuple[str, list[int]]]:
-    """Returns a function that converts a question to a prompt in text and tokens."""
+def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tuple[str, list[int], int]]:
+    """Returns a function that converts a question to the first fields of a `Prompt`."""
     if chat is None:
         chat = tokenizer.chat_template is not None
     if chat and tokenizer.chat_template is None:
@@ -151,9 +155,12 @@ def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tu
     if not slot or _SLOT in after:
         raise ConfigError("the chat template does not write the text of the user once and unchanged")
 
-    def encode(question: Question) -> tuple[str, list[int]]:
+    def encode(question: Question) -> tuple[str, list[int], int]:
         text = before + question.text + after + question.prefix
-        return text, tokenizer.encode(text, add_special_tokens=not chat)
+        ids, context = (
+            tokenizer.encode(said, add_special_tokens=not chat) for said in (text, before + question.context)
+        )
+        return text, ids, len(ids) - common_length(ids, context)
 
     return encode
 

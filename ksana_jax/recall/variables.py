@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import string
 
@@ -25,7 +26,7 @@ def variable_tracking(rng: random.Random, given: Given, *, num_hops: int = 4) ->
 
     def write(num_filler: int) -> Question:
         question = _write(num_filler, *chain)
-        return Question(example + question.text, question.prefix, question.answers)
+        return dataclasses.replace(question, context=example + question.context)
 
     return write
 
@@ -46,12 +47,10 @@ def _chain(rng: random.Random, num_hops: int, num_letters: int, depth: float | N
 
 def _write(num_noise: int, value: str, variables: list[str], facts: list[tuple[float, str]]) -> Question:
     context = "\n".join(placed([NOISE] * num_noise, facts)[0])
-    text = (
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-        f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
-    )
+    text = f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+    asked = f"Question: Find all variables that are assigned the value {value} in the text above."
     prefix = (
         f" Answer: According to the chain(s) of variable assignment in the text above, {len(variables)} variables are "
         f"assigned the value {value}, they are: "
     )
-    return Question(text, prefix, tuple(variables))
+    return Question(text, asked, prefix, tuple(variables))

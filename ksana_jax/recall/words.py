@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -37,7 +38,7 @@ def common_words(rng: random.Random, given: Given) -> Writer:
     def write(num_filler: int) -> Question:
         words = listed.take(_NUM_COMMON + num_filler)
         question = _list(words, 30, 3, order) if long else _list(words, 6, 1, order)
-        return Question(example + question.text, question.prefix, question.answers)
+        return dataclasses.replace(question, context=example + question.context)
 
     return write
 
@@ -45,12 +46,13 @@ def common_words(rng: random.Random, given: Given) -> Writer:
 def _list(words: list[str], num_each: int, num_others: int, order: int) -> Question:
     listed = words[:_NUM_COMMON] * num_each + words[_NUM_COMMON:] * num_others
     random.Random(order).shuffle(listed)
-    text = (
+    context = (
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-        f"that appear most often.\n{numbered(listed)}\nQuestion: What are the 10 most common words in the above list?"
+        f"that appear most often.\n{numbered(listed)}\n"
     )
+    asked = "Question: What are the 10 most common words in the above list?"
     prefix = " Answer: The top 10 words that appear most often in the list are:"
-    return Question(text, prefix, tuple(words[:_NUM_COMMON]))
+    return Question(context, asked, prefix, tuple(words[:_NUM_COMMON]))
 
 
 def frequent_words(rng: random.Random, given: Given) -> Writer:
@@ -69,12 +71,15 @@ def frequent_words(rng: random.Random, given: Given) -> Writer:
         total = (_LEAST_CODED + num_filler) / (math.pi**2 / 6)  # over the sum of 1 / rank^2
         text = [word for rank, word in enumerate(vocabulary, start=1) for _ in range(int(total / rank**2))]
         random.Random(order).shuffle(text)
-        said = (
+        context = (
             "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-            f"appeared coded words. {' '.join(text)}\nQuestion: Do not provide any explanation. Please ignore the dots "
-            "'....'. What are the three most frequently appeared words in the above coded text?"
+            f"appeared coded words. {' '.join(text)}\n"
+        )
+        asked = (
+            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+            "frequently appeared words in the above coded text?"
         )
         prefix = " Answer: According to the coded text above, the three most frequently appeared words are:"
-        return Question(said, prefix, tuple(vocabulary[1:4]))
+        return Question(context, asked, prefix, tuple(vocabulary[1:4]))
 
     return write

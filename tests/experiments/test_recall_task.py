@@ -181,3 +181,20 @@ def test_log_probabilities_are_those_of_the_dense_model(tmp_path, one_layer):
     # The last token of the answer is not computed.
     held = answers[0]["num_prompt_tokens"] + len(answers[0]["ranks"]) - 1
     assert row.mean("live_kv_bytes") == -(-held // 16) * llm.block_bytes
+
+
+@pytest.mark.parametrize("ask", ["with", "after"])
+def test_the_question_comes_with_the_text_or_after_it(tmp_path, model, ask, monkeypatch):
+    given = []
+    generate = Reader.generate
+    monkeypatch.setattr(
+        Reader, "generate", lambda self, prompts, params: given.append(prompts) or generate(self, prompts, params)
+    )
+    measured(tmp_path, [], {"num_tokens": 600, "num_examples": 1, "ask": ask}, seeds=[0], model=model)
+    asked, scored, kv = ([bytes(p.get("question_token_ids", ())).decode() for p in prompts] for prompts in given)
+    assert asked == kv
+    if ask == "with":
+        assert asked == [""] and re.fullmatch(r"\w{4}", scored[0])  # the answer alone, after question and eviction
+    else:
+        assert re.fullmatch(r"\w+ = '", asked[0]) and scored[0][: len(asked[0])] == asked[0]
+        assert re.fullmatch(r"\w{4}", scored[0][len(asked[0]) :])

@@ -223,3 +223,22 @@ def test_a_real_engine_is_asked_and_its_text_is_scored(tmp_path, one_layer):
         )
         assert output.outputs[0].text == answer["answer"] != "" and answer["score"] == 0
     assert row.mean("live_kv_bytes") == -(-(answers[0]["num_prompt_tokens"] + 7) // 16) * engines[0].block_bytes
+
+
+def test_the_question_may_come_after_the_text_is_compressed(tmp_path, model, monkeypatch):
+    given = []
+    generate = Reader.generate
+
+    def asked(self, prompts, params):
+        given.extend(prompts)
+        whole = [{"prompt_token_ids": [*p["prompt_token_ids"], *p.get("question_token_ids", ())]} for p in prompts]
+        return generate(self, whole, params)
+
+    monkeypatch.setattr(Reader, "generate", asked)
+    settings = {"tasks": ["niah_single_1"], "num_tokens": 1200, "num_examples": 2, "ask": "after"}
+    (row,) = measured(tmp_path, settings=settings, model=model, seeds=[0]).rows
+    assert row.mean("score_niah_single_1") == 1
+    for prompt in given:
+        text, question = (bytes(i for i in ids if i < 256).decode() for ids in prompt.values())
+        assert NEEDLE.search(text) and "What " not in text
+        assert question.lstrip().startswith("What is the special magic number for ") and not NEEDLE.search(question)

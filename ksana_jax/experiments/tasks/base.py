@@ -45,6 +45,17 @@ def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None
     checks.require(*found, error=ConfigError)
 
 
+def asked_of(ids: Sequence[int], num_question: int, ask: str) -> dict[str, Sequence[int]]:
+    """Returns a prompt for `LLM.generate` whose last num_question tokens ask about the others.
+
+    Args:
+      ask: "with" gives all at once, "after" compresses the text before the question is read.
+    """
+    if ask == "with" or not num_question:
+        return {"prompt_token_ids": ids}
+    return {"prompt_token_ids": ids[:-num_question], "question_token_ids": ids[-num_question:]}
+
+
 class TrialContext(Protocol):
     """The interface that a running trial gets from the runner."""
 

@@ -12,7 +12,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ksana_jax.experiments.tasks.base import (
     Measurement,
     ResultRow,
     TrialContext,
+    asked_of,
     check_counts,
     kib,
     number,
@@ -50,6 +51,8 @@ class RecallSettings:
     sweep: {option: [values]}, one option of the kind, such as {depth: [0, 0.5, 1]} or {distance: [5, 10, 20]}; each
       value has a column. Empty measures without one.
     options: {option: value}, other options of the kind.
+    ask: "with" gives text and question together; "after" compresses the KV of the text by `kv_eviction` before the
+      question is read, as kvpress does.
     """
 
     kind: str = "needle"
@@ -57,6 +60,7 @@ class RecallSettings:
     num_examples: int = 20
     sweep: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ask: Literal["with", "after"] = "with"
 
     @property
     def swept(self) -> tuple[str, list[Any]]:
@@ -105,7 +109,9 @@ class Recall(BaseTask):
         option, values = settings.swept
         for done, value in enumerate(values, start=1):
             examples = _examples(settings, llm, trial.seed, value)
-            for example, given, scores in zip(examples, _answers(llm, examples), _scores(llm, examples), strict=True):
+            for example, given, scores in zip(
+                examples, _answers(llm, examples, settings.ask), _scores(llm, examples, settings.ask), strict=True
+            ):
                 yield {
                     "metric": "answer",
                     "option": option,
@@ -119,7 +125,7 @@ class Recall(BaseTask):
                     "chance": example.chance,
                 }
             trial.progress(done / (len(values) + 1))
-        yield {"metric": "kv", **_kv(llm, _examples(settings, llm, trial.seed, values[-1])[0])}
+        yield {"metric": "kv", **_kv(llm, _examples(settings, llm, trial.seed, values[-1])[0], settings.ask)}
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes accuracy, log-probability per answer token, rank and distance, over all answers and per value."""
@@ -220,9 +226,10 @@ def _digest(example: Example) -> str:
     return hashlib.sha256(example.text.encode()).hexdigest()[:12]
 
 
-def _answers(llm: LLM, examples: Sequence[Example]) -> list[list[int]]:
+def _answers(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[int]]:
     """Returns the greedy tokens for each example, as many as its answer has."""
-    outputs = llm.generate([{"prompt_token_ids": e.prompt_ids} for e in examples], [_greedy(e) for e in examples])
+    asked = [asked_of(e.prompt_ids, e.num_question, ask) for e in examples]
+    outputs = llm.generate(asked, [_greedy(e) for e in examples])
     return [list(output.check().outputs[0].token_ids) for output in outputs]
 
 
@@ -233,12 +240,15 @@ def _greedy(example: Example):
     return SamplingParams(max_tokens=count, min_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
-def _scores(llm: LLM, examples: Sequence[Example]) -> list[list[Any]]:
+def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Any]]:
     """Returns the `Logprob` of each answer token of each example."""
     from ksana_jax import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": e.prompt_ids + e.answer_ids} for e in examples], params)
+    # What is scored comes after the eviction from the text, or from text and question.
+    asked = [len(e.answer_ids) + (e.num_question if ask == "after" else 0) for e in examples]
+    prompts = [asked_of(e.prompt_ids + e.answer_ids, n, "after") for e, n in zip(examples, asked, strict=True)]
+    outputs = llm.generate(prompts, params)
     found = []
     for example, output in zip(examples, outputs, strict=True):
         entries = output.check().prompt_logprobs
@@ -248,10 +258,10 @@ def _scores(llm: LLM, examples: Sequence[Example]) -> list[list[Any]]:
     return found
 
 
-def _kv(llm: LLM, example: Example) -> dict[str, Any]:
+def _kv(llm: LLM, example: Example, ask: str) -> dict[str, Any]:
     """Measures what one request holds at its end."""
     llm.clear_records()
-    _answers(llm, [example])
+    _answers(llm, [example], ask)
     return {"held_kv_bytes": int(llm.records[-1].live_blocks) * llm.block_bytes}
 
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError
@@ -23,6 +23,7 @@ from ksana_jax.experiments.tasks.base import (
     Measurement,
     ResultRow,
     TrialContext,
+    asked_of,
     check_counts,
     kib,
 )
@@ -48,9 +49,11 @@ class RulerSettings:
     num_tokens: maximum tokens of a prompt, chat template included, and its answer; filler fills them. An answer has up
       to 128 tokens (niah), 30 (vt), 120 (cwe) or 50 (fwe).
     num_examples: number of prompts of each task.
-    haystack: files, folders, patterns or FILE.jsonl#FIELD of a natural text, whose beginning is the filler of
-      niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue and niah_multiquery; the other tasks need none.
+    haystack: natural texts, named as in `experiments.text_files` ([essays] after `ksana fetch essays`), whose beginning
+      is the filler of niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue and niah_multiquery.
     chat: whether prompts have the form of the model's chat template; null uses one if there is one.
+    ask: "with" gives text and question together; "after" compresses the KV of the text by `kv_eviction` before the
+      question is read, as kvpress does.
     depth: place of the fact that is asked for, from 0 (beginning) to 1 (end), in niah tasks and vt; null draws one.
     """
 
@@ -59,6 +62,7 @@ class RulerSettings:
     num_examples: int = 10
     haystack: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     chat: bool | None = None
+    ask: Literal["with", "after"] = "with"
     depth: float | None = None
 
 
@@ -87,7 +91,7 @@ class Ruler(BaseTask):
         if (reading := _reading(settings)) and not settings.haystack:
             raise ConfigError(
                 f"settings.haystack is empty, {reading[0]} needs a natural text: settings.haystack=[FOLDER] takes the "
-                "text files of a folder"
+                "text files of a folder, settings.haystack=[essays] what `ksana fetch essays` has stored"
             )
         given = _given(settings)
         if (tokenizer := tokenizer_of(config["model"])) is not None:
@@ -102,7 +106,7 @@ class Ruler(BaseTask):
         for done, task in enumerate(settings.tasks, start=1):
             seeds = range(first := trial.seed << 32, first + settings.num_examples)
             prompts = [make_prompt(task, llm.tokenizer, given, seed=seed, chat=settings.chat) for seed in seeds]
-            for prompt, answer in zip(prompts, _answers(llm, prompts), strict=True):
+            for prompt, answer in zip(prompts, _answers(llm, prompts, settings.ask), strict=True):
                 yield {
                     "metric": "answer",
                     "task": task,
@@ -113,7 +117,7 @@ class Ruler(BaseTask):
                     "num_prompt_tokens": len(prompt.ids),
                 }
             trial.progress(done / (len(settings.tasks) + 1))
-        yield {"metric": "kv", "held_kv_bytes": _held_bytes(llm, prompts[0])}
+        yield {"metric": "kv", "held_kv_bytes": _held_bytes(llm, prompts[0], settings.ask)}
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes the mean score of each task, 0 to 1, the mean over tasks, and live_kv_bytes."""
@@ -203,20 +207,21 @@ def _given(settings: RulerSettings) -> Given:
     return Given(settings.num_tokens, words[: settings.num_tokens], settings.depth)
 
 
-def _answers(llm: LLM, prompts: Sequence[Prompt]) -> list[str]:
+def _answers(llm: LLM, prompts: Sequence[Prompt], ask: str) -> list[str]:
     from ksana_jax import SamplingParams
 
     params = [SamplingParams(max_tokens=prompt.num_answer_tokens, temperature=0.0) for prompt in prompts]
-    outputs = llm.generate([{"prompt_token_ids": prompt.ids} for prompt in prompts], params)
+    asked = [asked_of(prompt.ids, prompt.num_question, ask) for prompt in prompts]
+    outputs = llm.generate(asked, params)
     return [output.check().outputs[0].text for output in outputs]
 
 
-def _held_bytes(llm: LLM, prompt: Prompt) -> int:
+def _held_bytes(llm: LLM, prompt: Prompt, ask: str) -> int:
     from ksana_jax import SamplingParams
 
     llm.clear_records()
     params = SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": prompt.ids}], params)
+    (output,) = llm.generate([asked_of(prompt.ids, prompt.num_question, ask)], params)
     output.check()
     return int(llm.records[-1].live_blocks) * llm.block_bytes
 
