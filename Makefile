@@ -24,17 +24,19 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve run-serve test bench peers docs ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test bench peers docs ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-lives
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
+	@echo "make real     the same on a pretrained model, SmolLM2-135M, fetched first: 94 MiB, Apache-2.0"
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
-	@echo "              SHARD=1/3: one part of three of the tests)"
+	@echo "              SHARD=1/3: one part of three of the tests), and the tests on the least machine"
+	@echo "make soak-least  the latter alone: without AVX-512, without a C++ compiler, with one core"
 	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
 	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
@@ -47,6 +49,11 @@ help:
 demo: $(READY)
 	@echo "== ksana run configs/quickstart.yaml"
 	@$(VENV)/bin/ksana run configs/quickstart.yaml
+
+real: $(READY)
+	@$(VENV)/bin/ksana fetch smollm2
+	@echo "== ksana run configs/real.yaml"
+	@$(VENV)/bin/ksana run configs/real.yaml
 
 serve:
 	@$(MAKE) --no-print-directory run-serve EXTRAS=$(EXTRAS),server
@@ -116,7 +123,9 @@ soak:
 run-soak: $(READY)
 	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about an hour; each part prints"
 	@echo "   when it has ended"
+	@$(VENV)/bin/ksana fetch smollm2 || echo "== tests of the pretrained model are skipped" >&2
 	@$(TOGETHER) soak-tests soak-warpgroups-lives
+	@$(MAKE) --no-print-directory soak-least
 
 soak-tests:
 	@echo "== tests marked as soak"
