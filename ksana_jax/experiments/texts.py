@@ -19,12 +19,13 @@ from ksana_jax.experiments.text_files import candidates
 class Excerpt:
     """A part of a text.
 
-    name: the text's name, with the offset unless it is the beginning. ids: its token ids. first_scored: position of the
-    first token that an earlier, overlapping excerpt has not.
+    name: the text's name, with the offset unless it is the beginning. ids: its token ids. bos: whether they begin with
+    BOS. first_scored: position of the first token that an earlier, overlapping excerpt has not.
     """
 
     name: str
     ids: list[int]
+    bos: bool = True
     first_scored: int = 1
 
     @property
@@ -143,9 +144,10 @@ def _places(index: int, texts: Sequence[tuple[str, str]], tokenizer: Any, cut: C
 
 
 def _excerpt(text: tuple[str, str], tokenizer: Any, place: int, cut: Cut) -> Excerpt:
-    ids = cut.head(tokenizer) + _body(tokenizer, text[1])[place : place + cut.room(tokenizer)].tolist()
+    head = cut.head(tokenizer)
+    ids = head + _body(tokenizer, text[1])[place : place + cut.room(tokenizer)].tolist()
     first_scored = len(ids) - cut.step(tokenizer) if place else 1
-    return Excerpt(f"{text[0]} from token {place:,}" if place else text[0], ids, max(first_scored, 1))
+    return Excerpt(f"{text[0]} from token {place:,}" if place else text[0], ids, bool(head), max(first_scored, 1))
 
 
 @functools.lru_cache(maxsize=256)

@@ -358,3 +358,10 @@ def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, t
     assert below.get_xlabel() == "num_sinks"
     assert above.get_ylabel() == "ppl, positions 64–127"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]
+
+
+def test_the_note_says_whether_texts_begin_with_bos(experiment, make_llm, tmp_path, text):
+    for bos in (True, False):
+        settings = {"texts": [text], "num_texts": 1, "num_tokens": 64, "bos": bos}
+        made = reported(experiment(settings=settings), tmp_path / str(bos), make_llm=make_llm)
+        assert ("position 0 is BOS" in made.notes[0]) == bos

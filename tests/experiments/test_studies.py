@@ -1,4 +1,4 @@
-"""Studies in experiments/ hold together: tables follow from records, and README shows the table of the quickstart."""
+"""Studies in experiments/ hold together: tables follow from records, and README shows one of them."""
 
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from ksana_jax.experiments.report import read_report, write_tables
 from ksana_jax.sources import model_path
 
 ROOT = Path(__file__).parents[2]
-# Models that a study trains first.
-TRAINED = (
-    *(f"siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
-    *(f"spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
+# Models that a study fetches or trains first.
+MADE = (
+    "smollm2",
+    *(f"runs/siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
+    *(f"runs/spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
 )
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
@@ -27,8 +28,8 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 def test_a_study_has_the_rows_of_its_configuration(study, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in TRAINED:  # rows do not depend on what is in a model
-        folder = tmp_path / "runs" / name
+    for name in MADE:  # rows do not depend on what is in a model
+        folder = tmp_path / name
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.symlink_to(model_path("ksana-tiny"))
     rows = [(row.label, row.point) for row in read_report(study).rows]
@@ -40,9 +41,9 @@ def test_every_folder_with_a_readme_is_a_study_or_a_script():
     assert explained - {"gpu"} == {study.name for study in STUDIES} >= {"quickstart"}
 
 
-def test_readme_shows_the_table_of_the_quickstart():
-    shown = (ROOT / "README.md").read_text().split("<!-- quickstart -->")[1].split("<!-- /quickstart -->")[0]
-    made = (ROOT / "experiments/quickstart/table.md").read_text()
+def test_readme_shows_the_table_on_a_pretrained_model():
+    shown = (ROOT / "README.md").read_text().split("<!-- real -->")[1].split("<!-- /real -->")[0]
+    made = (ROOT / "experiments/real/table.md").read_text()
     assert [line for line in made.splitlines() if line.startswith("|")] == [
         line for line in shown.splitlines() if line.startswith("|")
     ]

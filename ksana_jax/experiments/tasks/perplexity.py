@@ -301,6 +301,7 @@ def _by_bucket(
             "text": excerpt.name,
             "text_digest": excerpt.digest,
             "text_tokens": len(excerpt.ids),
+            "bos": excerpt.bos,
             "subset": subset,
             "bucket": bucket,
             "bucket_tokens": bucket_tokens,

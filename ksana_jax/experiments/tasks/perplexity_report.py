@@ -113,8 +113,10 @@ def notes(rows: Sequence[ResultRow]) -> list[str]:
     count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
     seeds = max(len(r.trials) for r in rows)
     draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
+    # Earlier versions began each text with BOS, and did not record it.
+    bos = "; position 0 is BOS" if all(m.get("bos", True) for m in found) else ""
     said = [
-        f"Perplexity by position in the text; position 0 is BOS. Columns ppl score every position of the texts "
+        f"Perplexity by position in the text{bos}. Columns ppl score every position of the texts "
         f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
     ]
     if count["sampled"]:
