@@ -15,6 +15,12 @@ from typer.main import get_command
 
 from ksana_jax import AttentionPattern, cli
 from ksana_jax.experiments.config import plan
+from ksana_jax.gguf_file import TYPES
+from ksana_jax.loading.gguf_config import ARCHITECTURES
+from ksana_jax.loading.tensor_files import SafetensorsTensor
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.sources.catalogue import FETCHABLE
+from ksana_jax.units import byte_size
 from tests.reference import literal
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +110,19 @@ def test_every_command_has_a_how_to():
         return [n for k, c in children.items() for n in names(c, (*words, k))] if children else [" ".join(words)]
 
     assert {parsed(words) for words in commands(DOCS / "commands.md")} == set(names(get_command(cli.app)))
+
+
+def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line.startswith("| ")}
+    for name, families, types in (
+        ("safetensors", FAMILIES, SafetensorsTensor.dtypes),
+        ("GGUF", ARCHITECTURES, [kind.name for kind in TYPES.values()]),
+    ):
+        _, _, named, stored = rows[name].strip("| ").split(" | ")
+        assert (re.findall(r"`(\w+)`", named), set(stored.split(", "))) == ([*families], set(types))
+    for name, wanted in FETCHABLE.items():
+        assert byte_size(wanted.num_bytes) in rows[name]
 
 
 def test_the_experiment_of_the_page_on_commands_is_one():

@@ -69,7 +69,8 @@ class RooflineSettings:
         """Returns the costs of the model on the chip.
 
         Raises:
-          ConfigError: there is no such model or chip, no published rate for the dtype, or a share is not one.
+          ConfigError: there is no such chip, no published rate for the dtype, or a share is not one.
+          LoadError: there is no such model.
         """
         from ksana_jax.models.params import num_params
         from ksana_jax.planner.terms import weights_bytes

@@ -11,6 +11,7 @@ import errno
 import glob
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ logger = logging.getLogger("ksana_jax")
 
 # What a model directory may have beside its weights.
 CONFIG = "config.json"
-SMALL_FILES = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-SMALL_FILES += ("special_tokens_map.json", "chat_template.jinja")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json")
+SMALL_FILES += ("chat_template.jinja",)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 16 * 2**20
 MAX_PARTS = 1000
@@ -124,8 +126,11 @@ def _copy(name: HubName, revision: str | None, weights: bool, **options: Any) ->
         folder = _snapshot(name.repo, revision, files, options)
         return _complete(folder, files)
     folder = _snapshot(name.repo, revision, [*SMALL_FILES, INDEX] if weights else SMALL_FILES, options)
-    present = [file for file in SMALL_FILES if (folder / file).is_symlink()]  # which may be dangling
+    present = [file for file in SMALL_FILES if os.path.lexists(folder / file)]  # perhaps dangling links
     _complete(folder, [CONFIG, *present])
+    if options.get("local_files_only") and not any(file in present for file in TOKENIZERS):
+        # Other programs download single files. Whether the model has no tokenizer, only the hub knows.
+        raise Incomplete(folder, [TOKENIZERS[0]])
     if weights:
         files = _weights(folder)
         folder = _snapshot(name.repo, folder.name, files, options)
@@ -163,7 +168,7 @@ def _parts(file: str) -> list[str]:
 def _weights(folder: Path) -> list[str]:
     """Returns the files of weights: one, or those that an index names. Of an unusable index, the loader says why."""
     index = folder / INDEX
-    if (folder / SINGLE).is_file() or not (index.is_symlink() or index.exists()):
+    if (folder / SINGLE).is_file() or not os.path.lexists(index):
         return [SINGLE]
     if not index.is_file():  # a dangling link
         return [index.name]
@@ -208,26 +213,30 @@ def _why(name: HubName, error: BaseException, lacking: str) -> str:
     """Returns why a model cannot be downloaded and what to do, in one line."""
     from huggingface_hub import constants, errors
 
+    # huggingface_hub makes "not in the cache" of an error that it met before.
     chain = _chain(error)
+
+    def among(kind: type[BaseException]) -> BaseException | None:
+        return next((each for each in chain if isinstance(each, kind)), None)
+
     if any(e.errno == errno.ENOSPC for e in chain if isinstance(e, OSError)) or "No space left" in str(error):
         return f"no space is left in {constants.HF_HUB_CACHE}; free some, or name another folder in HF_HOME"
-    if isinstance(error, errors.GatedRepoError):
+    if among(errors.GatedRepoError):
         return "access is gated: accept its terms on its page of the hub, then log in (`hf auth login`, or HF_TOKEN)"
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if among(errors.RepositoryNotFoundError):
         return (
             "there is no such path, and no such model on the hub for you; for a private one, log in (`hf auth login`, "
             "or HF_TOKEN)"
         )
-    if isinstance(error, errors.RevisionNotFoundError):
+    if among(errors.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision!r} on the hub"
-    if isinstance(error, errors.HFValidationError):
-        return f"not a name that the hub allows: {_line(error)}"
-    if constants.is_offline_mode():
+    if invalid := among(errors.HFValidationError):
+        return f"not a name that the hub allows: {_line(invalid)}"
+    if constants.HF_HUB_OFFLINE:
         return f"{lacking}, and HF_HUB_OFFLINE is set; unset it once to download what is missing"
-    first = chain[-1]  # below what huggingface_hub makes of it
-    if isinstance(error, errors.HfHubHTTPError):
-        return f"the hub refuses: {_line(error)}"
-    return f"{lacking}, and the hub cannot be reached ({type(first).__name__}: {_line(first)})"
+    if refused := among(errors.HfHubHTTPError):
+        return f"{lacking}, and the hub refuses: {_line(refused)}"
+    return f"{lacking}, and the hub cannot be reached ({type(chain[-1]).__name__}: {_line(chain[-1])})"
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

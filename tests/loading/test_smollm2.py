@@ -12,14 +12,17 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.gguf_file import read_gguf
 from ksana_jax.loading import load_config
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
-from tests.real_model import smollm2
+from ksana_jax.sources import model_path
+from tests import real
+
+pytestmark = real.smollm2
 
 # Made by tests/golden/make_smollm2.py.
 FACTS = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
 
 
 def test_all_weights_are_those_of_gguf_bit_for_bit():
-    path = smollm2()
+    path = model_path("smollm2")
     found, digest = find_gguf_tensors(read_gguf(path), load_config(path)), hashlib.sha256()
     for name in sorted(found):
         for _, piece in found[name].chunks():
@@ -30,12 +33,11 @@ def test_all_weights_are_those_of_gguf_bit_for_bit():
 
 @pytest.mark.parametrize("num_tokens", [400, pytest.param(2_000, marks=pytest.mark.soak)])
 def test_log_probabilities_of_english_text_are_those_of_transformers(num_tokens):
-    path = smollm2()
     first, last = FACTS["text"]
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()[first:last]
     if hashlib.sha256(text.encode()).hexdigest() != FACTS["sha256"]:
         pytest.skip("the documentation of this Python is another text")
-    llm = LLM(path, max_model_len=num_tokens + 1, max_num_batched_tokens=400, max_num_seqs=1)
+    llm = LLM("smollm2", max_model_len=num_tokens + 1, max_num_batched_tokens=400, max_num_seqs=1)
     assert llm.config.dtype == "f32"
     ids = llm.tokenizer.encode(text)[:num_tokens]
     asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)

@@ -26,7 +26,7 @@ ROUTE = {
     "port": ((*SERVERS, "--port", "99999"), "port is 99,999, must be an integer from 0 to 65,535"),
     "keys absent": ((*SERVERS, "--api-key-file", "nofile"), "API keys cannot be read from nofile: No such file"),
     "no key": ((*SERVERS, "--api-key-file", "/dev/null"), "/dev/null has no API key: write one a line"),
-    "tokenizer": ((*SERVERS, "--tokenizer", "nomodel"), "nomodel is not a directory"),
+    "tokenizer": ((*SERVERS, "--tokenizer", "nomodel"), "there is no model 'nomodel'; supported: "),
     "settings of servers of others": ((*SERVERS, "block_size=8"), "--spawn needs a number of servers, from 1, and a"),
     "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
     "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),

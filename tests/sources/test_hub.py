@@ -23,16 +23,17 @@ from tests.loading.models_on_disk import TINY, random_tensors, write_model, writ
 from tests.sources.hub_cache import COMMIT, LATER, model_files, write_snapshot
 
 REPO = "someone/some-model"
+TOKENIZER = {"tokenizer.json": b"{}"}
 
 
 @pytest.fixture
 def files(tmp_path):
-    return model_files(write_model(tmp_path / "model", random_tensors(TINY)))
+    return model_files(write_model(tmp_path / "model", random_tensors(TINY))) | TOKENIZER
 
 
 @pytest.fixture
 def shards(tmp_path):
-    return model_files(write_shards(tmp_path / "sharded", random_tensors(TINY)))
+    return model_files(write_shards(tmp_path / "sharded", random_tensors(TINY))) | TOKENIZER
 
 
 @pytest.fixture
@@ -128,24 +129,25 @@ def test_a_process_stays_with_the_commit_that_it_met(cache, files):
     assert model_path(REPO) == first
 
 
-def test_llm_takes_revision_and_file_beside_the_name(cache, files):
-    write_snapshot(cache, REPO, files, revision="v1")
+def test_llm_takes_revision_and_file_beside_the_name(cache):
+    write_snapshot(cache, REPO, model_files(model_path("ksana-tiny")), revision="v1")
     llm = LLM(REPO, revision="v1", max_num_seqs=1, max_model_len=16)
     assert llm.name == f"{REPO}@v1" and llm.engine.source == (f"{REPO}@v1", "auto")
 
 
-def test_where_weights_are_not_read_they_are_not_downloaded(cache, files, hub):
+def test_where_weights_are_not_read_they_are_not_downloaded(cache, hub):
+    files, config = model_files(model_path("ksana-tiny")), load_config("ksana-tiny")
     small = {name: content for name, content in files.items() if not name.endswith(".safetensors")}
     asked = hub(lambda revision, patterns: write_snapshot(cache, REPO, small))
-    assert load_config(REPO) == TINY
+    assert load_config(REPO) == config
     [(revision, patterns)] = asked
     assert revision is None and "config.json" in patterns and not [p for p in patterns if "safetensors" in p]
-    assert LLM(REPO, load_format="dummy", max_num_seqs=1, max_model_len=16).model_config == TINY
+    assert LLM(REPO, load_format="dummy", max_num_seqs=1, max_model_len=16).model_config == config
     assert len(asked) == 1
 
 
 def test_only_shards_that_the_index_names_are_downloaded(cache, shards, hub):
-    write_snapshot(cache, REPO, {"config.json": shards.pop("config.json")})
+    write_snapshot(cache, REPO, {name: shards.pop(name) for name in ("config.json", "tokenizer.json")})
 
     def answer(revision, patterns):
         (cache / "models--someone--some-model" / "refs" / "main").unlink(missing_ok=True)
@@ -186,6 +188,20 @@ def test_a_copy_that_lacks_a_file_is_not_used(cache, shards, hub, lost, dangling
     missing = "model.safetensors" if lost.endswith("index.json") and not dangling else lost
     assert said.startswith(f"{REPO}: its copy in the hub's cache, {snapshot}, lacks {missing}, and the hub")
     assert "cannot be reached (ConnectError: Name or service not known)" in said
+
+
+def test_a_copy_without_a_tokenizer_is_used_if_the_hub_has_none(cache, files, hub):
+    del files["tokenizer.json"]
+    snapshot = write_snapshot(cache, REPO, files)
+    asked = hub(lambda revision, patterns: snapshot)
+    assert model_path(REPO) == snapshot and "tokenizer.json" in asked[0][1]
+    hub(lambda revision, patterns: write_snapshot(cache, REPO, files | TOKENIZER))
+    assert (model_path(REPO) / "tokenizer.json").is_file()
+
+
+def test_offline_a_copy_without_a_tokenizer_is_all_there_is(cache, files):
+    del files["tokenizer.json"]
+    assert write_snapshot(cache, REPO, files) == model_path(REPO)
 
 
 def test_a_download_that_leaves_files_out_says_so(cache, shards, hub):
@@ -242,6 +258,9 @@ def test_the_cause_below_an_error_of_the_library_is_named(cache, hub):
     error.__cause__ = httpx2.ConnectError("[Errno -2] Name or service not known")
     hub(error)
     assert "cannot be reached (ConnectError: [Errno -2] Name or service not known)" in refusal(REPO)
+    error.__cause__ = errors.HfHubHTTPError("503 Server Error", response=response(503))
+    error.__cause__.__cause__ = httpx2.HTTPError("Service Unavailable")
+    assert "no complete copy" in (said := refusal(REPO)) and said.endswith("the hub refuses: 503 Server Error")
 
 
 def test_offline_without_a_copy_says_how_to_get_one(cache):
@@ -280,7 +299,7 @@ def test_a_reference_cannot_lead_outside_the_cache(cache, files, tmp_path):
 
 def test_the_digest_of_a_commit_does_not_depend_on_what_else_is_in_the_cache(cache, shards):
     few = digest_of_files(write_snapshot(cache, REPO, shards))
-    config = {"config.json": shards["config.json"]}
+    config = {"config.json": shards["config.json"]} | TOKENIZER
     more = {"vocab.json": b"{}", "added_tokens.json": b"{}"}
     assert digest_of_files(write_snapshot(cache, "someone/more", shards | more)) == few
     only = write_snapshot(cache, "someone/only", config)

@@ -2,16 +2,15 @@
 
 import functools
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ksana_jax.gguf_file import read_gguf
-from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError
+from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError, load_tokenizer
 from ksana_jax.tokenizers.gguf_splits import SPLITS
 from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer, special_ids
+from tests import real
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf_tokenizers"
 
@@ -78,11 +77,9 @@ def test_bos_and_eos_are_added_where_llama_cpp_adds_them(name):
     assert both.encode("the fox", False) == text
 
 
+@real.smollm2
 def test_real_file_gives_the_ids_of_llama_cpp():
-    """With KSANA_SMOLLM2, the path of SmolLM2-135M-Instruct.Q4_1.gguf, whose vocabulary is not stored here."""
-    if not (path := os.environ.get("KSANA_SMOLLM2")):
-        pytest.skip("KSANA_SMOLLM2 does not name the file")
-    tokenizer = gguf_tokenizer(read_gguf(Path(path)).metadata, path)
+    tokenizer = load_tokenizer("smollm2")
     assert differing(tokenizer, "smollm2") == []
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert tokenizer.encode("hi") == tokenizer.encode("hi", False)

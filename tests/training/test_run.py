@@ -169,7 +169,7 @@ def test_run_starts_from_the_weights_and_the_tokenizer_of_another(tmp_path, fini
 
 
 def test_a_model_to_start_from_that_does_not_exist_is_named(tmp_path, tiny_config):
-    with pytest.raises(LoadError, match="nothere is not a directory; supported: a local Hugging Face model directory"):
+    with pytest.raises(LoadError, match="there is no model 'nothere'"):
         train(str(tiny_config), [f"out_dir={tmp_path}", "init_from=nothere"])
 
 
