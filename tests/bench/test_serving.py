@@ -189,7 +189,7 @@ def test_answers_of_a_server_are_counted_and_its_errors_named():
     async def run():
         async with FakeServer(["good", 429, "dies", "ends", "empty"]) as server:
             target = HTTPTarget(server.url + "/v1/")
-            await target.open(None)
+            about = await target.open(None)
             try:
                 found = await send_all(made(num_requests=5, rate=None), target, max_concurrency=1)
             finally:
