@@ -33,7 +33,7 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
-	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report)"
+	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of the emulator's tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
 	@echo "              SHARD=1/3: one part of three of the tests), and the tests on the least machine"
 	@echo "make soak-least  the latter alone: without AVX-512, without a C++ compiler, with one core"
@@ -114,7 +114,7 @@ judge-kernels:
 
 emulate-kernels:
 	@echo "== the compiled Hopper kernels in a PTX emulator, and steps planned for a GPU"
-	@$(RUN) -m pytest -v -n $(WORKERS) tests/pallas_kernels/ptx tests/pallas_kernels/aot \
+	@$(RUN) -m pytest -v -n $(WORKERS) --shard $(SHARD) tests/pallas_kernels/ptx tests/pallas_kernels/aot \
 	  tests/planner/test_step_memory.py
 
 soak:
