@@ -192,7 +192,7 @@ def test_layers_in_full_precision_share_blocks_with_those_in_codes():
     [
         ({"kv_full_precision_layers": [2]}, "kv_full_precision_layers has 2, the model has layers 0 to 1"),
         ({"kv_full_precision_layers": [0, 1]}, "kv_full_precision_layers has all layers"),
-        ({"kv_full_precision_layers": [0], "pattern": MIXED}, r"they are 1 of \(0,\), 0 of \(1,\)"),
+        ({"kv_full_precision_layers": [0], "pattern": MIXED}, r"not equally many \(1 of \(0,\), 0 of \(1,\)\)"),
         ({"kv_full_precision_layers": [-1]}, r"kv_full_precision_layers is \[-1\], must be a list of layers"),
         ({"kv_full_precision_layers": 0}, "kv_full_precision_layers is 0, must be a list of layers"),
         ({"kv_full_precision_layers": [0], "kv_cache_dtype": "auto"}, 'needs another kv_cache_dtype than "auto"'),

@@ -205,7 +205,10 @@ def handmade():
     layer = {"metric": "layer", "layer": 0, "sink": [0.5], "received": [0.5, 0.1], "value_norm_ratio": 1.0}
     score = {"metric": "score", "task": "t", "name": "acc", "value": 0.5, "higher_is_better": True, "samples": [0]}
     cost = {"metric": "cost", "seconds": 1.0, "block_bytes": 1024, "peak_blocks": 3}
-    for name, trial in (("sink_strength", [texts, layer]), ("harness", [score, cost])):
+    answer = {"metric": "answer", "task": "fwe", "digest": "d", "score": 0.5, "num_prompt_tokens": 8}
+    held = {"metric": "kv", "held_kv_bytes": 1024}
+    made = {"sink_strength": [texts, layer], "harness": [score, cost], "ruler": [answer, held]}
+    for name, trial in made.items():
         numbers = {key: [value] for key, value in task_named(name).summarise(trial).items()}
         yield name, [ResultRow(label, {}, 1, [trial], numbers) for label in "ab"]
 

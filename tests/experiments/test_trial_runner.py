@@ -69,7 +69,7 @@ def test_a_model_that_is_not_here_is_named_with_both_folders(model, monkeypatch,
     trial = trial_of("model")
     monkeypatch.chdir("/")
     trial_runner.fingerprint.cache_clear()
-    with pytest.raises(ConfigError, match=rf"^model 'model' is not .*\(in /; the command's folder is {tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"^there is no model 'model';.*\(in /; the command's folder is {tmp_path}"):
         runner.run(Assignment(trial, 0))
 
 

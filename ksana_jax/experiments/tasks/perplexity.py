@@ -249,7 +249,7 @@ class _Timed:
         return result
 
 
-def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None) -> list[np.ndarray]:
+def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:
     """Returns for each text the log-probabilities [len(ids) - 1] of ids[1:], given the tokens that the cache still
     holds."""
     from ksana_jax import SamplingParams

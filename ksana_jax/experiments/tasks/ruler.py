@@ -203,7 +203,7 @@ def _given(settings: RulerSettings) -> Given:
                 break
             words += text[: _WORD_CHARS * settings.num_tokens].split()
         if not words:
-            raise ConfigError(f"settings.haystack: {', '.join(settings.haystack):.80}: no words in these files")
+            raise ConfigError(f"settings.haystack: {', '.join(settings.haystack):.300}: no words in these files")
     return Given(settings.num_tokens, words[: settings.num_tokens], settings.depth)
 
 
