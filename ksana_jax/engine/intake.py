@@ -115,15 +115,14 @@ class Intake:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
-        if (eviction := scheduler.layout.eviction) is not None and not eviction.can_serve(
-            count - num_question, max_len
-        ):
+        num_context, eviction = count - num_question, scheduler.layout.eviction
+        if eviction is not None and not eviction.can_serve(num_context, max_len):
             raise ValueError(
                 f"kv_eviction {type(eviction.method).__name__} must know the whole text beforehand: it scores texts in "
                 "perplexity experiments, and cannot generate"
             )
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.layout.blocks_to_finish(max_len, count - num_question) * max(params.beam_width, 1)
+        needed = scheduler.layout.blocks_to_finish(max_len, num_context) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
             raise ContextLengthError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
@@ -152,7 +151,7 @@ class Intake:
             seq = self._new_sequence(request, token_ids, asked.cache_salt, index, seed, bad_words, asked.num_question)
             request.completions.append(Completion(index, seq, given, streams))
         if params.beam_width:
-            leader = self.new_beam(request, token_ids, asked.cache_salt)
+            leader = self.new_beam(request, token_ids, asked.cache_salt, asked.num_question)
             width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
             request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
         else:
@@ -185,9 +184,9 @@ class Intake:
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 
-    def new_beam(self, request: Request, token_ids: np.ndarray, salt: str) -> Sequence:
+    def new_beam(self, request: Request, token_ids: np.ndarray, salt: str, num_question: int) -> Sequence:
         """Creates a beam of a request, from its prompt or a continuation of it."""
-        seq = self._new_sequence(request, token_ids, salt)
+        seq = self._new_sequence(request, token_ids, salt, num_question=num_question)
         count = num_candidates(request.params.beam_width, seq.stop_ids)
         seq.params = SamplingParams(temperature=0, logprobs=count, max_tokens=request.params.max_tokens)
         seq.is_beam, seq.num_prompt, seq.index = True, len(request.prompt_token_ids), seq.seq_id

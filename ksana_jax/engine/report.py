@@ -146,7 +146,8 @@ def advance_beams(
         top = slice(request.beams.num_candidates)
         if not request.beams.report(seq, scores.top_ids[place, top], scores.top_logprobs[place, top]):
             continue
-        if not advance(request.beams, scheduler, functools.partial(new_beam, request, salt=seq.kv.salt)):
+        beam = functools.partial(new_beam, request, salt=seq.kv.salt, num_question=seq.num_question)
+        if not advance(request.beams, scheduler, beam):
             finish_beams(request)
             reported.setdefault(request)
     return reported

@@ -1,6 +1,7 @@
 """Every eviction method in the engine against its dense float64 definition: after every step the same tokens are kept
 in every layer and kv head, and log-probabilities are the same; ragged, chunked, preempted."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -214,6 +215,19 @@ def test_a_question_is_read_after_what_comes_before_it_was_compressed(name, pree
     setting, rule_of = METHODS[name]
     llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
     compare(llm, rule_of, preempts=preempts, num_question=5)
+
+
+def test_one_beam_reads_a_question_after_the_compression_as_greedy_decoding_does():
+    setting, prompt = {"method": "window", "budget": 8, "interval": 1, "prompts": "once"}, PROMPTS[0]
+    llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    together, apart = {"prompt_token_ids": prompt}, {"prompt_token_ids": prompt[:-9], "question_token_ids": prompt[-9:]}
+    found = [
+        llm.generate(asked, params)[0].outputs[0].token_ids
+        for params in (greedy, dataclasses.replace(greedy, beam_width=1))
+        for asked in (apart, together)
+    ]
+    assert found[:2] == found[2:] and found[0] != found[1]
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
