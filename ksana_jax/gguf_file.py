@@ -144,14 +144,14 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     file = _read_one(path)
     count = file.metadata.get("split.count", 1)
-    return _joined(path, count) if count != 1 else file
+    return file if _is(count, 1) else _joined(path, count)
 
 
 def _joined(path: Path, count: Any) -> GGUFFile:
     name = _SPLIT.fullmatch(path.name)
-    if name is None or not isinstance(count, int) or int(name["count"]) != count:
+    if name is None or not _is(count, int(name["count"])):
         raise LoadError(
-            f"{path}: split.count is {count!r:.40}; the name of a part must be NAME-00001-of-{count:05}.gguf"
+            f"{path}: split.count is {count!r:.40}, must be the number of parts in the name, NAME-00001-of-NNNNN.gguf"
         )
     paths = [path.with_name(f"{name['base']}-{i + 1:05}-of-{count:05}{SUFFIX}") for i in range(count)]
     if absent := [part.name for part in paths if not part.exists()]:
@@ -161,14 +161,18 @@ def _joined(path: Path, count: Any) -> GGUFFile:
     parts = [_read_one(part) for part in paths]
     for index, part in enumerate(parts):
         for key, value in {"split.no": index, "split.count": count}.items():
-            if part.metadata.get(key) != value:
+            if not _is(part.metadata.get(key), value):
                 raise LoadError(f"{part.path}: {key} is {part.metadata.get(key)!r:.40}, must be {value}")
         if both := tensors.keys() & part.tensors.keys():
             raise LoadError(f"{part.path}: tensor {min(both)!r:.80} is in another part too")
         tensors |= part.tensors
-    if (total := parts[0].metadata.get("split.tensors.count")) != len(tensors):
+    if not _is(total := parts[0].metadata.get("split.tensors.count"), len(tensors)):
         raise LoadError(f"{paths[0]}: split.tensors.count is {total!r:.40}, the parts have {len(tensors):,} tensors")
     return GGUFFile(paths[0], parts[0].metadata, tensors)
+
+
+def _is(value: Any, number: int) -> bool:
+    return type(value) is int and value == number  # an array has no truth value
 
 
 def _read_one(path: Path) -> GGUFFile:

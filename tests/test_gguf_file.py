@@ -186,9 +186,14 @@ def test_split_model_with_a_wrong_or_missing_part_is_refused(tmp_path):
     assert "split.tensors.count is 4, the parts have 3 tensors" in refusal(lambda paths: write_gguf(paths[1], split))
     again = {"matrix": TENSORS["matrix"]}
     assert "'matrix' is in another part too" in refusal(lambda paths: write_gguf(paths[1], split, again))
-    renamed = write_gguf(tmp_path / "renamed.gguf", split)
-    with pytest.raises(LoadError, match=r"must be NAME-00001-of-00003\.gguf"):
-        read_gguf(renamed)
+    for count, shown in ((3, "3"), ([1, 3], r"array\(\[1, 3\]"), (["x"], r"\['x'\]"), ("x" * 99, "'x{39}")):
+        renamed = write_gguf(tmp_path / "renamed.gguf", split | {"split.count": count})
+        with pytest.raises(
+            LoadError, match=rf"split\.count is {shown}.{{0,20}}, must be the number of parts in the name"
+        ):
+            read_gguf(renamed)
+    lists = split | {"split.no": [1, 1]}
+    assert "split.no is array([1, 1], dtype=int32), must be 1" in refusal(lambda paths: write_gguf(paths[1], lists))
 
 
 def test_model_is_a_file_or_the_only_one_in_a_folder(tmp_path):

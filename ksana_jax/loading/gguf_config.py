@@ -125,14 +125,14 @@ class _Keys:
 
     def problem(self, key: str, supported: str) -> None:
         value = " ".join(repr(self.keys[key]).split()) if key in self.keys else "missing"
-        self.problems.append(f"{self.architecture}.{key} is {value:.60}; {supported}")
+        self.problems.append(f"{self.architecture}.{' '.join(key.split()):.80} is {value:.60}; {supported}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a value that may be given for each layer, if it is the same in all of them."""
         value = self.keys.get(key, default)
         if not isinstance(value, np.ndarray):
             return value
-        if len(value) == self.keys.get("block_count") and len(set(value.tolist())) == 1:
+        if np.array_equal(len(value), self.keys.get("block_count", 0)) and len(set(value.tolist())) == 1:
             return value[0].item()
         self.problem(key, "supported: one value, or the same for each layer")
         return default
@@ -170,7 +170,7 @@ class _Keys:
         head_dim = self.get(WIDTHS[0], fields["hidden_size"] // fields["num_attention_heads"])
         for key in WIDTHS:
             if self.get(key, head_dim) != head_dim:
-                self.problem(key, f"supported: {head_dim}, the width of a head")
+                self.problem(key, f"supported: {head_dim!r:.40}, the width of a head")
         return {
             "vocab_size": embedding.shape[0] if embedding else 1,
             "head_dim": head_dim,
@@ -197,7 +197,7 @@ class _Keys:
             local = self.get("rope.freq_base_swa", 10_000.0)
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
         if "rope.freq_base_swa" in self.keys and self.get("rope.freq_base_swa") != theta:
-            self.problem("rope.freq_base_swa", f"supported: {theta}, as rope.freq_base")
+            self.problem("rope.freq_base_swa", f"supported: {theta!r:.40}, as rope.freq_base")
         return {"rope_theta": theta, "rope_scaling": scaling}
 
     def attention(self, fields: Mapping[str, Any]) -> dict[str, Any]:

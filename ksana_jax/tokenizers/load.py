@@ -63,7 +63,8 @@ def _of_gguf(path: Path) -> Tokenizer | None:
     from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer
 
     metadata = read_gguf(path).metadata
-    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+    model = metadata.get("tokenizer.ggml.model", "none")
+    if isinstance(model, str) and model in ("none", "no_vocab"):
         return None
     return gguf_tokenizer(metadata, str(path))
 

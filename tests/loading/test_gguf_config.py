@@ -172,7 +172,10 @@ def test_keys_that_change_nothing_are_accepted(tmp_path, changes):
         ("llama", {"rope.freq_base": "far"}, "rope_theta is 'far'"),
         ("llama", {"rope.freq_base": float("nan")}, "rope_theta is nan"),
         ("llama", {"attention.sliding_window": "x"}, "sliding_window is 'x'"),
-        ("gemma2", {"attention.key_length": "x"}, "value_length is 8; supported: x, the width of a head"),
+        ("gemma2", {"attention.key_length": "x"}, "value_length is 8; supported: 'x', the width of a head"),
+        ("llama", {"attention.key_length": "x\n" * 99}, r"value_length is 8; supported: 'x\nx\nx\nx\nx\nx\nx\n"),
+        ("llama", {"block_count": np.array([2, 2])}, "block_count is array([2, 2]); supported: one value"),
+        ("llama", {"a\nkey" + "x" * 99: 1}, f"llama.a key{'x' * 75} is 1; not supported"),
         ("gemma3", {"attention.sliding_window": np.array([1, 2, 3])}, "one value, or the same for each layer"),
     ],
 )  # fmt: skip

@@ -33,8 +33,9 @@ def test_gguf_file_has_its_own_tokenizer_or_none(directory, tmp_path):
         assert find_tokenizer(write_gguf(path, absent)) is None
         with pytest.raises(TokenizerError, match=r"model\.gguf has no tokenizer"):
             load_tokenizer(path)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'bert'"):
-        find_tokenizer(write_gguf(path, values | {"tokenizer.ggml.model": "bert"}))
+    for model, problem in (("bert", "is 'bert'"), ([1, 2], "is ndarray, must be a string")):
+        with pytest.raises(TokenizerError, match=rf"tokenizer\.ggml\.model {problem}"):
+            find_tokenizer(write_gguf(path, values | {"tokenizer.ggml.model": model}))
     path.write_bytes(b"GGUF")
     with pytest.raises(LoadError, match="truncated"):
         find_tokenizer(path)
