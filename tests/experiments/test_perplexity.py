@@ -263,6 +263,10 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
             {"settings": {"context_tokens": 64, "num_tokens": 64}},
             "context_tokens is 64, must be less than num_tokens 64",
         ),
+        (
+            {"settings": {"context_tokens": 8}, "engine": {"kv_eviction": {"method": "tova", "prompts": "streamed"}}},
+            "context_tokens is given, but engine.kv_eviction.prompts is 'streamed', which evicts before and after it",
+        ),
         ({"settings": {"stride": 65, "num_tokens": 64}}, "settings.stride is 65, must be an integer from 1 to 64"),
         (
             {"settings": {"stride": 8, "sampled_per_bucket": 1}},

@@ -169,6 +169,7 @@ def test_files_without_words_are_no_haystack_but_may_stand_beside_others(model, 
         ({"tasks": ["niah"]}, r"settings\.tasks is 'niah', must be one of niah_single_1"),
         ({"tasks": []}, r"settings\.tasks is \[\], must be a list of distinct tasks"),
         ({"tasks": ["vt", "vt"]}, "must be a list of distinct tasks"),
+        ({"tasks": [["vt"]]}, r"settings\.tasks is \['vt'\], must be one of niah_single_1"),
         ({"num_examples": 0}, r"settings\.num_examples is 0"),
         ({"num_tokens": 10**9}, r"settings\.num_tokens is 1,000,000,000, must be an integer from 1 to 16,777,216"),
         ({"num_tokens": 100}, r"niah_single_1 has at least \d+ tokens, 128 of them for the answer; num_tokens is 100"),
@@ -196,7 +197,9 @@ def test_the_default_tasks_need_no_text():
 
 def test_the_shipped_experiment_resolves():
     made = load("ruler", ["model=ksana-tiny"])
-    assert {trial.config["engine"]["max_model_len"] for row in made.rows for trial in row.trials} == {1024, 2048}
+    trials = [trial.config for trial in made.trials]
+    assert {config["engine"]["max_model_len"] for config in trials} == {1024, 2048}
+    assert {Ruler().num_tokens(config) for config in trials} == {2 * 4 * 1024, 2 * 4 * 2048}
 
 
 @pytest.mark.parametrize(("hits", "count"), [(5, 10), (0, 10), (5, 5), (1, 500)])

@@ -128,6 +128,11 @@ class Perplexity(BaseTask):
             raise ConfigError("settings.stride is given, but sampled positions may be in two overlapping excerpts")
         if (context := settings.context_tokens) is not None:
             check_counts(config, "context_tokens")
+            if eviction is not None and eviction.prompts == "streamed":
+                raise ConfigError(
+                    "settings.context_tokens is given, but engine.kv_eviction.prompts is 'streamed', which evicts "
+                    "before and after it: set it to 'whole' or 'once'"
+                )
             if context >= settings.num_tokens:
                 raise ConfigError(
                     f"settings.context_tokens is {context:,}, must be less than num_tokens {settings.num_tokens:,}"

@@ -75,13 +75,17 @@ class Ruler(BaseTask):
     def max_model_len(self, settings: RulerSettings) -> int:
         return settings.num_tokens
 
+    def num_tokens(self, config: Mapping[str, Any]) -> int:
+        settings = RulerSettings(**config["settings"])
+        return len(settings.tasks) * settings.num_examples * settings.num_tokens
+
     def inputs(self, settings: RulerSettings) -> dict[str, str]:
         return {"haystack": digest(settings.haystack, _HAYSTACK)} if _reading(settings) else {}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = RulerSettings(**config["settings"])
         check_counts(config, "num_examples")
-        if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
+        if not settings.tasks or len(set(map(repr, settings.tasks))) < len(settings.tasks):
             raise ConfigError(f"settings.tasks is {settings.tasks!r:.80}, must be a list of distinct tasks")
         checks.require(
             checks.integer("settings.num_tokens", settings.num_tokens, 1, MAX_TOKENS),
