@@ -16,9 +16,9 @@ from ksana_jax.config import ModelConfig
 from ksana_jax.errors import LoadError
 from ksana_jax.files import replacing, write_atomic
 from ksana_jax.loading.load import tensors_of
-from ksana_jax.loading.tensor_files import SINGLE
 from ksana_jax.models.families import config_to_hf
 from ksana_jax.models.params import Params, is_shape, param_shapes
+from ksana_jax.sources.hub import SINGLE
 
 STORED_DTYPES = ("float32", "bfloat16", "float16")
 

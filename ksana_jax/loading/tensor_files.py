@@ -20,8 +20,8 @@ from ksana_jax.errors import LoadError
 from ksana_jax.gguf_file import SUFFIX, gguf_of
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.sources.hub import INDEX, SINGLE
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 100_000
 

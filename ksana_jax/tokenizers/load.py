@@ -9,10 +9,12 @@ from typing import Any
 
 from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.sources import model_path
+from ksana_jax.sources.hub import TOKENIZERS
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
-JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+JSON, MODEL = TOKENIZERS
+CONFIG = "tokenizer_config.json"
 
 
 def find_tokenizer(model: str | os.PathLike[str]) -> Tokenizer | None:
@@ -20,7 +22,7 @@ def find_tokenizer(model: str | os.PathLike[str]) -> Tokenizer | None:
     path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
         return _of_gguf(gguf)
-    return load_tokenizer(path) if any((path / name).exists() for name in (JSON, MODEL)) else None
+    return load_tokenizer(path) if any((path / name).exists() for name in TOKENIZERS) else None
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from ksana_jax.loading import load_config, load_model
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.sources import commit_of, model_path
 from ksana_jax.sources.hub import HubName
+from ksana_jax.tokenizers import load_tokenizer
 from tests.loading.models_on_disk import TINY, random_tensors, write_model, write_shards
 from tests.sources.hub_cache import COMMIT, LATER, model_files, write_snapshot
 
@@ -144,6 +146,18 @@ def test_where_weights_are_not_read_they_are_not_downloaded(cache, hub):
     assert revision is None and "config.json" in patterns and not [p for p in patterns if "safetensors" in p]
     assert LLM(REPO, load_format="dummy", max_num_seqs=1, max_model_len=16).model_config == config
     assert len(asked) == 1
+
+
+def test_a_tokenizer_of_the_hub_has_all_tokens_that_it_has_in_a_directory(cache, hub, tmp_path):
+    folder = Path(shutil.copytree(model_path("ksana-tiny"), tmp_path / "tiny"))
+    (folder / "tokenizer.json").unlink()  # it would go before tokenizer.model, and have its own added tokens
+    without = digest_of_files(folder)
+    (folder / "added_tokens.json").write_text(json.dumps({"<more>": load_tokenizer(folder).vocab_size}))
+    assert digest_of_files(folder) != without
+    files = model_files(folder)
+    hub(lambda revision, names: write_snapshot(cache, REPO, {n: files[n] for n in names if n in files}))
+    assert load_tokenizer(REPO).encode("a<more>") == load_tokenizer(folder).encode("a<more>")
+    assert load_tokenizer(REPO).vocab_size == load_tokenizer("ksana-tiny").vocab_size + 1
 
 
 def test_only_shards_that_the_index_names_are_downloaded(cache, shards, hub):
@@ -300,7 +314,7 @@ def test_a_reference_cannot_lead_outside_the_cache(cache, files, tmp_path):
 def test_the_digest_of_a_commit_does_not_depend_on_what_else_is_in_the_cache(cache, shards):
     few = digest_of_files(write_snapshot(cache, REPO, shards))
     config = {"config.json": shards["config.json"]} | TOKENIZER
-    more = {"vocab.json": b"{}", "added_tokens.json": b"{}"}
+    more = {"vocab.json": b"{}", "merges.txt": b""}
     assert digest_of_files(write_snapshot(cache, "someone/more", shards | more)) == few
     only = write_snapshot(cache, "someone/only", config)
     assert digest_of_files(only, "dummy") == digest_of_files(write_snapshot(cache, "a/b", shards), "dummy") != few
