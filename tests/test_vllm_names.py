@@ -98,7 +98,7 @@ def test_an_engine_takes_vllms_names_together():
         (lambda: engine_config({"swap_space": "4"}), "host_cache_bytes is '4', must be an integer from 0"),
         (lambda: engine_config({"pipeline_parallel_size": True}), "LLM does not support pipeline_parallel_size=True"),
         (lambda: SamplingParams(temprature=1), "SamplingParams has no setting 'temprature'; the nearest is 'temp"),
-        (lambda: LLM(5), "model is of type int, must be the path of a directory or a name"),
+        (lambda: LLM(5), "model is of type int, must be a path or a name"),
         (lambda: LLM("ksana-tiny", tokenizer=5), "tokenizer is of type int, must be a path, a ksana_jax Tokenizer or"),
         (lambda: LLM("ksana-tiny", revision="v1"), "together are 'ksana-tiny@v1', which is not a name of the hub"),
     ],

@@ -114,7 +114,7 @@ class AsyncLLM:
         """Checks and queues a request; returns the stream of its output.
 
         Args:
-          prompt: a text, token ids, {"prompt": text}, or {"prompt_token_ids": [...]}.
+          prompt: a text, token ids, {"prompt": text}, or {"prompt_token_ids": [...]}; see `LLM.generate`.
           sampling_params: None takes the defaults.
           request_id: for `abort` and in outputs; None assigns one.
           cache_salt: prefixes are shared only among requests with equal salts.

@@ -59,7 +59,7 @@ class LLM:
       pattern: attention pattern: an `AttentionPattern`, its fields as a dict, a preset's name such as "streaming_llm"
         (`pattern_presets`), or a list with one per layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
-      tokenizer: a tokenizer, or the directory of one; None loads the model directory's, if it has one.
+      tokenizer: a tokenizer, or the path or name of a model that has one; None takes the model's, if it has one.
       settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ... vLLM's names
         such as gpu_memory_utilization work too, see docs/coming-from-vllm.md.
 
@@ -79,10 +79,9 @@ class LLM:
         **settings: Any,
     ):
         if not isinstance(model, (str, os.PathLike)):
-            raise ConfigError(f"model is of type {type(model).__name__}, must be the path of a directory or a name")
+            raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
         model = compose(model, revision, gguf_file)
-        config = engine_config(settings)
-        followers = None
+        config, followers = engine_config(settings), None
         if config.distributed is not None:
             job = start(config.distributed, config.device, (model, config))
             config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
@@ -111,8 +110,7 @@ class LLM:
         if config.distributed is not None:
             raise ConfigError("distributed: weights in memory are those of one process; give LLM a model's directory")
         use_device(config.device)
-        before = resident_bytes()
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        before, weights = resident_bytes(), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         before = before and max(before - weights, 0)
         self._build(model_config.validate(), config, lambda at: params, pattern, tokenizer, before)
         return self
@@ -328,7 +326,8 @@ class LLM:
         Several threads may call this and `stream` at once; their requests then share steps.
 
         Args:
-          prompts: a text, token ids, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of those.
+          prompts: a text, token ids, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of them. A dict may have
+            "question" or "question_token_ids" too: `kv_eviction` compresses the prompt before the question is read.
           sampling_params: one for all prompts, or one per prompt; None takes the defaults.
           prompt_token_ids: the prompts, if all of them are token ids.
           use_tqdm: draw a progress bar on standard error.

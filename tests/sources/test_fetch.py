@@ -273,7 +273,7 @@ def test_ctrl_c_leaves_nothing(pip, monkeypatch):
 def test_without_a_name_the_command_lists_what_there_is(index, capsys):
     path, _ = fetch("joined")
     listed = ksana(capsys, "fetch")
-    assert "smollm2: a small chat model" in listed
+    assert "smollm2: a small pretrained chat model" in listed
     assert "    93.8 MiB, Apache-2.0\n    not fetched: ksana fetch smollm2\n" in listed
     assert "Gemma Terms of Use\n    not fetched: ksana fetch gemma3-270m --accept-terms\n" in listed
     assert f"joined: tests\n    {len(WHOLE) / 1024:.1f} KiB, MIT\n    fetched: {path}\n" in listed
