@@ -76,8 +76,9 @@ def fetched(name: str) -> Path | None:
     Raises:
       KeyError: the name is not in FETCHABLE.
     """
-    folder, wanted = folder_of(name), FETCHABLE[name]
+    wanted = FETCHABLE[name]
     try:
+        folder = folder_of(name)
         found = sum(file.stat().st_size for file in folder.iterdir())
     except OSError:
         return None

@@ -232,6 +232,8 @@ def test_a_cache_folder_that_cannot_be_made_is_one_line(index, monkeypatch, tmp_
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     with pytest.raises(LoadError, match="the user has no home directory; XDG_CACHE_HOME names a folder"):
         fetch("joined")
+    with pytest.raises(LoadError, match="model 'joined' has not been fetched"):
+        model_path("joined")
 
 
 def test_a_second_process_is_told_of_the_first(index):
