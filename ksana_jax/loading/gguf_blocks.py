@@ -13,6 +13,9 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
+from ksana_jax.gguf_file import TYPES
+
+_BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 # Types without blocks, whose values are stored as they are.
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Levels of IQ4_NL; and of MXFP4, twice those of E2M1, where gguf has no negative zero.
@@ -32,10 +35,9 @@ def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
     """
     if kind in FLOATS:
         return np.ascontiguousarray(blocks).view(FLOATS[kind])
-    num_bytes, decoder = _DECODERS[kind]
-    apart = blocks.reshape(-1, num_bytes)
+    apart = blocks.reshape(-1, _BLOCK_BYTES[kind])
     with np.errstate(over="ignore", invalid="ignore"):  # scales that are not finite; loading names the tensor
-        return decoder(apart).reshape(*blocks.shape[:-1], -1)
+        return _DECODERS[kind](apart).reshape(*blocks.shape[:-1], -1)
 
 
 def _f16(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -140,17 +142,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
     return d[:, :, None] * ((_two_bits(b[:, 32:96]) | highest << 2).astype(np.float32) - 4)
 
 
-_DECODERS: dict[str, tuple[int, Callable[[np.ndarray], np.ndarray]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "IQ4_NL": (18, _iq4_nl),
-    "MXFP4": (17, _mxfp4),
+_DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    **{"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4},
+    **{"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
 }
