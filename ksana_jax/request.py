@@ -226,8 +226,7 @@ class RequestInput(NamedTuple):
       cache_salt: prefixes are shared only among requests with equal salts.
       request_id: None assigns a number.
       streams: whether its text is needed as it grows; beams have none before the end.
-      num_question: last tokens of the prompt, which ask about it: `kv_eviction` compresses the others before it reads
-        these.
+      num_question: last tokens of the prompt, which are read after `kv_eviction` has compressed the others.
     """
 
     prompt_token_ids: np.ndarray

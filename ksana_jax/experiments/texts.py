@@ -20,7 +20,7 @@ class Excerpt:
     """A part of a text.
 
     name: the text's name, with the offset unless it is the beginning. ids: its token ids. bos: whether they begin with
-    BOS. first_scored: position of the first token that an earlier, overlapping excerpt has not.
+    BOS. first_scored: position of the first token that no earlier, overlapping excerpt has scored.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Excerpt:
 class Cut:
     """How excerpts are cut.
 
-    num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: most
-    tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
+    num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: at
+    most so many tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
     """
 
     num_tokens: int
@@ -65,7 +65,7 @@ class Cut:
         return max(self.num_tokens - len(self.head(tokenizer)), 1)
 
     def step(self, tokenizer: Any) -> int:
-        """Returns the tokens from one excerpt of a text to the next, or at least to the next."""
+        """Returns the tokens from one excerpt of a text to the next; without a stride, the least."""
         return min(self.stride or self.num_tokens, self.room(tokenizer))
 
 

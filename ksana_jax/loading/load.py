@@ -58,8 +58,8 @@ def array_dtype(name: str) -> Any:
 def auto_dtype(model: str | os.PathLike[str]) -> str:
     """Returns the dtype that "auto" stands for: that of the checkpoint's config.json, or "f32" if it has none.
 
-    A GGUF file has that of its matrices, "f32" if they are quantised. Where float16 is multiplied much more slowly, as
-    on CPUs, it becomes "f32".
+    For a GGUF file, it is the dtype of the matrices, "f32" if they are quantised. Where float16 is multiplied much more
+    slowly, as on CPUs, it becomes "f32".
 
     Raises:
       ConfigError: weights cannot have the dtype in config.json.

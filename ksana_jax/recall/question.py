@@ -1,4 +1,4 @@
-"""What a task of RULER is given and what it returns. Knows no tokens."""
+"""The interface of RULER's tasks: what they take, and the questions that they return. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Question:
     """A text with a question about it.
 
     Args:
-      context: what the user says first: instruction and text.
-      asked: what the user says then: the question.
+      context: the user's instruction and text.
+      asked: the user's question after them.
       prefix: the beginning of the answer, which the model continues.
-      answers: all that a complete answer contains.
+      answers: texts that a complete answer contains.
     """
 
     context: str

@@ -55,13 +55,13 @@ class PerplexitySettings:
       that of the first one, measured alone.
     num_tokens: tokens of each excerpt, BOS included.
     bos: whether excerpts begin with BOS; null does as the tokenizer does.
-    stride: excerpts of a text begin every so many tokens, in order, and score only tokens that no earlier one has:
-      num_tokens for segments side by side, fewer for windows that overlap. Null draws disjoint excerpts.
+    stride: excerpts of a text begin every so many tokens, in order, and score only tokens that no earlier one has
+      scored: num_tokens for segments side by side, fewer for windows that overlap. Null draws disjoint excerpts.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
       on, including recomputation.
-    context_tokens: first tokens of each excerpt, which `kv_eviction` compresses before it reads the others, as the
-      presses of kvpress do: the perplexity of the others measures what was kept. Needs prompts "whole" or "once".
+    context_tokens: number of first tokens of each excerpt that `kv_eviction` compresses before the others are read, as
+      the presses of kvpress do; perplexity of the others measures the compression. Not with prompts "streamed".
     save_tokens: write every scored token to TRIAL.tokens.npz next to the records: arrays text_digest, position,
       token_id and logprob, with one entry per token. A text's digest and name are in the trial's nll records.
     """

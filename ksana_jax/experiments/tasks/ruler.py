@@ -1,4 +1,4 @@
-"""RULER: how much of what a long text says a model answers, by RULER's own tasks and score.
+"""RULER: retrieval, variable tracking and aggregation in long texts, by RULER's own tasks and score.
 
 Prompts are generated (`ksana_jax.recall.ruler`); some tasks hide their needles in a natural text, which is given.
 """

@@ -71,7 +71,7 @@ class EvictionMethod:
       prompts: "whole" computes a prompt with all of its keys and evicts from then on. "once" evicts when a prompt is
         complete and keeps all that follows, as the presses of kvpress do. "streamed" evicts while a prompt is computed,
         as if it had been generated, so that scoring a long text measures the method. The prompt of a request with a
-        question is what comes before the question.
+        question ends before the question.
       layers: "uniform" gives all layers the same budget. "pyramid" gives earlier layers more, in a straight line, of
         the tokens beyond those that each layer keeps anyway: `sinks`, a number of `recent` tokens, and interval - 1.
         Budgets add up to those of "uniform", up to rounding (PyramidKV, arXiv:2406.02069, section 3.2).
