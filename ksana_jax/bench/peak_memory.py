@@ -14,10 +14,8 @@ import json
 import jax
 import numpy as np
 
-from ksana_jax.engine.llm import LLM
-from ksana_jax.loading.tensor_files import has_weights
+from ksana_jax.bench.latency import make_llm
 from ksana_jax.request import SamplingParams
-from ksana_jax.sources import model_path
 
 
 def check(model: str, *, rounds: int = 2, **settings) -> dict:
@@ -32,8 +30,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
     """
     # Cached programs would skip the compiler, whose memory is part of the prediction.
     jax.config.update("jax_enable_compilation_cache", False)
-    load_format = "auto" if has_weights(model_path(model)) else "dummy"
-    llm = LLM(model, load_format=load_format, **settings)
+    llm = make_llm(model, **settings)
     sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False, seed=0)
     llm.warm_up(sampling_params=sampled)
     peaks = [llm.memory_usage()["peak"].measured]

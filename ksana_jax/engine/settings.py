@@ -23,13 +23,8 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     Raises:
       ConfigError: a keyword is unknown, with the nearest one, or a value cannot be.
     """
-    known = {f.name for f in dataclasses.fields(EngineConfig)} | {
-        "pattern",
-        "load_format",
-        "tokenizer",
-        "revision",
-        "gguf_file",
-    }
+    own = ("pattern", "load_format", "tokenizer", "revision", "gguf_file")
+    known = {*own, *(f.name for f in dataclasses.fields(EngineConfig))}
     return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))
 
 
