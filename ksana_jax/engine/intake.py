@@ -94,7 +94,9 @@ class Intake:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
-        bad_words = bad_word_ids(params.bad_words, self.tokenizer)
+        spellings = bad_word_ids(params.bad_words, self.tokenizer)
+        # A spelling with an id that has no row in the embedding is never generated.
+        bad_words = tuple(ids for ids in spellings if max(ids) < self._vocab_size)
         if params.allowed_token_ids is not None:
             bad = {ids[0] for ids in bad_words if len(ids) == 1}
             ends = set(self._stop_ids(params)) if params.min_tokens else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ksana_jax.loading.gguf_config import gguf_config
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.sources import model_path
 
+logger = logging.getLogger("ksana_jax")
 # Far above any real config or shard index; larger files are not read.
 MAX_JSON_BYTES = 16 * 2**20
 
@@ -83,19 +85,21 @@ def load_config(model: str | os.PathLike[str]) -> ModelConfig:
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Checks that a tokenizer's ids are rows of the embedding, which may be padded beyond the vocabulary.
+    """Checks that a tokenizer may be the model's. Either may have more ids than the other.
+
+    Embeddings are often padded, and some tokenizers name tokens that the embedding has no rows for, such as the image
+    token of a Gemma 3 without a vision part. A prompt that holds such an id is refused when it comes.
 
     Raises:
-      ConfigError: the tokenizer has more ids than the model, or special ids of the model are beyond the tokenizer's.
+      ConfigError: ids of the model that end a text are beyond the tokenizer's.
     """
     size = tokenizer.vocab_size
     if size > config.vocab_size:
-        raise ConfigError(
-            f"vocab_size is {config.vocab_size:,}, but the tokenizer has {size:,} ids; they belong to different models"
+        logger.warning(
+            "the tokenizer has %s ids, the embedding %s rows: prompts with an id from %s on are refused",
+            *(f"{count:,}" for count in (size, config.vocab_size, config.vocab_size)),
         )
-    named = [("bos_token_id", config.bos_id), *(("eos_token_id", i) for i in config.eos_ids)]
-    beyond = [f"{name} {value:,}" for name, value in named if value is not None and value >= size]
-    if beyond:
+    if beyond := [f"{i:,}" for i in config.eos_ids if i >= size]:
         raise ConfigError(
-            f"{', '.join(beyond)} is beyond the tokenizer's {size:,} ids; they belong to different models"
+            f"eos_token_id {', '.join(beyond)} is beyond the tokenizer's {size:,} ids; they belong to different models"
         )

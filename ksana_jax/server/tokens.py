@@ -60,7 +60,7 @@ async def tokenizer_info(request: Request) -> Response:
     return json_response(
         {
             "tokenizer_class": type(tokenizer).__name__,
-            "vocab_size": tokenizer.vocab_size,
+            "vocab_size": min(tokenizer.vocab_size, model.vocab_size),  # that a prompt may hold
             "model_max_length": model.max_model_len,
             "bos_token": tokenizer.bos_token or None,
             "bos_token_id": tokenizer.bos_id,

@@ -61,6 +61,22 @@ class Letters(Tokenizer):
         return ids
 
 
+class MoreThanRows(Letters):
+    """Letters, and a picture whose id has no row in the embedding."""
+
+    vocab_size = VOCAB + 1
+
+    def piece(self, token_id: int) -> Piece:
+        return Piece(b"<pic>", special=True) if token_id == VOCAB else super().piece(token_id)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        first, *others = text.split("<pic>")
+        ids = super()._encode(first, add_special_tokens)
+        for other in others:
+            ids += [VOCAB, *super()._encode(other, False)]
+        return ids
+
+
 @functools.cache
 def model():
     """Two layers with grouped heads; random weights large enough that greedy texts vary."""

@@ -5,7 +5,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.request import RequestInput
-from tests.engine.small import BOS, Letters, assert_idle, make_llm, model
+from tests.engine.small import BOS, Letters, MoreThanRows, assert_idle, make_llm, model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -226,3 +226,14 @@ def test_a_request_named_like_ours_does_not_stand_in_the_way(llm):
     assert len({r.request_id for r in requests}) == 3
     while not all(r.finished for r in requests):
         llm.engine.step()
+
+
+def test_only_what_holds_an_id_without_a_row_is_refused():
+    llm = make_llm(MoreThanRows(), num_blocks=2, max_num_seqs=2)
+    [plain] = llm.generate("x.y", GREEDY)
+    with pytest.raises(ValueError, match="prompt has token id 64, ids go from 0 to 63"):
+        llm.generate("x.<pic>", GREEDY)
+    words = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, bad_words=["<pic>", "a<pic>"])
+    [worded] = llm.generate("x.y", words)  # the model cannot write them
+    assert worded.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert_idle(llm)

@@ -12,7 +12,7 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.sampling.acceptance import RULES
 from ksana_jax.tokenizers.detokenizer import Piece
-from tests.engine.small import SMALL, VOCAB, Letters, assert_idle, make_llm, model
+from tests.engine.small import SMALL, VOCAB, Letters, MoreThanRows, assert_idle, make_llm, model
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -117,12 +117,13 @@ class Swapped(Letters):
 
 def test_a_vocabulary_of_as_many_other_pieces_is_refused_with_both_hashes(drafters, monkeypatch):
     monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Swapped())
-    hashes = f"{draft_model.digest(Swapped())} and {draft_model.digest(Letters())}"
+    hashes = f"{draft_model.digest(Swapped(), VOCAB)} and {draft_model.digest(Letters(), VOCAB)}"
     said = f"{drafters['first']}: its vocabulary is not that of the target: their hashes are {hashes}"
     with pytest.raises(ConfigError, match=re.escape(said)):
         drafting(drafters["first"])
-    monkeypatch.setattr(draft_model, "find_tokenizer", lambda path: Letters())
-    drafting(drafters["first"])
+    for same in (Letters(), MoreThanRows()):
+        monkeypatch.setattr(draft_model, "find_tokenizer", lambda path, same=same: same)
+        drafting(drafters["first"])
 
 
 @pytest.mark.parametrize(

@@ -302,8 +302,8 @@ def test_settings_that_cannot_be_are_refused():
             LLM.from_params(config, params, **given)
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused():
+def test_a_tokenizer_without_the_model_s_end_of_text_is_refused():
     tokenizer = Letters()
-    tokenizer.vocab_size = 65
-    with pytest.raises(ValueError, match="vocab_size is 64, but the tokenizer has 65 ids"):
+    tokenizer.vocab_size = 1
+    with pytest.raises(ValueError, match="eos_token_id 1 is beyond the tokenizer's 1 ids"):
         make_llm(tokenizer)

@@ -293,13 +293,20 @@ def test_directory_or_pipe_in_place_of_the_weights(tmp_path):
     assert "'model.safetensors' is missing or not a file" in refusal(tmp_path)
 
 
-def test_tokenizer_of_another_model():
+def test_tokenizer_of_another_model(caplog):
     def tokenizer(vocab_size):
         return types.SimpleNamespace(vocab_size=vocab_size)
 
     check_tokenizer(TINY, tokenizer(32))
     check_tokenizer(TINY, tokenizer(30))  # embeddings are often padded
-    with pytest.raises(ConfigError, match="vocab_size is 32, but the tokenizer has 33 ids"):
-        check_tokenizer(TINY, tokenizer(33))
+    check_tokenizer(dataclasses.replace(TINY, bos_id=31), tokenizer(30))
+    assert not caplog.messages
     with pytest.raises(ConfigError, match="eos_token_id 31 is beyond the tokenizer's 30 ids"):
         check_tokenizer(dataclasses.replace(TINY, eos_ids=(2, 31)), tokenizer(30))
+
+
+def test_tokenizer_with_more_ids_than_rows_is_used_and_said(caplog):
+    check_tokenizer(TINY, types.SimpleNamespace(vocab_size=33))
+    assert caplog.messages == [
+        "the tokenizer has 33 ids, the embedding 32 rows: prompts with an id from 32 on are refused"
+    ]

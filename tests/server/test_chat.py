@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.fakes import FULLY, reference_tokens
+from tests.fakes import FULLY, VOCAB, reference_tokens
 from tests.server.serving import Letters, text_of
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
@@ -62,6 +62,17 @@ def test_each_token_has_an_entry_of_log_probabilities(served, stream):
 def test_an_answer_without_a_limit_goes_on_to_max_model_len(served):
     answer = served.post("/v1/chat/completions", messages=MESSAGES, temperature=0).json
     assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_text_with_an_id_that_the_embedding_lacks_is_refused(served, monkeypatch):
+    monkeypatch.setattr(served.llm.tokenizer, "vocab_size", VOCAB + 1, raising=False)
+    assert served.ask("GET", "/tokenizer_info").json["vocab_size"] == VOCAB
+    monkeypatch.setattr(served.llm.tokenizer, "_encode", lambda text, add_special_tokens: [VOCAB])
+    reply = served.post("/v1/chat/completions", messages=MESSAGES)
+    said = f"prompt has token id {VOCAB}, ids go from 0 to {VOCAB - 1}"
+    assert (reply.status, reply.error["message"]) == (400, said)
+    monkeypatch.undo()
+    assert served.post("/v1/chat/completions", messages=MESSAGES, max_tokens=2).status == 200
 
 
 def test_a_model_without_a_template_says_so(served, monkeypatch):
