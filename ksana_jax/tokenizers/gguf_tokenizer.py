@@ -219,7 +219,8 @@ def _template(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[
 def _sentencepiece(fields: _Fields) -> Tokenizer:
     from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
-    from ksana_jax.tokenizers.sentencepiece_model import MARK, AddedToken, SentencePieceTokenizer
+    from ksana_jax.tokenizers.added_tokens import AddedToken
+    from ksana_jax.tokenizers.sentencepiece_model import MARK, SentencePieceTokenizer
 
     scores, types = fields.numbers("scores", _WHOLE + "f"), fields.numbers("token_type", _WHOLE)
     for name, values in (("scores", scores), ("token_type", types)):

@@ -10,6 +10,7 @@ from typing import Any
 from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.sources import model_path
 from ksana_jax.sources.hub import TOKENIZERS
+from ksana_jax.tokenizers.added_tokens import added_tokens, older_added_tokens
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
@@ -44,16 +45,17 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
             raise TokenizerError(f"{gguf} has no tokenizer")
         return found
     config = read_optional_object(directory / CONFIG)
+    added = added_tokens(config, directory / CONFIG)
     specials = _special_tokens(directory, config)
     # Each library takes a tenth of a second to import, and a directory needs only one of them.
     if (path := directory / JSON).exists():
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
-        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials)
+        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials, added)
     elif (path := directory / MODEL).exists():
-        from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer, added_tokens
+        from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
-        added = added_tokens(directory, config)
+        added = older_added_tokens(directory) | added
         tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
+from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, one_line, read_optional_object
+from ksana_jax.tokenizers.files import TokenizerError, one_line
 
 MARK = "\u2581"  # stands for a space in pieces
-
-
-class AddedToken(NamedTuple):
-    """A token that is matched in a text before the rest is split.
-
-    lstrip, rstrip: whether it also consumes the white space before it, after it.
-    """
-
-    content: str
-    id: int
-    special: bool = True
-    lstrip: bool = False
-    rstrip: bool = False
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -165,27 +152,6 @@ def _processor(data: bytes) -> Any:
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(data)
     return model
-
-
-def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
-    """Reads added tokens by id: added_tokens.json, {text: id}, and tokenizer_config.json's added_tokens_decoder."""
-    found: dict[int, AddedToken] = {}
-    path = directory / "added_tokens.json"
-    for content, token_id in read_optional_object(path).items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31 or not content:
-            raise TokenizerError(f"{path}: {content!r:.60} has id {token_id!r:.60}, must be a token id")
-        found[token_id] = AddedToken(content, token_id)
-    path = directory / "tokenizer_config.json"
-    decoder = config.get("added_tokens_decoder") or {}
-    if not isinstance(decoder, dict):
-        raise TokenizerError(f"{path}: added_tokens_decoder must be an object of ids and tokens")
-    for key, token in decoder.items():
-        content = token.get("content") if isinstance(token, dict) else None
-        if not (key.isascii() and key.isdigit() and len(key) <= 9) or not isinstance(content, str) or not content:
-            raise TokenizerError(f"{path}: added_tokens_decoder[{key!r:.60}] must be an id and a token with content")
-        flags = {name: token.get(name) is True for name in ("special", "lstrip", "rstrip")}
-        found[int(key)] = AddedToken(content, int(key), **flags)
-    return found
 
 
 def _any_of(contents: Iterable[str]) -> re.Pattern[str] | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
+from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
 from ksana_jax.tokenizers.files import TokenizerError, one_line
@@ -25,13 +27,16 @@ class JsonTokenizer(Tokenizer):
       source: the file it comes from, for messages.
       text: a tokenizer.json.
       specials: texts of BOS and EOS.
+      added: tokens by id that tokenizer_config.json declares. Those that the text lacks are added to it.
 
     Raises:
-      TokenizerError: the text cannot be used, its decoder is not in SUPPORTED_DECODERS, or its steps can turn one
-        character into more than `growth.MAX_GROWTH`.
+      TokenizerError: the text cannot be used, an added token would get another id than the declared one, the decoder
+        is not in SUPPORTED_DECODERS, or the steps can turn one character into more than `growth.MAX_GROWTH`.
     """
 
-    def __init__(self, source: str, text: str, specials: SpecialTokens):
+    def __init__(
+        self, source: str, text: str, specials: SpecialTokens, added: Mapping[int, AddedToken] = MappingProxyType({})
+    ):
         self.source = source
         self._tokenizer = _call(f"{source} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
         # Settings for training batches: they would truncate or pad prompts, and tokenize equal prompts differently.
@@ -40,6 +45,7 @@ class JsonTokenizer(Tokenizer):
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
         decoder = self._check_growth()
+        self._add(added)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
@@ -51,6 +57,17 @@ class JsonTokenizer(Tokenizer):
         self._pieces: dict[int, Piece] = {}
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos)
+
+    def _add(self, added: Mapping[int, AddedToken]) -> None:
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        new = [token for _, token in sorted(added.items()) if token.content not in known]
+        fields = ({name: value for name, value in token._asdict().items() if name != "id"} for token in new)
+        self._tokenizer.add_tokens([tokenizers.AddedToken(**values) for values in fields])
+        for token in new:
+            if (found := self._tokenizer.token_to_id(token.content)) != token.id:
+                raise TokenizerError(
+                    f"{self.source}: {token.content!r:.60} gets id {found}, tokenizer_config.json gives it {token.id}"
+                )
 
     def _check_growth(self) -> dict[str, Any] | None:
         """Checks the steps that texts go through; returns the decoder."""

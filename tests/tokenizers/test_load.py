@@ -110,6 +110,31 @@ def test_tokens_written_out_in_a_text_become_their_ids(directory):
     assert tokenizer.decode([421, *encode("the")], skip_special_tokens=False) == "<|im_start|> the"
 
 
+def test_tokens_that_only_tokenizer_config_declares_are_encoded_and_decoded(directory):
+    path = directory("llama-like")
+    without = load_tokenizer(path)
+    turn, tool = without.vocab_size, without.vocab_size + 1
+    added = {
+        str(tool): {"content": "<tool>", "special": False, "normalized": False},
+        str(turn): {"content": "<|turn|>", "special": True},
+        "1": {"content": "<s>", "special": True},  # of the tokenizer.json
+    }
+    tokenizer = configure(path, added_tokens_decoder=added, eos_token="<|turn|>")
+    assert tokenizer.encode("<|turn|><tool><|turn|>", False)[-3:] == [turn, tool, turn]
+    assert tokenizer.encode("the", False) == without.encode("the", False)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (tool + 1, turn)
+    assert tokenizer.decode([turn, tool]) == "<tool>"
+    assert tokenizer.decode([turn, tool], skip_special_tokens=False) == "<|turn|><tool>"
+
+
+def test_files_that_give_an_added_token_two_ids_are_refused(directory):
+    path = directory("llama-like")
+    size = load_tokenizer(path).vocab_size
+    said = rf"tokenizer\.json: '<\|turn\|>' gets id {size}, tokenizer_config\.json gives it {size + 5}"
+    with pytest.raises(TokenizerError, match=said):
+        configure(path, added_tokens_decoder={str(size + 5): {"content": "<|turn|>"}})
+
+
 def test_space_is_put_before_the_first_word_only_unless_the_files_are_legacy(directory):
     path = directory("sentencepiece-llama")
     tokenizer = load_tokenizer(path)
@@ -252,6 +277,12 @@ def test_ids_and_text_are_those_of_transformers(directory, kind):
         config |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
     else:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        size = load_tokenizer(path).vocab_size
+        config["added_tokens_decoder"] = {
+            str(size): {"content": "<|turn|>", "special": True},
+            str(size + 1): {"content": "<tool>", "lstrip": True, "special": False, "normalized": False},
+        }
+        texts += ["a <|turn|> b", "a <tool><|turn|>", "the<tool>the"]
     ours = configure(path, **config)
     theirs = transformers.AutoTokenizer.from_pretrained(str(path))
     for text in ("the cache", "two  spaces", "naïve 😀\n\tthe end", *texts):

@@ -1,0 +1,53 @@
+"""Tokens that the files of a directory add to a vocabulary. Knows no tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ksana_jax.tokenizers.files import TokenizerError, read_optional_object
+
+
+class AddedToken(NamedTuple):
+    """A token that is matched in a text before the rest is split.
+
+    lstrip, rstrip: whether it also consumes the white space before it, after it.
+    single_word, normalized: whether it is matched only as a whole word, and in the normalized text. Only the library
+      `tokenizers` knows these.
+    """
+
+    content: str
+    id: int
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+def older_added_tokens(directory: Path) -> dict[int, AddedToken]:
+    """Reads added tokens by id from added_tokens.json, {text: id}."""
+    found: dict[int, AddedToken] = {}
+    path = directory / "added_tokens.json"
+    for content, token_id in read_optional_object(path).items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31 or not content:
+            raise TokenizerError(f"{path}: {content!r:.60} has id {token_id!r:.60}, must be a token id")
+        found[token_id] = AddedToken(content, token_id)
+    return found
+
+
+def added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, AddedToken]:
+    """Reads added tokens by id from the added_tokens_decoder of a tokenizer_config.json, whose path messages name."""
+    found: dict[int, AddedToken] = {}
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise TokenizerError(f"{path}: added_tokens_decoder must be an object of ids and tokens")
+    for key, token in decoder.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not (key.isascii() and key.isdigit() and len(key) <= 9) or not isinstance(content, str) or not content:
+            raise TokenizerError(f"{path}: added_tokens_decoder[{key!r:.60}] must be an id and a token with content")
+        flags = {name: token.get(name) is True for name in ("special", "lstrip", "rstrip", "single_word")}
+        normalized = token.get("normalized", not flags["special"]) is True  # as in the library `tokenizers`
+        found[int(key)] = AddedToken(content, int(key), **flags, normalized=normalized)
+    return found
