@@ -126,6 +126,15 @@ def test_chat_with_a_model_without_a_template_says_so(ksana):
     assert (code, out) == (2, "") and "ksana-tiny has no chat template" in error
 
 
+def test_a_broken_template_is_named_by_chat_and_generate_works(ksana, talker, tmp_path):
+    folder = shutil.copytree(talker, tmp_path / "broken")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    code, out, error = ksana("chat", str(folder), stdin="hello\n")
+    assert (code, out) == (2, "") and "chat_template.jinja is not UTF-8" in error and "ksana generate" in error
+    code, out, error = ksana("generate", str(folder), "-p", "a b", *GREEDY)
+    assert code == 0 and out
+
+
 @pytest.mark.parametrize("option", ["--num-sinks", "--sinks"])
 def test_sinks_of_a_window_go_by_one_name_and_the_former_one_still_works(ksana, monkeypatch, option):
     assert "--num-sinks 3 needs --window" in ksana("generate", "ksana-tiny", "-p", "x", option, 3)[2]

@@ -32,7 +32,8 @@ def chat(
 
     tokenizer = load_tokenizer(model)
     if tokenizer.chat_template is None:  # fails before the weights are read
-        raise ValueError(f"{model} has no chat template; `ksana generate` works without one")
+        why = tokenizer.no_template or f"{model} has no chat template"
+        raise ValueError(f"{why}; `ksana generate` works without one")
     params = options.sampling_params(max_tokens)
     # The prefix cache saves recomputing earlier turns.
     llm = options.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)

@@ -146,9 +146,9 @@ def _shortest(task: str, made: Callable[[int], Prompt], num_tokens: int) -> Prom
 def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tuple[str, list[int], int]]:
     """Returns a function that converts a question to the first fields of a `Prompt`."""
     if chat is None:
-        chat = tokenizer.chat_template is not None
+        chat = tokenizer.chat_template is not None or bool(tokenizer.no_template)
     if chat and tokenizer.chat_template is None:
-        raise ConfigError("chat is True, but the model has no chat template")
+        raise ConfigError(tokenizer.no_template or "chat is True, but the model has no chat template")
     # Rendered once: a template takes time, and limits the length of what it renders.
     form = render_chat(tokenizer, [{"role": "user", "content": _SLOT}], now=_TODAY) if chat else _SLOT
     before, slot, after = form.partition(_SLOT)

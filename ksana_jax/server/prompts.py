@@ -67,8 +67,10 @@ async def chat_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
     messages, model = values["messages"], serving.model
     tokenizer = _tokenizer(model, "messages")
     if tokenizer.chat_template is None:
+        why = f", for {tokenizer.no_template}" if tokenizer.no_template else ""
         raise bad_request(
-            f"model {model.name} has no chat template: ask /v1/completions, or start the server with --chat-template",
+            f"model {model.name} has no chat template{why}: ask /v1/completions, or start the server with "
+            "--chat-template",
             "messages",
         )
     _check_chars(model, *(message["content"] for message in messages), field="messages")

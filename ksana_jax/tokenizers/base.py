@@ -28,7 +28,8 @@ class Tokenizer(abc.ABC):
       bos_id, eos_id: None if the model has none.
       more_eos_ids: further ids that end a text, such as the end of a turn.
       bos_token, eos_token: their texts, "" if there is none; chat templates use them.
-      chat_template: Jinja source; None if the model has none.
+      chat_template: Jinja source; None if the model has none that can be used.
+      no_template: why not, for messages; "" if the files name none.
       byte_errors: name of the codec error handler for bytes that are not UTF-8.
     """
 
@@ -40,6 +41,7 @@ class Tokenizer(abc.ABC):
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
+    no_template: str = ""
     byte_errors: str = "replace"
     strip_start: int = 0
 

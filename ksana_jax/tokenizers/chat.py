@@ -53,7 +53,7 @@ def render_chat(
     """
     _check_messages(messages)
     if tokenizer.chat_template is None:
-        raise ValueError(f"{tokenizer.source} comes without a chat template")
+        raise ValueError(tokenizer.no_template or f"{tokenizer.source} comes without a chat template")
     given = {
         "messages": [dict(message) for message in messages],
         "tools": None,

@@ -62,7 +62,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         raise TokenizerError(f"{source}: tokenizer.ggml.model is {model!r:.60}; supported: {', '.join(_MODELS)}")
     tokenizer = _MODELS[model](fields)
     tokenizer.more_eos_ids = fields.special_ids().eos
-    tokenizer.chat_template = fields.string("chat_template", "tokenizer.")
+    try:
+        tokenizer.chat_template = fields.string("chat_template", "tokenizer.")
+    except TokenizerError as error:  # only those who chat need one
+        tokenizer.no_template = str(error)
     return tokenizer
 
 

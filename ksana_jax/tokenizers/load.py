@@ -59,7 +59,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
-    tokenizer.chat_template = _chat_template(directory, config)
+    _read_template(tokenizer, directory, config)
     return tokenizer
 
 
@@ -91,15 +91,28 @@ def _special_token(name: str, sources: list[tuple[Path, Mapping[str, Any]]]) -> 
     return None
 
 
+def _read_template(tokenizer: Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
+    """Reads the chat template from chat_template.jinja, or else tokenizer_config.json (its "default", if several).
+
+    One that cannot be used is an error only for those who chat.
+    """
+    try:
+        tokenizer.chat_template = _chat_template(directory, config)
+    except TokenizerError as error:
+        tokenizer.no_template = str(error)
+
+
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Reads the chat template from chat_template.jinja, or else tokenizer_config.json (its "default", if several)."""
     if (path := directory / "chat_template.jinja").exists():
         return read_text(path)
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "default" not in named:
-            raise TokenizerError(f"{directory / CONFIG}: chat_template is a list without one named 'default'")
+            names = ", ".join(f"{name!r:.30}" for name in named)
+            raise TokenizerError(
+                f"{directory / CONFIG}: chat_template is a list without one named 'default'; it has {names or 'none'}"
+            )
         template = named["default"]
     if template is not None and not isinstance(template, str):
         raise TokenizerError(f"{directory / CONFIG}: chat_template is {type(template).__name__}, must be a string")

@@ -217,6 +217,14 @@ def test_a_chat_template_is_used_if_there_is_one_and_writes_bos_itself():
     assert made("fwe", tokenizer=CHAT).text.startswith("<user>Read the following coded text")
 
 
+def test_a_template_that_cannot_be_used_is_never_left_out_silently():
+    broken = WordTokenizer()
+    broken.no_template = "f: chat_template is int, must be a string"
+    with pytest.raises(ConfigError, match="chat_template is int"):
+        made("fwe", tokenizer=broken)
+    assert made("fwe", tokenizer=broken, chat=False) == made("fwe")
+
+
 def test_a_template_that_prints_the_date_gives_the_same_prompt_every_day():
     dated = WordTokenizer("{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
     assert made("vt", tokenizer=dated).text.startswith("26 Jul 2024 Memorize")

@@ -78,4 +78,7 @@ def test_a_text_with_an_id_that_the_embedding_lacks_is_refused(served, monkeypat
 def test_a_model_without_a_template_says_so(served, monkeypatch):
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", None)
     reply = served.post("/v1/chat/completions", messages=MESSAGES)
-    assert reply.status == 400 and "no chat template" in reply.error["message"]
+    assert reply.status == 400 and "no chat template: ask /v1/completions" in reply.error["message"]
+    monkeypatch.setattr(served.llm.tokenizer, "no_template", "f: chat_template is int, must be a string", raising=False)
+    reply = served.post("/v1/chat/completions", messages=MESSAGES)
+    assert reply.status == 400 and "no chat template, for f: chat_template is int" in reply.error["message"]

@@ -37,6 +37,31 @@ def test_template_is_found_in_its_own_file_before_the_config(directories, tmp_pa
     assert render_chat(load_tokenizer(path), HELLO) == "file"
 
 
+NAMED = [{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("tokenizer_config.json", json.dumps({"chat_template": NAMED}), "named 'default'; it has 'tool_use', 'rag'"),
+        ("tokenizer_config.json", '{"chat_template": []}', "a list without one named 'default'; it has none"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is int, must be a string"),
+        ("chat_template.jinja", "\udcff", "is not UTF-8"),
+        ("chat_template.jinja", "", "is empty"),
+        ("chat_template.jinja", "{% if %}", "chat template refused: line 1"),
+    ],
+)
+def test_template_that_cannot_be_used_is_an_error_only_for_chats(directories, tmp_path, name, data, said):
+    path = shutil.copytree(directories["llama-like"], tmp_path / "model")
+    (path / name).write_bytes(data.encode(errors="surrogateescape"))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("the") == load_tokenizer(directories["llama-like"]).encode("the")
+    with pytest.raises(ValueError, match=said) as caught:
+        render_chat(tokenizer, HELLO)
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value) or tokenizer.chat_template
+
+
 def test_tokenizer_without_a_template_says_so(directories):
     with pytest.raises(ValueError, match=r"tokenizer\.model comes without a chat template"):
         render_chat(load_tokenizer(directories["sentencepiece"]), HELLO)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError, load_tokenizer
+from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError, load_tokenizer, render_chat
 from ksana_jax.tokenizers.gguf_splits import SPLITS
 from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer, special_ids
 from tests import real
@@ -203,6 +203,8 @@ def test_broken_metadata_is_named_in_one_line(case):
     assert len(str(caught.value)) < 900
 
 
-def test_chat_template_must_be_text():
-    with pytest.raises(TokenizerError, match=r"f: tokenizer\.chat_template is int, must be a string"):
-        gguf_tokenizer(metadata("gpt-2") | {"tokenizer.chat_template": 3}, "f")
+def test_chat_template_that_is_no_text_is_an_error_only_for_chats():
+    tokenizer = gguf_tokenizer(metadata("gpt-2") | {"tokenizer.chat_template": 3}, "f")
+    assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
+    with pytest.raises(ValueError, match=r"f: tokenizer\.chat_template is int, must be a string"):
+        render_chat(tokenizer, [{"role": "user", "content": "a"}])
