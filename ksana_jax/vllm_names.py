@@ -108,7 +108,7 @@ speculative_config= has all settings, with "method" and those of that method
     num_speculative_tokens = None | 4
 no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_decoding_backend = None, "auto" | "xgrammar"
-sampling settings come from SamplingParams only; EOS ids are read from the file
+sampling settings come from SamplingParams only; EOS ids are the union of this file's, config.json's and the tokenizer's
     generation_config = None, "auto", "vllm" | "auto"
 text only
     limit_mm_per_prompt = None | {"image": 1}

@@ -41,6 +41,12 @@ def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -
     return int(np.random.SeedSequence((*parts, index)).generate_state(1, np.uint64)[0])
 
 
+def ending_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the ids that end a text: the model's, and the tokenizer's that have a row in the embedding."""
+    more = () if tokenizer is None else tokenizer.eos_ids
+    return tuple(dict.fromkeys((*model.eos_ids, *(i for i in more if i < model.vocab_size))))
+
+
 class Intake:
     """Checks and creates the requests of one engine.
 
@@ -53,7 +59,8 @@ class Intake:
 
     def __init__(self, scheduler: Scheduler, model: ModelConfig, tokenizer: Tokenizer | None, seed: int):
         self.scheduler, self.tokenizer = scheduler, tokenizer
-        self.eos_ids, self._vocab_size, self._seed = model.eos_ids, model.vocab_size, seed
+        self._vocab_size, self._seed = model.vocab_size, seed
+        self.eos_ids = ending_ids(model, tokenizer)
         self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
 
     def new_requests(

@@ -64,7 +64,8 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def load_config(model: str | os.PathLike[str]) -> ModelConfig:
     """Reads the configuration of a model, given by path or name; see `sources.model_path` and `gguf_file.gguf_of`.
 
-    BOS and EOS ids come from generation_config.json if a directory has them there.
+    BOS comes from generation_config.json if a directory has it there. EOS ids are the union of what both files name,
+    generation_config.json first; an engine adds the tokenizer's.
 
     Raises:
       LoadError: there is no such model, or a GGUF file is damaged.
@@ -73,15 +74,25 @@ def load_config(model: str | os.PathLike[str]) -> ModelConfig:
     path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
         return gguf_config(read_gguf(gguf))
-    source = path / "config.json"
-    values = read_json(source)
-    config = config_from_hf(values, str(source))
-    generation = path / "generation_config.json"
-    if not generation.exists():
-        return config
-    given = read_json(generation)
+    source, generation = path / "config.json", path / "generation_config.json"
+    values, given = read_json(source), read_generation(generation)
     ids = {name: given[name] for name in ("bos_token_id", "eos_token_id") if given.get(name) is not None}
-    return config_from_hf({**values, **ids}, f"{source} with ids from {generation.name}") if ids else config
+    if not ids:
+        return config_from_hf(values, str(source))
+    if "eos_token_id" in ids:
+        first = listed(ids["eos_token_id"])
+        ids["eos_token_id"] = first + [i for i in listed(values.get("eos_token_id")) if i not in first]
+    return config_from_hf({**values, **ids}, f"{source} with ids from {generation.name}")
+
+
+def read_generation(path: Path) -> dict[str, Any]:
+    """Reads a generation_config.json; {} if there is none, or an empty file, which some conversions leave."""
+    return read_json(path) if path.exists() and path.stat().st_size else {}
+
+
+def listed(ids: Any) -> list[Any]:
+    """Returns the ids of a config's field: one id, a list or null."""
+    return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from tests.engine.small import BOS, SMALL, Letters, assert_idle, complete, make_llm, model
+from tests.engine.small import BOS, SMALL, VOCAB, Letters, assert_idle, complete, make_llm, model
 from tests.reference import reference_logprobs
 from tests.sampling.reference import penalised
 
@@ -307,3 +307,21 @@ def test_a_tokenizer_without_the_model_s_end_of_text_is_refused():
     tokenizer.vocab_size = 1
     with pytest.raises(ValueError, match="eos_token_id 1 is beyond the tokenizer's 1 ids"):
         make_llm(tokenizer)
+
+
+def test_a_text_ends_with_the_tokens_that_only_the_tokenizer_names(llm):
+    [free] = llm.generate("x.y", SamplingParams(temperature=0, max_tokens=12))
+    ids = free.outputs[0].token_ids
+    turn = next(i for i in ids[2:] if i not in ids[:2])
+    tokenizer = Letters()
+    tokenizer.more_eos_ids = (turn, VOCAB)  # the embedding has no row for the last
+    named = make_llm(tokenizer)
+    [ended] = named.generate("x.y", SamplingParams(temperature=0, max_tokens=12))
+    end = ids.index(turn) + 1
+    assert (ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == (ids[:end], "stop")
+    [later] = named.generate("x.y", SamplingParams(temperature=0, max_tokens=12, min_tokens=end))
+    assert turn not in later.outputs[0].token_ids[:end]
+    ignoring = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert (
+        named.generate("x.y", ignoring)[0].outputs[0].token_ids == llm.generate("x.y", ignoring)[0].outputs[0].token_ids
+    )

@@ -71,11 +71,21 @@ def test_snapshot_of_the_hugging_face_cache_is_read_through_its_links(tmp_path):
     assert load_model(snapshot)[0] == TINY
 
 
-def test_generation_config_names_the_ids_that_end_a_text(tmp_path):
+def test_ids_that_end_a_text_are_the_union_of_both_files(tmp_path):
     write_config(tmp_path)
     assert (load_config(tmp_path).bos_id, load_config(tmp_path).eos_ids) == (1, (2,))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9], "temperature": 0.6}))
-    assert (load_config(tmp_path).bos_id, load_config(tmp_path).eos_ids) == (1, (5, 9))
+    assert (load_config(tmp_path).bos_id, load_config(tmp_path).eos_ids) == (1, (5, 9, 2))
+    for nothing in ("", "{}", '{"eos_token_id": -1}', '{"eos_token_id": []}', '{"eos_token_id": null}'):
+        (tmp_path / "generation_config.json").write_text(nothing)
+        assert load_config(tmp_path).eos_ids == (2,)
+    # The family's default, 2 for a Llama, is no file's word.
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(tmp_path).eos_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert load_config(tmp_path).eos_ids == (7,)
 
 
 def test_tied_model_takes_no_head_and_ignores_an_equal_one(tmp_path):

@@ -167,3 +167,7 @@ def test_special_ids_may_be_one_several_or_none():
     assert config_from_hf(LLAMA | {"eos_token_id": [5, 7, 5]}).eos_ids == (5, 7)
     assert config_from_hf(LLAMA | {"eos_token_id": None, "bos_token_id": None}).eos_ids == ()
     assert config_from_hf(QWEN2).bos_id is None
+    assert config_from_hf(LLAMA | {"eos_token_id": -1}).eos_ids == ()
+    assert config_from_hf(LLAMA | {"eos_token_id": [2, -1]}).eos_ids == (2,)
+    for beyond in (-1, LLAMA["vocab_size"], 10**6):  # nothing uses it
+        assert config_from_hf(LLAMA | {"bos_token_id": beyond}).bos_id is None

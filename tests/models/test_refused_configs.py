@@ -91,7 +91,7 @@ REFUSED = [
     (LLAMA, {"attention_bias": "yes"}, ["attention_bias is 'yes'", "true or false"]),
     (LLAMA, {"tie_word_embeddings": 1}, ["tie_word_embeddings is 1"]),
     (LLAMA, {"eos_token_id": 1000}, ["eos_token_id is 1,000", "vocab_size 1000"]),
-    (LLAMA, {"eos_token_id": [2, -1]}, ["eos_token_id is [2, -1]"]),
+    (LLAMA, {"eos_token_id": [2, -2]}, ["eos_token_id is [2, -2]"]),
     (LLAMA, {"bos_token_id": "<s>"}, ["bos_token_id is '<s>'"]),
     (MISTRAL, {"sliding_window": 0}, ["sliding_window is 0"]),
     (MISTRAL, {"attention_bias": True}, ["attention_bias is True", "false"]),

@@ -147,15 +147,20 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
 
 
 def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the BOS id and the EOS ids; a config has one id, a list or null."""
+    """Returns the BOS id and the EOS ids; a config has one id, a list or null.
+
+    -1 stands for no id. A BOS beyond the vocabulary counts as none too: only the tokenizer would use it.
+    """
     vocab_size = fields.get("vocab_size")
 
     def ids(name: str) -> tuple[int, ...]:
         value = fields.get(name)
         listed = value if isinstance(value, list) else [] if value is None else [value]
+        listed = [i for i in listed if not checks.is_integer(i) or i != -1]
         most = vocab_size - 1 if checks.is_integer(vocab_size) else None
         found = [i for i in listed if checks.integer("id", i, 0, most) is None]
-        if len(found) < len(listed) and name in fields.values:
+        harmless = name == "bos_token_id" and all(checks.is_integer(i) for i in listed)
+        if len(found) < len(listed) and name in fields.values and not harmless:
             fields.problem(name, value, f"ids must be integers from 0 to vocab_size {vocab_size} - 1")
         return tuple(dict.fromkeys(found))
 
