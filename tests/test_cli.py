@@ -128,6 +128,18 @@ def test_doctor_ends_with_one_line_of_json(capsys):
     assert used["attention"] == used["kv_write"] and used["attention"] in ("native", "xla")
 
 
+def test_doctor_of_a_model_shows_its_ends_with_their_files(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["doctor", "ksana-tiny", "--json"])
+    assert raised.value.code == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    [end] = [fact for fact in json.loads(line) if fact["name"] == "ends a text"]
+    assert end["value"] == "2 '</s>'"
+    assert end["source"] == "generation_config.json, config.json, tokenizer_config.json"
+    assert any("ends a text" in text and "2 '</s>'" in text for text in shown)
+    assert "a model or --device" in fails(capsys, "doctor", "ksana-tiny", "--device", "cpu")
+
+
 def fails(capsys, *args):
     """Standard error of a command that must end with exit code 2 and one line."""
     with pytest.raises(SystemExit) as raised:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ksana_jax.errors import ConfigError
 from ksana_jax.sources import MODEL_HELP
 
 if TYPE_CHECKING:
@@ -76,6 +77,13 @@ def plan(
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"print what decides the answers of a model, and the file that says so: {MODEL_HELP}",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -89,9 +97,15 @@ def doctor(
 ) -> None:
     """Shows devices, versions, the implementations of each operator with what they need, which one is used, what
     `ksana align --choose` has measured of them, the numerics there are, and what operators.prefer: agreement chooses.
+
+    With a model, shows what its files say instead.
     """
     import json
 
+    if model is not None:
+        if device is not None:
+            raise ConfigError("doctor takes a model or --device")
+        return _print_model(model, as_json)
     if device is not None:
         from ksana_jax.probe.report import show
 
@@ -135,6 +149,26 @@ def doctor(
         times = [] if measured is None else [dataclasses.asdict(found) for found in measured.operators]
         more = {"measured": times, "invariant": lacks is None, "verdicts": verdicts}
         print(json.dumps({**found, "hidden": hidden(), "operators": [row._asdict() for row in operators], **more}))
+
+
+def _print_model(model: str, as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ksana_jax.engine.model_facts import model_facts
+
+    facts = model_facts(model)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in facts[0]:
+        table.add_column(overflow="fold")
+    for fact in facts:
+        table.add_row(*map(escape, fact))
+    Console(highlight=False).print(table)
+    if as_json:
+        print(json.dumps([fact._asdict() for fact in facts]))
 
 
 def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Verdict | None) -> None:

@@ -27,6 +27,8 @@ class Tokenizer(abc.ABC):
       vocab_size: one more than the largest id.
       bos_id, eos_id: None if the model has none.
       more_eos_ids: further ids that end a text, such as the end of a turn.
+      eos_source: the file that names eos_id.
+      added_ids: of the tokens that are matched in a text before the rest is split.
       bos_token, eos_token: their texts, "" if there is none; chat templates use them.
       chat_template: Jinja source; None if the model has none that can be used.
       no_template: why not, for messages; "" if the files name none.
@@ -38,6 +40,8 @@ class Tokenizer(abc.ABC):
     bos_id: int | None = None
     eos_id: int | None = None
     more_eos_ids: tuple[int, ...] = ()
+    eos_source: str = ""
+    added_ids: tuple[int, ...] = ()
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None

@@ -44,9 +44,11 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         if (found := _of_gguf(gguf)) is None:
             raise TokenizerError(f"{gguf} has no tokenizer")
         return found
-    config = read_optional_object(directory / CONFIG)
+    # The older special_tokens_map.json names what tokenizer_config.json does not.
+    sources = {path: read_optional_object(path) for path in (directory / CONFIG, directory / "special_tokens_map.json")}
+    specials = SpecialTokens(_special_token("bos_token", sources), _special_token("eos_token", sources))
+    config = sources[directory / CONFIG]
     added = added_tokens(config, directory / CONFIG)
-    specials = _special_tokens(directory, config)
     # Each library takes a tenth of a second to import, and a directory needs only one of them.
     if (path := directory / JSON).exists():
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
@@ -59,6 +61,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
+    tokenizer.eos_source = str(_naming("eos_token", sources) or tokenizer.source)
     _read_template(tokenizer, directory, config)
     return tokenizer
 
@@ -73,22 +76,18 @@ def _of_gguf(path: Path) -> Tokenizer | None:
     return gguf_tokenizer(metadata, str(path))
 
 
-def _special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
-    """Reads the texts of BOS and EOS from tokenizer_config.json, or else from the older special_tokens_map.json."""
-    older = directory / "special_tokens_map.json"
-    sources = [(directory / CONFIG, config), (older, read_optional_object(older))]
-    return SpecialTokens(_special_token("bos_token", sources), _special_token("eos_token", sources))
+def _naming(name: str, sources: Mapping[Path, Mapping[str, Any]]) -> Path | None:
+    return next((path for path, values in sources.items() if values.get(name) is not None), None)
 
 
-def _special_token(name: str, sources: list[tuple[Path, Mapping[str, Any]]]) -> str | None:
-    for path, values in sources:
-        if (token := values.get(name)) is None:
-            continue
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str):
-            raise TokenizerError(f"{path}: {name} is {token!r:.60}, must be a string or an object with content")
-        return text or None
-    return None
+def _special_token(name: str, sources: Mapping[Path, Mapping[str, Any]]) -> str | None:
+    if (path := _naming(name, sources)) is None:
+        return None
+    token = sources[path][name]
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TokenizerError(f"{path}: {name} is {token!r:.60}, must be a string or an object with content")
+    return text or None
 
 
 def _read_template(tokenizer: Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:

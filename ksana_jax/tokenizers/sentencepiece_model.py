@@ -67,6 +67,7 @@ class SentencePieceTokenizer(Tokenizer):
         tokens |= {token.content: token for token in self._added.values()}
         self._tokens = {content: token for content, token in tokens.items() if content}
         self._written_out = _any_of(self._tokens)
+        self.added_ids = tuple(sorted(token.id for token in self._tokens.values()))
         self.vocab_size = max(self._num_pieces, 1 + max(self._added, default=-1))
         self._pieces: dict[int, Piece] = {}
 

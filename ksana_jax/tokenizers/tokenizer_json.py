@@ -52,6 +52,7 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = 1 + max(vocabulary.values())
         # Whether they are special.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self.added_ids = tuple(sorted(self._added))
         self._decode_piece = _PieceDecoder(decoder, source)
         self.byte_errors, self.strip_start = self._decode_piece.byte_errors, self._decode_piece.strip_start
         self._pieces: dict[int, Piece] = {}

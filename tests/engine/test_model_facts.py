@@ -1,0 +1,119 @@
+"""`ksana doctor MODEL`: what decides a model's answers, with the file that says it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ksana_jax.engine.intake import ending_ids
+from ksana_jax.engine.model_facts import ending_files, model_facts
+from ksana_jax.gguf_file import gguf_of
+from ksana_jax.loading import load_config
+from ksana_jax.tokenizers import find_tokenizer
+from tests.gguf_writer import write_gguf
+from tests.loading.gguf_on_disk import gguf_metadata, gguf_tensors
+from tests.loading.models_on_disk import TINY, random_tensors, write_model
+from tests.tokenizers.conftest import CHAT, llama_like
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SIZE = llama_like().get_vocab_size()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of whose files each names another end, with one added token that its embedding has no row for."""
+    config = dataclasses.replace(TINY, vocab_size=SIZE + 1, eos_ids=(2, 5))
+    write_model(tmp_path, random_tensors(config), config)
+    llama_like().save(str(tmp_path / "tokenizer.json"))
+    added = {str(SIZE): {"content": "<turn>", "special": True}, str(SIZE + 1): {"content": "<pic>", "special": True}}
+    values = {"added_tokens_decoder": added, "eos_token": "<turn>", "bos_token": "<s>", "chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, -1]}')
+    return tmp_path
+
+
+def found(model, name):
+    return [(fact.value, fact.source) for fact in model_facts(model) if fact.name == name]
+
+
+def test_each_end_of_a_text_is_shown_with_the_files_that_name_it(folder):
+    assert found(folder, "ends a text") == [
+        ("7 '\\x04'", "generation_config.json"),
+        ("2 '</s>'", "generation_config.json, config.json"),
+        ("5 '\\x02'", "config.json"),
+        (f"{SIZE} '<turn>'", "tokenizer_config.json"),
+    ]
+
+
+def ends(path):
+    config, tokenizer = load_config(path), find_tokenizer(path)
+    shown = ending_files(path, config, tokenizer)
+    assert tuple(i for i in shown if i < config.vocab_size) == ending_ids(config, tokenizer)
+    return shown
+
+
+def test_the_ends_that_are_shown_are_those_that_an_engine_uses(folder):
+    assert list(ends(folder)) == [7, 2, 5, SIZE]
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert ends(folder)[2] == ["generation_config.json", "config.json", "special_tokens_map.json"]
+    (folder / "generation_config.json").write_text("")
+    (folder / "special_tokens_map.json").unlink()
+    values = json.loads((folder / "config.json").read_text())
+    del values["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert ends(folder) == {2: ["default of llama"]}
+
+
+def test_a_gguf_file_names_the_key_of_each_end(tmp_path):
+    config = dataclasses.replace(TINY, eos_ids=(2, 5, 9))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, gguf_metadata("llama", config), gguf_tensors("llama", config, random_tensors(config)))
+    assert gguf_of(path) == path
+    keys = {2: "eos_token_id", 5: "eot_token_id", 9: "eom_token_id"}
+    assert ending_files(path, load_config(path), None) == {
+        index: [f"m.gguf: tokenizer.ggml.{key}"] for index, key in keys.items()
+    }
+
+
+def test_a_tokenizer_is_shown_with_what_it_adds_and_what_is_refused(folder):
+    [(said, source)] = found(folder, "tokenizer")
+    assert said.startswith(f"{SIZE + 2} ids; prompts with one of the last 1 are refused") and source == "tokenizer.json"
+    assert found(folder, "added to a prompt") == [("nothing", "tokenizer.json")]
+    [(said, _)] = found(folder, "added tokens")
+    lacks = "which the embedding has no row for: never drawn"
+    assert said == f"5: 0 '<unk>', 1 '<s>', 2 '</s>', {SIZE} '<turn>', {SIZE + 1} '<pic>', {lacks}"
+
+
+def test_a_template_is_shown_at_work_or_why_it_does_not(folder):
+    [(said, source)] = found(folder, "chat template")
+    assert "'hi' becomes '<s><|im_start|>user\\nhi" in said and source == "tokenizer_config.json"
+    for data, why in (
+        (b"\xff", "is not UTF-8"),
+        (b"{% if %}", "8 characters; of a first message: chat template refused"),
+    ):
+        (folder / "chat_template.jinja").write_bytes(data)
+        [(said, source)] = found(folder, "chat template")
+        assert why in said and source == "chat_template.jinja"
+
+
+def test_ropes_and_windows_are_shown_with_their_layers():
+    model = GOLDEN / "gemma3-mqa-window-rope-linear-new"
+    linear, plain = "linear, theta 10,000, factor 4.0 in layers 0, 2", "default, theta 100 in layers 1"
+    assert found(model, "rope") == [(linear, "config.json"), (plain, "config.json")]
+    assert found(model, "attention") == [
+        ("full in layers 0, 2", "config.json"),
+        ("window=12 in layers 1", "config.json"),
+    ]
+    assert found(model, "ends a text") == [("nothing: answers go on to max_tokens", "no file")]
+    assert found(model, "tokenizer") == [("none: prompts are token ids", "no file")]
+
+
+def test_dtypes_are_those_of_the_files_and_of_the_settings(folder):
+    [(stored, _)] = found(folder, "weights in files")
+    assert stored.startswith("tensors: ") and stored.endswith("in F32")
+    assert found(folder, "weights in memory") == [("f32; with dtype: auto f32, on this device", "default of dtype")]
+    (folder / "model.safetensors").unlink()
+    [(stored, _)] = found(folder, "weights in files")
+    assert "safetensors" in stored  # says what is missing; the rest is shown all the same
