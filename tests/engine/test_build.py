@@ -8,7 +8,7 @@ from ksana_jax.engine.build import build_engine
 from ksana_jax.loading import load
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.planner import engine as planner_engine
-from tests.engine.small import Letters, model
+from tests.engine.small import model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 
 
@@ -25,7 +25,6 @@ def nothing_takes_time(monkeypatch):
 
 SINKS = AttentionPattern(window=4, num_sinks=2)
 REFUSED = {
-    "tokenizer": ({"tokenizer": Letters()}, "vocab_size is 32, but the tokenizer has 64 ids"),
     "no tokenizer": ({"tokenizer": 5}, "tokenizer is of type int, must be a path"),
     "tokenizer's path": ({"tokenizer": "nowhere"}, "nowhere"),
     "policy": ({"policy": "lifo"}, "policy is 'lifo', must be one of fcfs"),

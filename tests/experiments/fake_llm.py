@@ -13,7 +13,7 @@ from ksana_jax.request import CompletionOutput, Logprob, RequestMetrics, Request
 
 class ByteTokenizer:
     bos_id = 256
-    chat_template = None
+    chat_template, no_template = None, ""
 
     def encode(self, text, add_special_tokens=True):
         return [self.bos_id] * add_special_tokens + list(text.encode())
