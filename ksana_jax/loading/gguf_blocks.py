@@ -18,7 +18,7 @@ from ksana_jax.gguf_file import TYPES
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 # Types without blocks, whose values are stored as they are.
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Levels of IQ4_NL; and of MXFP4, twice those of E2M1, where gguf has no negative zero.
+# Levels of IQ4_NL; and of MXFP4, twice the levels of E2M1, where gguf has no negative zero.
 IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 MXFP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 

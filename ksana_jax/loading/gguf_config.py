@@ -44,7 +44,7 @@ YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-# Known keys that change nothing: the vocabulary's size is that of the embedding, and these norms have no mean.
+# Known keys that change nothing: the embedding gives the vocabulary's size, and these norms have no mean.
 UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned")
 KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
 KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}

@@ -203,7 +203,7 @@ def test_tensors_that_do_not_fit_and_numbers_that_are_none_are_named(tmp_path):
     assert "model.layers.1.mlp.gate_proj.weight has shape [23, 16], the config gives [24, 16]" in said
     extra = np.zeros((4, 4), np.float32)
     for name in ("blk.0.ffn_gate_exps.weight", "blk.00.attn_q.weight", "rope_factors_long.weight"):
-        assert f"{name} is not part of this llama config" in refusal(lambda t: t.update({name: extra}))  # noqa: B023
+        assert f"{name} is not part of this llama config" in refusal(lambda t: t.update({name: extra}))  # noqa: B023  called at once
     nan = np.full((24, 16), np.nan, np.float32)
     assert "gate_proj.weight has values that are NaN or infinite" in refusal(lambda t: t.update({gate: nan}))
 

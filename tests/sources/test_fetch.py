@@ -202,7 +202,7 @@ def test_what_stops_pip_is_one_line(pip, monkeypatch, written, said):
 
 def test_an_index_that_cannot_be_reached_is_told_from_one_without_the_package(pip, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
-    settings = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "PIP_FIND_LINKS": ""}
+    settings = {"PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_RETRIES": "1", "PIP_FIND_LINKS": ""}
     for variable, value in settings.items():
         monkeypatch.setenv(variable, value)
     assert "the package index cannot be reached" in refusal()
