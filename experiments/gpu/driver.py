@@ -27,6 +27,7 @@ from typing import Any
 from experiments.gpu import marks
 from experiments.gpu.context import RESTART, append_record, read_records
 from experiments.gpu.plan import CLOSING_S, GRACE_S, Section, limit_s
+from pallas_kernels.aot import find_ptxas
 
 MAX_RESTARTS = 6
 PROGRAM = (sys.executable, "-m", "experiments.gpu")
@@ -99,7 +100,12 @@ class Child:
 
 
 def _environment(scratch: Path) -> Mapping[str, str]:
-    """Of every section: what one has compiled and autotuned the others need not."""
+    """Of every section: what one has compiled and autotuned the others need not, and one ptxas for all.
+
+    Mosaic GPU takes the ptxas that is first on PATH, never a package's; reports of kernels are of the package's.
+    """
+    ptxas = find_ptxas()
+    folders = [*([str(Path(ptxas).parent)] if ptxas else []), os.environ.get("PATH", os.defpath)]
     chosen = {
         "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -107,7 +113,9 @@ def _environment(scratch: Path) -> Mapping[str, str]:
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "xla_gpu_per_fusion_autotune_cache_dir",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    return {"PYTHONUNBUFFERED": "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
+    return {"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(folders)} | {
+        name: os.environ.get(name, value) for name, value in chosen.items()
+    }
 
 
 class _Attempts:

@@ -68,3 +68,13 @@ def _filled(blocks, key):
 def filled(cache: KVCache) -> KVCache:
     """The pool with normal numbers in it (the same every 16 blocks): zeros would be timed too fast."""
     return cache.with_kv(_filled(cache.kv, jax.random.key(1)))
+
+
+XLA = {"attention": "xla", "linear": "xla", "norm": "xla"}
+
+
+def operators(context, case: str) -> dict[str, str]:
+    """Settings of an engine's operators: XLA's for all once a kernel has broken a case, as any may be the one."""
+    from ksana_jax.ops.implementations import IMPLEMENTATIONS
+
+    return XLA if any(context.excluded(i.name, case) for i in IMPLEMENTATIONS) else {}

@@ -301,4 +301,4 @@ def test_an_unknown_section_is_refused_in_one_line(capsys):
     from experiments.gpu.__main__ import main
 
     assert main(["--only", "decod"]) == 2
-    assert capsys.readouterr().err.startswith("no section 'decod'; sections are environment, ceilings")
+    assert capsys.readouterr().err.startswith("no section 'decod'; sections are environment, correctness")

@@ -136,7 +136,7 @@ class _Batch:
                 with context.guard(name, case):
                     out = jax.block_until_ready(poisoned(program, self._call))
                     again = jax.block_until_ready(program(self._call))
-                found = compare(out, right) | {"repeatable": _same(out, again)}
+                found = compare(out, right) | {"repeatable": same(out, again)}
                 found |= _where(context, out, right, found["right"])
                 if not found["right"]:
                     context.say(f"{name} is WRONG on {case}: {found}")
@@ -244,7 +244,7 @@ def compare(result: Result, reference: Result) -> dict[str, Any]:
     return found | {"right": bool(fine)}
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Bit for bit: an error that moves from run to run would be a race."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b))
     return all(np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8)) for x, y in pairs)

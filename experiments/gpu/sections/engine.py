@@ -1,4 +1,4 @@
-"""The engine's greedy tokens with each implementation of attention against those of the XLA path; its launches.
+"""The engine's greedy tokens with each implementation of attention against all of XLA's operators; its launches.
 
 The list of launches that XLA writes for each program says which of them are in command buffers (CUDA graphs).
 """
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from experiments.gpu.context import Context
+from experiments.gpu.llama import XLA, random_params
 from pallas_kernels.aot.report import count_thunks
 
 # Fewer tokens apart than this in log-probability are a tie for bfloat16: either may come first.
@@ -67,29 +68,27 @@ def _settings(context: Context) -> dict[str, Any]:
     }
 
 
-def _tiny(context: Context):
+def _tiny(context: Context, operators: dict[str, str]):
     from ksana_jax.engine.llm import LLM
 
-    return LLM("ksana-tiny", **_settings(context))
+    return LLM("ksana-tiny", operators=operators, **_settings(context))
 
 
-def _random(context: Context):
-    from experiments.gpu.llama import random_params
+def _random(context: Context, operators: dict[str, str]):
     from ksana_jax.config import ModelConfig
     from ksana_jax.engine.llm import LLM
 
     small = (64, 2, 4, 2, 64, 128) if context.tiny else (2048, 4, 16, 4, 128, 4096)
     names = ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff")
     config = ModelConfig(vocab_size=1024, **dict(zip(names, small)))
-    return LLM.from_params(config, random_params(config), **_settings(context))
+    return LLM.from_params(config, random_params(config), operators=operators, **_settings(context))
 
 
 def _tokens(context: Context, make, implementation) -> list[Any]:
     """Greedy completions of 16 prompts of 3 to 150 tokens, with the two most probable tokens of each place."""
     from ksana_jax.request import SamplingParams
 
-    llm = make(context)
-    llm.runner.implementation = implementation  # before anything is compiled
+    llm = make(context, XLA if implementation.name == "xla" else {"attention": implementation.name})
     rng = np.random.default_rng(5)
     lengths = (3, 20, 5, 33) if context.tiny else rng.integers(3, 150, 16)
     prompts = [{"prompt_token_ids": rng.integers(3, llm.model_config.vocab_size, n).tolist()} for n in lengths]

@@ -67,7 +67,7 @@ def run(context: Context) -> None:
 
 
 def compilers() -> dict[str, Any]:
-    """Every ptxas that XLA may take, with its version, and what tells XLA where to look."""
+    """Every ptxas that XLA may take, with its version, that of Mosaic GPU, and what tells XLA where to look."""
     flags = os.environ.get("XLA_FLAGS", "")
     data_dir = next((f.split("=", 1)[1] for f in flags.split() if f.startswith("--xla_gpu_cuda_data_dir=")), "")
     places = [data_dir, os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
@@ -75,6 +75,7 @@ def compilers() -> dict[str, Any]:
     paths = dict.fromkeys(p for p in found if p and Path(p).is_file())
     return {
         "ptxas": {path: _output([path, "--version"]).splitlines()[-1:] for path in paths},
+        "mosaic": shutil.which("ptxas"),
         "cuda_data_dir": data_dir,
         "XLA_FLAGS": flags,
         **{name: os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH", "MOSAIC_GPU_DUMP_TO")},

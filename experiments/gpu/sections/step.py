@@ -7,7 +7,7 @@ import time
 
 from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context
-from experiments.gpu.llama import LLAMA_8B, SMALL, filled, random_params, weight_bytes
+from experiments.gpu.llama import LLAMA_8B, SMALL, filled, operators, random_params, weight_bytes
 from experiments.gpu.step_parts import Step, take_apart
 from experiments.gpu.timing import Dispatched, measured
 
@@ -17,14 +17,11 @@ FIRST_RUN = "a step of Llama-8B's shape"
 
 
 def run(context: Context) -> None:
-    from ksana_jax.ops.implementations import IMPLEMENTATIONS
-
     sizes = ((1, 64), (4, 32)) if context.tiny else ((1, 1024), (64, 2048), (256, 1024))
-    llm = make_llm(SMALL if context.tiny else LLAMA_8B, sizes, block_size=16 if context.tiny else 64)
+    chosen = operators(context, FIRST_RUN)
+    llm = make_llm(SMALL if context.tiny else LLAMA_8B, sizes, block_size=16 if context.tiny else 64, operators=chosen)
     runner = llm.runner
     context.say(f"weights: {weight_bytes(runner.params) / 1e9:.2f} GB are read in a step")
-    if context.excluded(runner.implementation.name, FIRST_RUN):
-        runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
     name = runner.implementation.name
     context.record(
         "fact", name="step", who=name, weight_bytes=weight_bytes(runner.params), pool_bytes=runner.cache.nbytes
@@ -42,7 +39,7 @@ def run(context: Context) -> None:
         take_apart(context, middle)
 
 
-def make_llm(config, sizes, *, block_size: int):
+def make_llm(config, sizes, *, block_size: int, operators: dict[str, str] | None = None):
     """An engine whose pool holds the largest of some batches of texts, full of random numbers."""
     from ksana_jax.engine.llm import LLM
 
@@ -57,6 +54,7 @@ def make_llm(config, sizes, *, block_size: int):
         max_model_len=longest + block_size,
         max_num_seqs=most,
         max_num_batched_tokens=512,
+        operators=operators,
     )
     llm.runner.cache = filled(llm.runner.cache)
     return llm

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
-from experiments.gpu.llama import LLAMA_8B, SMALL, random_params
+from experiments.gpu.llama import LLAMA_8B, SMALL, operators, random_params
 from ksana_jax.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
     """An engine for some requests at once, with three shapes of steps in place of a ladder: each costs a compilation,
     and rows that idle cost little besides the weights."""
     from ksana_jax.engine.llm import LLM
-    from ksana_jax.ops.implementations import IMPLEMENTATIONS
 
     size, chunk, tile = (16, 64, 32) if context.tiny else (64, 1024, 64)
     llm = LLM.from_params(
@@ -70,9 +69,8 @@ def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
         max_num_seqs=requests,
         max_num_batched_tokens=chunk,
         query_tile=tile,
+        operators=operators(context, FIRST_RUN),
     )
-    if context.excluded(llm.runner.implementation.name, FIRST_RUN):
-        llm.runner.implementation = next(i for i in IMPLEMENTATIONS if i.name == "xla")
     buckets = llm.engine.builder.buckets
     buckets = dataclasses.replace(buckets, decodes=(requests,), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:])
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=buckets)
