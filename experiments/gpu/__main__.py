@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.gpu import driver, plan
 from experiments.gpu.table import table
 
-# All that a run writes: some machines give back no more than eight files.
+# All that a run writes: some machines give back few files.
 FILES = (
     "results.json",
     "records.jsonl",
@@ -26,7 +26,8 @@ FILES = (
     "wrong_tile.npy",
     "step_kernels.txt",
     "step_launches.txt",
-    "step_after_optimizations.txt",
+    "step_after_optimizations.txt.gz",
+    "host_profile.txt",
 )
 
 
@@ -38,6 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on any device: tries every line")
     parser.add_argument("--seconds", type=float, default=plan.TOTAL_S, help="for all sections together")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has torch")
+    parser.add_argument("--shard", default="1/1", help="K/N: every N-th spec of correctness, to run N side by side")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (out / name).unlink(missing_ok=True)
-    options = ["--peer-python", args.peer_python, *(["--tiny"] if args.tiny else [])]
+    options = ["--peer-python", args.peer_python, "--shard", args.shard, *(["--tiny"] if args.tiny else [])]
     # Whoever ends this run still gets the table of what there is.
     signal.signal(signal.SIGTERM, _interrupt)
     began = time.monotonic()

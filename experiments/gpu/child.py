@@ -32,6 +32,7 @@ def run_child(args: argparse.Namespace) -> int:
         args.peer_python,
         args.folder,
         args.careful,
+        args.shard,
     )
     if module is None:
         assert import_error is not None

@@ -54,6 +54,7 @@ class Context:
       peer_python: the interpreter that has torch.
       folder: for files that last as long as the section, also when it is begun anew.
       careful: compile one program after the other, so that a compiler that aborts can be told from the others.
+      shard: "K/N" takes every N-th spec of correctness.
       began: `time.monotonic()` at which the section was let go.
     """
 
@@ -64,6 +65,7 @@ class Context:
     peer_python: str = ""
     folder: Path = Path(".")
     careful: bool = False
+    shard: str = "1/1"
     began: float = dataclasses.field(default_factory=time.monotonic)
     gauges: Gauges = dataclasses.field(default_factory=Gauges)
     _watched: tuple[str, str, float] | None = None

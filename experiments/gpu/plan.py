@@ -33,7 +33,7 @@ SECTIONS = (
     Section("quantised", "quantised", 40, 12),
     Section("engine", "engine", 70, 25, 0.85),
     Section("throughput", "throughput", 80, 25, 0.92),
-    Section("products", "products", 35, 10),
+    Section("products", "products", 70, 10),
     Section("kv_write", "kv_write", 35, 8),
     Section("mixed", "mixed", 30, 10),
     Section("shared", "shared", 45, 10),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,8 @@ class Step:
 def take_apart(context: Context, step: Step) -> None:
     """Times a step in other ways and looks into its program; each way that fails costs only itself."""
     program = step.runner.programs[step.key]
-    (context.out / "step_after_optimizations.txt").write_text(program.as_text())
+    with gzip.open(context.out / "step_after_optimizations.txt.gz", "wt") as file:
+        file.write(program.as_text())
     context.attempt("the step's launches", lambda: _launches(context, step))
     ways: dict[str, Callable[[], Callable[[int], Any]]] = {
         "without attention and cache": lambda: network_alone(step),

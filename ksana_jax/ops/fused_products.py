@@ -9,6 +9,7 @@ products of few columns with many rows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,11 +29,13 @@ KERNEL = PRODUCTS["hopper_product"]
 
 def linear(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies, in the kernel where it pays; the contract of `models.layers.linear`."""
-    out = None if dtype not in (None, x.dtype) else _multiplied(KERNEL, x, w, bias=b)
+    out = None if dtype not in (None, x.dtype) else _multiplied(KERNEL, pays, x, w, bias=b)
     return layers.linear(x, w, b, dtype=dtype) if out is None else out
 
 
-def _multiplied(kernel: Kernel[jax.Array], x: jax.Array, w: Any, **options: Any) -> jax.Array | None:
+def _multiplied(
+    kernel: Kernel[jax.Array], serves: Callable[[Product], bool], x: jax.Array, w: Any, **options: Any
+) -> jax.Array | None:
     """Returns the `Product` of x [..., D] and options, or None where XLA is to compute it."""
     if not isinstance(w, jax.Array) or w.ndim != 2:
         return None
@@ -42,14 +45,18 @@ def _multiplied(kernel: Kernel[jax.Array], x: jax.Array, w: Any, **options: Any)
         ahead = None
     flat = x.reshape(-1, x.shape[-1])
     call = Product(flat, w, residual=residual, ahead=ahead, ahead_bytes=AHEAD_BYTES, **options)
-    return kernel(call).reshape(*x.shape[:-1], -1) if pays(call) else None
+    return kernel(call).reshape(*x.shape[:-1], -1) if serves(call) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedOperators(Operators):
-    """The contract of `Operators` for one device. kernel: of products."""
+    """The contract of `Operators` for one device.
+
+    kernel: of products. serves: whether it computes a product; XLA computes the others.
+    """
 
     kernel: Kernel[jax.Array] = KERNEL
+    serves: Callable[[Product], bool] = pays
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
         with jax.named_scope("qkv"):
@@ -86,7 +93,7 @@ class FusedOperators(Operators):
         if (plus_one := layers.norm_kind(norms.kind).plus_one) is None:
             return None
         of_norm = {"norm": weight, "eps": norms.eps, "plus_one": plus_one}
-        return _multiplied(self.kernel, x, w, bias=bias, **of_norm, **options)
+        return _multiplied(self.kernel, self.serves, x, w, bias=bias, **of_norm, **options)
 
     def _added(
         self,
@@ -100,7 +107,7 @@ class FusedOperators(Operators):
     ) -> jax.Array:
         """Returns x plus the product of y, which is normed first where there is a norm."""
         if post_norm is None:
-            out = _multiplied(self.kernel, y, w, bias=bias, residual=x, **options)
+            out = _multiplied(self.kernel, self.serves, y, w, bias=bias, residual=x, **options)
             if out is not None:
                 return out
         out = self.linear(y, w, bias)

@@ -1,6 +1,7 @@
 """What `python -m experiments.gpu` measures, in which order, and how it judges, without a GPU."""
 
 import dataclasses
+import gzip
 import json
 import os
 import sys
@@ -334,7 +335,7 @@ def test_a_decode_step_is_taken_apart(tmp_path):
         "sampling at temperature 1",
         "without command buffers",
     ]
-    assert "ENTRY" in (tmp_path / "step_after_optimizations.txt").read_text()
+    assert "ENTRY" in gzip.open(tmp_path / "step_after_optimizations.txt.gz", "rt").read()
     assert (tmp_path / "step_kernels.txt").read_text().startswith("a step of 4 rows of 32\n")
     # The network alone needs keys and values too: XLA would leave out their products.
     q, k, v = (jnp.ones((2, n, 4)) for n in (4, 2, 2))

@@ -17,7 +17,7 @@ def test_a_layer_is_checked_and_timed_with_each_candidate(tmp_path, monkeypatch)
     monkeypatch.setattr(
         products,
         "candidates",
-        lambda: {
+        lambda rows: {
             "XLA": (Operators(), False),
             "right": (FusedOperators(kernel=product_reference.KERNEL), True),
             "wrong": (FusedOperators(kernel=Kernel(swapped, None)), True),

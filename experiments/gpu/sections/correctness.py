@@ -39,7 +39,7 @@ LLAMA = (
 def run(context: Context) -> None:
     # Not the seeds of the tests.
     seed = time.time_ns() % 2**20
-    found = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in specs(context.tiny)]
+    found = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in sharded(specs(context.tiny), context.shard)]
     context.record("fact", name="seeds", first=seed)
     kernels = implementations()
     # Hopper's kernels on everything, then the others.
@@ -65,6 +65,12 @@ def specs(tiny: bool) -> list[arguments.Spec]:
     others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.SMALL]
     stride = 8
     return [*LLAMA, *(others[i] for start in range(stride) for i in range(start, len(others), stride))]
+
+
+def sharded(specs: list[arguments.Spec], shard: str) -> list[arguments.Spec]:
+    """Every N-th spec, beginning with the K-th, of "K/N"."""
+    start, of = map(int, shard.split("/"))
+    return specs[start - 1 :: of]
 
 
 def _count(context: Context, who: str) -> dict[str, int]:

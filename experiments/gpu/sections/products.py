@@ -23,10 +23,23 @@ from pallas_kernels.contract import Kernel, Product
 # Each rounds its results to 8 bits, and the last ones depend on all before.
 TOLERANCE = 2e-2
 LAYERS = 4  # together 1.7 GB
+ROWS = (8, 64, 16, 32)
+PARTS = ("qkv", "output", "gate and up", "down")
+# Of so many rows also each product in the kernel alone, and the other three in XLA.
+ROWS_BY_PART = (8, 64)
 
 
-def candidates() -> dict[str, tuple[Operators, bool]]:
-    """(operators, whether they are ours) by name."""
+def part_of(call: Product) -> str:
+    """Which product of a layer a call is."""
+    if call.activation is not None:
+        return "gate and up"
+    if call.residual is None:
+        return "qkv"
+    return "down" if call.x.shape[1] > call.residual.shape[1] else "output"
+
+
+def candidates(rows: int) -> dict[str, tuple[Operators, bool]]:
+    """(operators, whether they are ours) by name, for a number of rows."""
     found: dict[str, tuple[Operators, bool]] = {"XLA": (Operators(), False)}
     if jax.default_backend() == "gpu":
         from ksana_jax.ops.fused_products import KERNEL, FusedOperators
@@ -34,15 +47,21 @@ def candidates() -> dict[str, tuple[Operators, bool]]:
         def without_ahead(call: Product, work: None, *, tuning: None) -> jax.Array:
             return KERNEL(dataclasses.replace(call, ahead=None))
 
-        found["hopper"] = FusedOperators(), True
+        def only(part: str):
+            return FusedOperators(serves=lambda call: part_of(call) == part)
+
+        found["hopper, where it pays"] = FusedOperators(), True
+        found["hopper, all four"] = FusedOperators(serves=lambda call: True), True
         found["hopper, nothing asked for ahead"] = FusedOperators(kernel=Kernel(without_ahead, None)), True
+        if rows in ROWS_BY_PART:
+            found |= {f"hopper, {part} alone": (only(part), True) for part in PARTS}
     return found
 
 
 def run(context: Context) -> None:
     config = dataclasses.replace(SMALL if context.tiny else LLAMA_8B, num_layers=LAYERS, vocab_size=256)
     layers = joined(random_params(config), config, consume=True).layers
-    for rows in (8,) if context.tiny else (8, 64):
+    for rows in (8,) if context.tiny else ROWS:
         context.attempt(f"{rows} rows", lambda n=rows: _time(context, n, config.layers[0], layers))
 
 
@@ -61,19 +80,19 @@ def _time(context: Context, rows: int, spec: LayerSpec, layers: tuple[LayerParam
     case, calls = f"{rows} rows", 3 if context.tiny else CHAIN
     x = jax.random.normal(jax.random.key(rows), (rows, layers[0].attn_norm.shape[0]), jnp.bfloat16)
     owns = tuple(zip(layers, (*layers[1:], layers[0])))
-    lowered = []
-    for name, (operators, _) in candidates().items():
+    tried, lowered = candidates(rows), []
+    for name, (operators, _) in tried.items():
         if not context.excluded(name, case):
             step = _step_of(operators, spec)
             lowered.append(((name, 1), jax.jit(step).lower(x, None, owns[0])))
             lowered.append(((name, calls), chain(step, calls).lower(x, None, owns)))
-    timeout_s = max(context.left() - 8, 1)
+    timeout_s = max(min(context.left() - 8, 40), 1)
     programs = compile_in_parallel(context, lowered, timeout_s=timeout_s, case=case, who=lambda key: key[0])
     exact = jax.tree.map(lambda w: w.astype(jnp.float32), owns[0])
     right = jax.jit(_step_of(Operators(), spec))(x.astype(jnp.float32), None, exact)
     samplers: dict[str, Sampler] = {}
     verdicts: dict[str, bool] = {}
-    for name, (_, is_ours) in candidates().items():
+    for name, (_, is_ours) in tried.items():
         try:
             one, chained = programs[name, 1], programs[name, calls]
             for program in (one, chained):
@@ -98,7 +117,7 @@ def _time(context: Context, rows: int, spec: LayerSpec, layers: tuple[LayerParam
             metric="products",
             case=case,
             who=name,
-            ours=candidates()[name][1],
+            ours=tried[name][1],
             mode="chained",
             right=verdicts.get(name),
             **t.fields(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
+import pstats
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,10 +53,30 @@ def run(context: Context) -> None:
     tokens_per_s = sum(lengths) / float(np.median(seconds))
     context.value(f"throughput, {requests} requests: ksana_jax ({name})", tokens_per_s, "output tokens/s")
     context.value("throughput: programs compiled while timed", compiled, "programs", bar=0, speed=False)
+    context.attempt("one request", lambda: _one_request(context, llm, asked[0]))
+
+
+def _one_request(context: Context, llm: LLM, prompt: Any) -> None:
+    """Milliseconds from token to token of a request by itself, and what the host does meanwhile."""
+    from ksana_jax.request import SamplingParams
+
+    count = 8 if context.tiny else 200
+    seconds = []
+    for most in (1, count, 1, count):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        llm.generate([prompt], params)
+        seconds.append(time.perf_counter() - started)
+    ms = (min(seconds[1::2]) - min(seconds[::2])) / (count - 1) * 1e3
+    context.value("throughput: one request, from token to token", ms, "ms")
+    with cProfile.Profile() as profile:
+        llm.generate([prompt], params)
+    with (context.out / "host_profile.txt").open("w") as file:
+        pstats.Stats(profile, stream=file).strip_dirs().sort_stats("tottime").print_stats(60)
 
 
 def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
-    """An engine for some requests at once, with three shapes of steps in place of a ladder: each costs a compilation,
+    """An engine for some requests at once, with few shapes of steps in place of a ladder: each costs a compilation,
     and rows that idle cost little besides the weights."""
     from ksana_jax.engine.llm import LLM
 
@@ -72,7 +94,9 @@ def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
         operators=operators(context, FIRST_RUN),
     )
     buckets = llm.engine.builder.buckets
-    buckets = dataclasses.replace(buckets, decodes=(requests,), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:])
+    buckets = dataclasses.replace(
+        buckets, decodes=(min(8, requests), requests), tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
+    )
     llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=buckets)
     return llm
 
