@@ -15,7 +15,7 @@ from ksana_jax.errors import ConfigError
 from ksana_jax.plugins import nearest
 from ksana_jax.units import GIB
 
-LLM, GENERATE, SAMPLING = "LLM", "LLM.generate", "SamplingParams"
+LLM, GENERATE, CHAT, SAMPLING = "LLM", "LLM.generate", "LLM.chat", "SamplingParams"
 
 
 ANY = ("any value",)
@@ -25,7 +25,7 @@ class Name(NamedTuple):
     """A vLLM keyword that has another name here, or none.
 
     Args:
-      where: LLM, GENERATE or SAMPLING. name: vLLM's name.
+      where: LLM, GENERATE, CHAT or SAMPLING. name: vLLM's name.
       note: one sentence on why other values are refused, or on the alternative.
       neutral: values that request what happens here anyway; they are accepted and have no effect.
       here: name of the corresponding setting.
@@ -129,6 +129,13 @@ no priorities per request; LLM(policy=...) orders requests
 no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_options_request = None
 """,
+    CHAT: """
+no adapters: merge them into the weights
+    lora_request = None | None; "adapter"
+text only: parts of a content are joined by line breaks
+    chat_template_content_format = "auto", "string" | "auto"; "openai"
+    mm_processor_kwargs = None | {"a": 1}
+""",
     SAMPLING: """
 ask for n completions with logprobs=0 and take the best by cumulative_logprob
     best_of = None | 4
@@ -180,7 +187,7 @@ def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[st
     """Translates vLLM's keyword arguments to this engine's.
 
     Args:
-      where: LLM, GENERATE or SAMPLING.
+      where: LLM, GENERATE, CHAT or SAMPLING, or another method, which has no names of vLLM.
       known: names that are valid here.
 
     Raises:
@@ -228,6 +235,11 @@ prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]
 prompts={"prompt_token_ids": [5, 6, 7]}; prompt_token_ids=[[5, 6, 7]]; use_tqdm=True;
 sampling_params=SamplingParams(max_tokens=2); sampling_params=[SamplingParams(max_tokens=2)]
 """,
+    CHAT: """
+use_tqdm=True; chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"; add_generation_prompt=False;
+continue_final_message=True; tools=[{"type": "function", "function": {"name": "add"}}];
+chat_template_kwargs={"enable_thinking": False}
+""",
     SAMPLING: """
 n=2; temperature=0.7; top_k=-1; top_p=0.9; min_p=0.1; repetition_penalty=1.2; presence_penalty=0.5;
 frequency_penalty=0.5; seed=1; stop=["x"]; stop_token_ids=[7]; ignore_eos=True; min_tokens=1; max_tokens=None;
@@ -250,6 +262,8 @@ Other differences:
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `revision="v1"` and `gguf_file="model-Q4_0.gguf"` belong to a name of the Hugging Face hub, and can be part of it:
   `LLM("org/name@v1/model-Q4_0.gguf")`, see [models.md](models.md).
+- `llm.chat(..., continue_final_message=True)` needs no `add_generation_prompt=False`, and `chat_template=` also takes
+  the name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
 - `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
 - `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
   `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only
@@ -260,7 +274,7 @@ Other differences:
 def page() -> str:
     """Returns docs/coming-from-vllm.md."""
     lines = [_HEAD]
-    for where in (LLM, GENERATE, SAMPLING):
+    for where in (LLM, GENERATE, CHAT, SAMPLING):
         lines += [f"## {where}", "", "| vLLM | here | |", "|---|---|---|"]
         lines += [f"| `{text.strip()}` | the same | |" for text in SAME[where].split(";")]
         for entry in NAMES:

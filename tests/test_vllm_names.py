@@ -42,6 +42,7 @@ def check(make, code: str, here: str, sentence: str):
 def test_the_page_is_what_the_table_makes():
     assert PAGE.read_text() == page(), "python -m ksana_jax.vllm_names > docs/coming-from-vllm.md"
     assert len(rows("LLM")) > 50 and len(rows("LLM.generate")) > 8 and len(rows("SamplingParams")) > 25
+    assert len(rows("LLM.chat")) > 8
 
 
 @pytest.mark.parametrize(("code", "here", "sentence"), rows("SamplingParams"))
@@ -76,6 +77,12 @@ def test_every_line_of_generate(llm, code, here, sentence):
         return [output.outputs[0].token_ids for output in outputs]
 
     check(tokens, code, here, sentence)
+
+
+@pytest.mark.parametrize(("code", "here", "sentence"), rows("LLM.chat"))
+def test_every_line_of_chat(llm, code, here, sentence):
+    messages, params = [{"role": "user", "content": "x.y"}], SamplingParams(temperature=0, max_tokens=2)
+    check(lambda **given: [output.prompt for output in llm.chat(messages, params, **given)], code, here, sentence)
 
 
 def test_an_engine_takes_vllms_names_together():

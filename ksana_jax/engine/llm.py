@@ -23,7 +23,7 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.following import start
 from ksana_jax.engine.leading import Followers, LeadingRunner
 from ksana_jax.engine.progress import progress_bar
-from ksana_jax.engine.prompts import Prompt, chat_prompts, read_requests
+from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
 from ksana_jax.engine.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.warming import warm_up
@@ -147,15 +147,10 @@ class LLM:
                 "positions: beyond them, only patterns with a window stay within the trained distances",
                 stacklevel=3,
             )
-        pool_bytes = self.num_blocks * self.block_bytes
-        logger.info(
-            "KV pool: %s blocks of %s tokens, %s; room for %s tokens%s",
-            f"{self.num_blocks:,}",
-            self.config.block_size,
-            byte_size(pool_bytes),
-            f"{pool_bytes // self.runner.layout.token_bytes:,}",
-            "" if self.runner.layout.sealed is None else " as codes, fewer with those that are kept exactly",
-        )
+        pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
+        blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
+        codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"
+        logger.info("KV pool: %s; room for %s tokens%s", blocks, f"{pool_bytes // layout.token_bytes:,}", codes)
 
     def _take(self, replicas: Replicas, resident_before: int | None) -> None:
         self.replicas, engine = replicas, replicas.engines[0]
@@ -370,16 +365,20 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]],
+        messages: Messages | Seq[Messages],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        **others: Any,
+        *,
+        use_tqdm: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
         Args:
-          others: keywords of `generate`.
+          options: chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message and tools, as in
+            `render_chat`; calls of tools in an answer stay text.
         """
-        return self.generate(self.chat_prompts(messages), sampling_params, **others)
+        prompts = chat_prompts(messages, self.tokenizer, options, vllm_names.CHAT)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
@@ -391,9 +390,9 @@ class LLM:
             raise ValueError("this model has no tokenizer")
         return self.tokenizer
 
-    def chat_prompts(self, messages: Seq[Mapping[str, str]] | Seq[Seq[Mapping[str, str]]]) -> list[Prompt]:
-        """Formats conversations with the chat template, as prompts for `generate` and `stream`."""
-        return chat_prompts(messages, self.tokenizer)
+    def chat_prompts(self, messages: Messages | Seq[Messages], **options: Any) -> list[Prompt]:
+        """Formats conversations, with the options of `chat`, as prompts for `generate` and `stream`."""
+        return chat_prompts(messages, self.tokenizer, options, "LLM.chat_prompts")
 
     def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
         asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)

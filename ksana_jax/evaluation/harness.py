@@ -92,11 +92,8 @@ class KsanaLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Formats a conversation; without a generation prompt, its last message is left open to be continued."""
-        text = render_chat(self.tokenizer, chat_history, add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].rstrip()
-        return text[: text.rindex(last) + len(last)]
+        open_end = not add_generation_prompt
+        return render_chat(self.tokenizer, chat_history, add_generation_prompt, continue_final_message=open_end)
 
     def _loglikelihood_tokens(
         self,

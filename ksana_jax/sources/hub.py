@@ -25,6 +25,8 @@ CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json")
 SMALL_FILES += ("added_tokens.json", "chat_template.jinja")
+# A folder of chat templates besides the default one, NAME.jinja.
+OTHER_TEMPLATES = "additional_chat_templates"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 16 * 2**20
 MAX_PARTS = 1000
@@ -141,7 +143,7 @@ def _copy(name: HubName, revision: str | None, weights: bool, **options: Any) ->
 def _snapshot(repo: str, revision: str | None, files: Any, options: dict[str, Any]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [glob.escape(file) for file in files]
+    patterns = [*map(glob.escape, files), *[f"{OTHER_TEMPLATES}/*.jinja"] * (CONFIG in files)]
     folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **options))
     if commit_of(folder) is None:
         raise LoadError(

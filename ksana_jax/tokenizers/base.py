@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ksana_jax.tokenizers.detokenizer import IncrementalDetokenizer, Piece
@@ -31,6 +32,7 @@ class Tokenizer(abc.ABC):
       added_ids: of the tokens that are matched in a text before the rest is split.
       bos_token, eos_token: their texts, "" if there is none; chat templates use them.
       chat_template: Jinja source; None if the model has none that can be used.
+      chat_templates: all of them by name, where the model's files name them.
       no_template: why not, for messages; "" if the files name none.
       byte_errors: name of the codec error handler for bytes that are not UTF-8.
     """
@@ -45,6 +47,7 @@ class Tokenizer(abc.ABC):
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
+    chat_templates: Mapping[str, str] = MappingProxyType({})
     no_template: str = ""
     byte_errors: str = "replace"
     strip_start: int = 0
@@ -54,6 +57,17 @@ class Tokenizer(abc.ABC):
         """Ids that end a text according to the tokenizer's files; generation_config.json may name more."""
         first = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys((*first, *self.more_eos_ids)))
+
+    def set_templates(self, named: Mapping[str, str], source: str) -> None:
+        """Takes chat templates by name; the one named "default" is used unless another is asked for.
+
+        Args:
+          source: the file they come from, for messages.
+        """
+        self.chat_templates, self.chat_template, self.no_template = named, named.get("default"), ""
+        if named and self.chat_template is None:
+            names = ", ".join(f"{name!r:.30}" for name in named)
+            self.no_template = f"{source}: no chat template is named 'default'; chat_template= takes one of {names}"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Converts a text to ids. Special tokens written out in the text, as in chat templates, become their ids.

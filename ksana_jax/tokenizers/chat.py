@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -17,11 +17,14 @@ from jinja2.exceptions import SecurityError
 from ksana_jax.tokenizers import template_budget
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
+from ksana_jax.tokenizers.messages import check_plain, check_tools, read_messages
 from ksana_jax.tokenizers.template_sandbox import counted_range, environment, strftime
 
 # Several times the longest published template; a longer one would take seconds to compile.
 MAX_TEMPLATE_CHARS = 2**17
 MAX_OUTPUT_CHARS = 2**20
+# Marks the end of a message that is continued; a template that trims contents takes its last space.
+_OPEN_END = "<|ksana: goes on here|> "
 
 
 class ChatTemplateError(ValueError):
@@ -30,45 +33,98 @@ class ChatTemplateError(ValueError):
 
 def render_chat(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, str]],
-    add_generation_prompt: bool = True,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool | None = None,
     *,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     now: datetime.datetime | None = None,
-    **variables: Any,
 ) -> str:
-    """Formats messages with the model's chat template.
+    """Formats messages with a chat template, as transformers' `apply_chat_template`.
 
     Encode the result with `add_special_tokens=False`: the template writes BOS itself.
 
     Args:
-      messages: {"role": ..., "content": ...} in order; other keys must be strings and are passed to the template.
-      add_generation_prompt: end with the text that precedes the assistant's answer.
+      messages: {"role": ..., "content": text or [{"type": "text", "text": ...}]} in order; an assistant's message may
+        have tool_calls, as in OpenAI's API.
+      add_generation_prompt: end with the text that precedes the assistant's answer; None does so unless the final
+        message is continued.
+      continue_final_message: end with the last message, left open, so that the model continues it.
+      tools: JSON objects that describe functions, for templates that show them to the model.
+      chat_template: the name of one of the model's templates, or a Jinja text; None takes "tool_use", if there is one
+        and tools are given, or else the default.
+      chat_template_kwargs: additional names for the template, such as enable_thinking.
       now: current time for the template; None reads the clock.
-      variables: additional names for the template, such as enable_thinking.
 
     Raises:
-      ValueError: messages have another form, or the tokenizer has no chat template.
+      ValueError: an argument has another form, or the tokenizer has no such template.
       ChatTemplateError: the template rejected the messages or did something forbidden; the error text begins with
         "chat template refused".
     """
-    _check_messages(messages)
-    if tokenizer.chat_template is None:
-        raise ValueError(tokenizer.no_template or f"{tokenizer.source} comes without a chat template")
+    read, source = read_messages(messages), _source(tokenizer, chat_template, tools)
+    if tools is not None:
+        check_tools(tools)
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("add_generation_prompt begins a new message, continue_final_message continues the last one")
+    for message in read:
+        # A template that does not know calls would write None, or fail.
+        if message.get("content") is None and "tool_calls" not in source:
+            message["content"] = ""
+    if continue_final_message:
+        read[-1]["content"] = (read[-1].get("content") or "") + _OPEN_END
     given = {
-        "messages": [dict(message) for message in messages],
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
+        "messages": read,
+        "tools": tools or None,
+        "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,
         "strftime_now": lambda form: strftime(now or datetime.datetime.now(), form),
         "range": counted_range,
-        **variables,
     }
+    more = {} if chat_template_kwargs is None else chat_template_kwargs
+    _check_names(more, {*given, *environment().globals})
+    text = _render(source, {"documents": None, **given, **more})
+    return _cut(text) if continue_final_message else text
+
+
+def _source(tokenizer: Tokenizer, chat_template: str | None, tools: Any) -> str:
+    """Returns the template to use; raises ValueError if there is none."""
+    named = tokenizer.chat_templates
+    if chat_template is None:
+        source = (named.get("tool_use") if tools else None) or tokenizer.chat_template
+        if source is None:
+            raise ValueError(tokenizer.no_template or f"{tokenizer.source} comes without a chat template")
+        return source
+    if isinstance(chat_template, str) and (chat_template in named or "{" in chat_template):
+        return named.get(chat_template, chat_template)
+    names = f"the name of one ({', '.join(named)}) or " if named else ""
+    raise ValueError(f"chat_template is {one_line(repr(chat_template), 60)}, must be {names}a Jinja text")
+
+
+def _check_names(given: Any, taken: Set[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"chat_template_kwargs is {one_line(repr(given), 60)}, must be a dict")
+    check_plain("chat_template_kwargs", given)
+    if clash := sorted(taken & given.keys()):
+        raise ValueError(f"chat_template_kwargs has {clash[0]!r}, which does not come from there")
+
+
+def _cut(text: str) -> str:
+    """Returns a text up to the end of its last message; raises ChatTemplateError if the template does not write it."""
+    before, found, after = text.rpartition(_OPEN_END.rstrip())
+    if not found:
+        raise ChatTemplateError("chat template refused: it does not write the last message, which cannot be continued")
+    # A template that trims contents has taken the space at the end, and would have taken the message's own.
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _render(source: str, given: Mapping[str, Any]) -> str:
     budget = template_budget.start()
     try:
         parts, length = [], 0
-        for part in _compile(tokenizer.chat_template).generate(given):
+        for part in _compile(source).generate(given):
             length += len(part)
             if length > MAX_OUTPUT_CHARS:
                 raise SecurityError(f"its output is longer than {MAX_OUTPUT_CHARS:,} characters")
@@ -82,20 +138,6 @@ def render_chat(
         raise ChatTemplateError(f"chat template refused: {one_line(error) or type(error).__name__}") from None
     finally:
         template_budget.end(budget)
-
-
-def _check_messages(messages: Any) -> None:
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages is {one_line(repr(messages), 60)}, must be a list of at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{index}] is {type(message).__name__}, must be a dict with role and content")
-        for key in ("role", "content"):
-            if key not in message:
-                raise ValueError(f"messages[{index}] has no {key}")
-        for key, value in message.items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise ValueError(f"messages[{index}] {key!r:.60} is {type(value).__name__}, must be a string")
 
 
 @functools.lru_cache(maxsize=16)

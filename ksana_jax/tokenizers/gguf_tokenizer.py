@@ -63,7 +63,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     tokenizer = _MODELS[model](fields)
     tokenizer.more_eos_ids = fields.special_ids().eos
     try:
-        tokenizer.chat_template = fields.string("chat_template", "tokenizer.")
+        tokenizer.set_templates(fields.chat_templates(), source)
     except TokenizerError as error:  # only those who chat need one
         tokenizer.no_template = str(error)
     return tokenizer
@@ -84,6 +84,12 @@ class _Fields:
         if value is not None and not isinstance(value, str):
             raise TokenizerError(f"{self.source}: {prefix}{name} is {type(value).__name__}, must be a string")
         return value
+
+    def chat_templates(self) -> dict[str, str]:
+        """Reads tokenizer.chat_template, the default, and the templates that have names after it."""
+        prefix = "tokenizer.chat_template"
+        keys = [key for key in self._metadata if key == prefix or key.startswith(f"{prefix}.")]
+        return {key[len(prefix) + 1 :] or "default": self.string(key, "") or "" for key in keys}
 
     def strings(self, name: str) -> list[str]:
         values = self._metadata.get(f"tokenizer.ggml.{name}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.sources import model_path
-from ksana_jax.sources.hub import TOKENIZERS
+from ksana_jax.sources.hub import OTHER_TEMPLATES, TOKENIZERS
 from ksana_jax.tokenizers.added_tokens import added_tokens, older_added_tokens
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
@@ -91,28 +91,28 @@ def _special_token(name: str, sources: Mapping[Path, Mapping[str, Any]]) -> str 
 
 
 def _read_template(tokenizer: Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
-    """Reads the chat template from chat_template.jinja, or else tokenizer_config.json (its "default", if several).
+    """Reads chat templates from chat_template.jinja and the folder of the others, or else tokenizer_config.json.
 
     One that cannot be used is an error only for those who chat.
     """
     try:
-        tokenizer.chat_template = _chat_template(directory, config)
+        tokenizer.set_templates(_named_templates(directory, config), str(directory / CONFIG))
     except TokenizerError as error:
         tokenizer.no_template = str(error)
 
 
-def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+def _named_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    files = {path.stem: path for path in sorted((directory / OTHER_TEMPLATES).glob("*.jinja"))}
     if (path := directory / "chat_template.jinja").exists():
-        return read_text(path)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if "default" not in named:
-            names = ", ".join(f"{name!r:.30}" for name in named)
-            raise TokenizerError(
-                f"{directory / CONFIG}: chat_template is a list without one named 'default'; it has {names or 'none'}"
-            )
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"{directory / CONFIG}: chat_template is {type(template).__name__}, must be a string")
-    return template
+        files["default"] = path
+    if files:
+        return {name: read_text(path) for name, path in files.items()}
+    given = config.get("chat_template")
+    if not isinstance(given, list):
+        given = [] if given is None else [{"name": "default", "template": given}]
+    named: dict[Any, Any] = {e.get("name"): e.get("template") for e in given if isinstance(e, dict)}
+    for name, template in named.items():
+        if not isinstance(name, str) or not isinstance(template, str):
+            wrong = template if isinstance(name, str) else name
+            raise TokenizerError(f"{directory / CONFIG}: chat_template is {type(wrong).__name__}, must be a string")
+    return named

@@ -248,6 +248,34 @@ def test_messages_of_another_form_are_refused(llm, messages):
         llm.chat(messages)
 
 
+OPTIONS = [
+    ({"add_generation_prompt": False}, "<s><u>the hen<u>in"),
+    ({"continue_final_message": True}, "<s><u>the hen<u>in"),
+    ({"chat_template": "{{ messages[1].content }}"}, "in"),
+    ({"chat_template": "{{ a }}", "chat_template_kwargs": {"a": "the"}}, "the"),
+    ({"chat_template": "{{ tools[0].name }}", "tools": [{"name": "add"}]}, "add"),
+]
+
+
+@pytest.mark.parametrize(("options", "prompt"), OPTIONS)
+def test_options_of_a_chat_reach_the_template(llm, options, prompt):
+    messages = [{"role": "user", "content": "the hen"}, {"role": "assistant", "content": "in"}]
+    [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=1), **options)
+    assert output.prompt == prompt
+    assert [one["prompt"] for one in llm.chat_prompts([messages, messages], **options)] == [prompt] * 2
+
+
+def test_errors_name_the_method_that_was_called(llm):
+    messages = [{"role": "user", "content": "a"}]
+    for call, method in ((llm.chat, "LLM.chat"), (llm.chat_prompts, "LLM.chat_prompts")):
+        with pytest.raises(ValueError, match=f"{method} has no setting 'tool'; the nearest is 'tools'"):
+            call(messages, tool=[])
+    with pytest.raises(ValueError, match=r"LLM.chat does not support lora_request='a': no adapters"):
+        llm.chat(messages, lora_request="a")
+    with pytest.raises(ValueError, match=r"LLM.chat has no setting 'prompt_token_ids'"):
+        llm.chat(messages, prompt_token_ids=[5])
+
+
 def test_a_tokenizer_without_a_chat_template_cannot_chat():
     with pytest.raises(ValueError, match="letters comes without a chat template"):
         make_llm(Letters(chat_template=None)).chat([{"role": "user", "content": "a"}])

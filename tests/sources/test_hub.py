@@ -171,6 +171,7 @@ def test_only_shards_that_the_index_names_are_downloaded(cache, shards, hub):
     asked = hub(answer)
     assert load_model(REPO)[0] == TINY
     assert [p for p in asked[0][1] if "safetensors" in p] == ["model.safetensors.index.json"]
+    assert "additional_chat_templates/*.jinja" in asked[0][1]
     assert asked[1] == (COMMIT, [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)])
 
 

@@ -8,6 +8,9 @@ import pytest
 
 from ksana_jax.tokenizers import ChatTemplateError, load_tokenizer, render_chat
 from ksana_jax.tokenizers.chat import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS
+from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer
+from ksana_jax.tokenizers.messages import MAX_ARGUMENT_CHARS
+from tests.tokenizers.test_gguf_tokenizer import metadata
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -43,8 +46,8 @@ NAMED = [{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "y"}
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("tokenizer_config.json", json.dumps({"chat_template": NAMED}), "named 'default'; it has 'tool_use', 'rag'"),
-        ("tokenizer_config.json", '{"chat_template": []}', "a list without one named 'default'; it has none"),
+        ("tokenizer_config.json", json.dumps({"chat_template": NAMED}), "named 'default'.*one of 'tool_use', 'rag'"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', "chat_template is NoneType, must be a string"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is int, must be a string"),
         ("chat_template.jinja", "\udcff", "is not UTF-8"),
         ("chat_template.jinja", "", "is empty"),
@@ -85,7 +88,7 @@ def test_tokenizer_without_a_template_says_so(directories):
 )
 def test_what_templates_use_is_there(render, template, expected):
     now = datetime.datetime(2025, 12, 11)
-    assert render(template, now=now, thinking="on") == expected
+    assert render(template, now=now, chat_template_kwargs={"thinking": "on"}) == expected
 
 
 def test_template_can_refuse_the_messages(render):
@@ -183,11 +186,153 @@ def test_messages_are_not_changed_by_a_template(render):
         (["hello"], r"messages\[0\] is str, must be a dict"),
         ([*HELLO, {"content": "x"}], r"messages\[1\] has no role"),
         ([{"role": "user"}], r"messages\[0\] has no content"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] 'content' is list, must be a string"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content is None, must be a text or a list of parts"),
+        ([{"role": "user", "content": []}], r"messages\[0\].content is \[\], must be a text or a list of parts"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\] must have the keys type and"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] is of type 'image': only text content"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], r"messages\[0\].content is None, must be a text"),
+        ([{"role": "assistant", "tool_calls": {"a": 1}}], r"messages\[0\].tool_calls is {'a': 1}, must be a list"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+            r"tool_calls\[0\] must be an object whose function",
+        ),
         ([{"role": None, "content": "x"}], r"messages\[0\] 'role' is NoneType, must be a string"),
-        ([{"role": "user", "content": "x", "calls": [1]}], r"messages\[0\] 'calls' is list, must be a string"),
+        ([{"role": "user", "content": "x", "calls": {print}}], r"messages\[0\].calls is set, must be a text, a number"),
     ],
 )
 def test_messages_of_another_form_are_refused(tokenizer, messages, problem):
     with pytest.raises(ValueError, match=problem):
         render_chat(tokenizer, messages)
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+# As templates of models that call tools are written: null means that there is no text, arguments are objects.
+CALLING = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>{% endfor %};"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_parts_of_a_content_are_joined_by_line_breaks(render):
+    parts = [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "two"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_history_with_calls_and_their_answers_is_laid_out(render, content):
+    history = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": CALLS, **content},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+    ]
+    assert render(CALLING, history, tools=TOOLS) == '[add]user:hello;assistant:<add {"a": 1}>;tool:2;a:'
+    # A template without calls has no null to write out.
+    assert (
+        render("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", history) == "userhello;assistant;tool2;"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [("", "{}"), (None, "{}"), ({"a": 1}, '{"a": 1}'), ('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"')],
+)
+def test_arguments_that_are_no_text_of_an_object_stay_as_they_are(render, arguments, shown):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    assert render(CALLING, [{"role": "assistant", "tool_calls": [call]}]).startswith(f"assistant:<f {shown}>;")
+
+
+def test_arguments_of_a_call_are_parsed_up_to_a_limit(render):
+    long = json.dumps({"a": "x" * MAX_ARGUMENT_CHARS})
+    call = {"function": {"name": "f", "arguments": long}}
+    assert json.dumps(long) in render(CALLING, [{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<hello><so "),
+        ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<hello><so"),
+        (
+            "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}a{% endif %}",
+            "<hello><so ",
+        ),
+    ],
+)
+def test_the_last_message_can_be_continued(render, template, text):
+    messages = [*HELLO, {"role": "assistant", "content": "so "}]
+    assert render(template, messages, continue_final_message=True) == text
+    assert messages[-1]["content"] == "so "
+
+
+def test_what_a_template_drops_cannot_be_continued(render):
+    with pytest.raises(ChatTemplateError, match="does not write the last message, which cannot be continued"):
+        render("{{ messages[0].content }}", [*HELLO, *HELLO], continue_final_message=True)
+    with pytest.raises(ValueError, match="add_generation_prompt begins a new message"):
+        render("{{ messages[0].content }}", continue_final_message=True, add_generation_prompt=True)
+
+
+def test_more_names_for_a_template_replace_none_of_its_own(render):
+    assert render("{{ a.b[0] }}{{ documents[0] }}", chat_template_kwargs={"a": {"b": [1]}, "documents": [2]}) == "12"
+    for name in ("messages", "tools", "range", "raise_exception", "namespace", "strftime_now", "bos_token"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has '{name}', which does not come from there"):
+            render("", chat_template_kwargs={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\], must be a dict"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs has key 1, must be a string"),
+        ({"chat_template_kwargs": {"a": [json]}}, r"chat_template_kwargs.a\[0\] is module, must be a text, a number"),
+        ({"tools": {"a": 1}}, "tools is {'a': 1}, must be a list"),
+        ({"tools": [print]}, r"tools\[0\] is builtin_function_or_method, must be a dict: {\"type\": \"function\""),
+        ({"tools": [{"a": {1}}]}, r"tools\[0\].a is set, must be a text, a number, a list or a dict"),
+        ({"chat_template": "toll_use"}, r"chat_template is 'toll_use', must be the name of one \(default\) or a"),
+        ({"chat_template": 5}, "chat_template is 5, must be the name of one"),
+    ],
+)
+def test_arguments_of_another_form_are_refused(render, options, problem):
+    with pytest.raises(ValueError, match=problem) as caught:
+        render("{{ messages[0].content }}", **options)
+    assert len(str(caught.value)) < 200
+
+
+def test_values_nested_without_end_are_refused(render):
+    value: list = []
+    value.append(value)
+    with pytest.raises(ValueError, match="is nested deeper than 32 levels"):
+        render("", chat_template_kwargs={"a": value})
+
+
+NAMED_OTHERS = [{"name": "tool_use", "template": "{{ tools | length }} tools"}, {"name": "rag", "template": "{{ 1 }}"}]
+
+
+@pytest.mark.parametrize("stored", ["list", "folder", "gguf"])
+def test_templates_have_names(directories, tmp_path, stored):
+    named = {entry["name"]: entry["template"] for entry in NAMED_OTHERS}
+    if stored == "gguf":
+        tokenizer = gguf_tokenizer(
+            metadata("gpt-2") | {f"tokenizer.chat_template.{n}": t for n, t in named.items()}, "f"
+        )
+    else:
+        path = shutil.copytree(directories["llama-like"], tmp_path / "model")
+        if stored == "list":
+            (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED_OTHERS}))
+        else:
+            (path / "additional_chat_templates").mkdir()
+            for name, template in named.items():
+                (path / "additional_chat_templates" / f"{name}.jinja").write_text(template)
+        tokenizer = load_tokenizer(path)
+    assert tokenizer.chat_template is None
+    with pytest.raises(ValueError, match=r"no chat template is named 'default'; chat_template= takes one of .*'rag'"):
+        render_chat(tokenizer, HELLO)
+    assert render_chat(tokenizer, HELLO, chat_template="rag") == "1"
+    assert render_chat(tokenizer, HELLO, tools=TOOLS) == "1 tools"
+    assert render_chat(tokenizer, HELLO, tools=TOOLS, chat_template="{{ 2 }}") == "2"
+    with pytest.raises(
+        ValueError, match=r"chat_template is 'default', must be the name of one \(.*rag.*\) or a Jinja text"
+    ):
+        render_chat(tokenizer, HELLO, chat_template="default")
