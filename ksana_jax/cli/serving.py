@@ -34,7 +34,11 @@ def serve(
         typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="a Jinja file that formats conversations", show_default="the model's")
+        str | None,
+        typer.Option(
+            help="what formats conversations: a Jinja file or text, or the name of one of the model's templates",
+            show_default="the model's default",
+        ),
     ] = None,
     max_num_queued_reqs: Annotated[
         int | None,
@@ -82,19 +86,28 @@ def serve(
         kv_cache_metrics=kv_cache_metrics,
         kv_cache_metrics_sample=kv_cache_metrics_sample,
     )
-    template = None if chat_template is None else _read_template(chat_template)
+    template = None if chat_template is None else _read_template(model, chat_template)
     engine = dotlist(settings or [])
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
 
 
-def _read_template(path: Path) -> str:
+def _read_template(model: str, given: str) -> str:
     from ksana_jax.errors import ConfigError, system_reason
+    from ksana_jax.tokenizers import find_tokenizer
 
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given)
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}") from None
+        tokenizer = find_tokenizer(model)
+        named = {} if tokenizer is None else tokenizer.chat_templates
+        if given in named:
+            return named[given]
+        names = f"; the model's templates are {', '.join(named)}" if named else ""
+        raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}{names}") from None
     except UnicodeDecodeError as error:
         reason = f"byte {error.start:,} is not UTF-8"
         raise ConfigError(f"the chat template cannot be read from {path}: {reason}") from None
@@ -107,7 +120,7 @@ def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_
 
     llm = AsyncLLM(model, **settings)
     if chat_template is not None and llm.tokenizer is not None:
-        llm.tokenizer.chat_template = chat_template
+        llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:
         # A request without a temperature samples; what greedy ones need is always included.
         llm.llm.warm_up(sampling_params=SamplingParams())

@@ -9,13 +9,15 @@ from __future__ import annotations
 import collections
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
+# Fields of a request that, with its messages, make a conversation's prompt.
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 # Characters of all texts in the cache, and of the shortest that is kept there.
 MAX_CACHED_CHARS = 2**24
 MIN_CACHED_CHARS = 256
@@ -46,13 +48,14 @@ class PromptReader:
         """Returns the ids of a text, int32 [T]; raises ValueError as `Tokenizer.encode`."""
         return np.array(self._tokenizer.encode(prompt, add_special_tokens), np.int32)
 
-    def chat(self, messages: Sequence[Any]) -> np.ndarray:
-        """Returns the ids of a conversation, int32 [T].
+    def chat(self, asked: Mapping[str, Any]) -> np.ndarray:
+        """Returns the ids of a request's conversation, int32 [T].
 
         Raises:
           ValueError: there is no template, or it refuses the messages.
         """
-        return np.array(self._encode(render_chat(self._tokenizer, [_flat(m) for m in messages])), np.int32)
+        options = {name: asked[name] for name in CHAT_FIELDS if asked.get(name) is not None}
+        return np.array(self._encode(render_chat(self._tokenizer, asked["messages"], **options)), np.int32)
 
     def _encode(self, text: str) -> list[int]:
         if self._split is None or len(text) < MIN_CACHED_CHARS:
@@ -95,11 +98,3 @@ def _special_texts(tokenizer: Tokenizer) -> list[str]:
     pieces = (tokenizer.piece(token) for token in range(tokenizer.vocab_size))
     texts = {piece.data.decode("utf-8", "replace") for piece in pieces if piece.special and piece.data}
     return sorted(texts, key=lambda text: (-len(text), text))
-
-
-def _flat(message: Any) -> Any:
-    """Returns a message whose content, if it is a list of text parts, is their text."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    return message | {"content": "".join(part.get("text", "") for part in content if isinstance(part, dict))}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.proxy.prompts import PromptReader
+from ksana_jax.proxy.prompts import CHAT_FIELDS, PromptReader
 from ksana_jax.router import hashes_of
 
 # Bytes of a body that are parsed and tokenized in the event loop, at about 1 ms; larger ones take a thread.
@@ -116,7 +116,7 @@ class RequestReader:
         """Returns the ids of a prompt, if no server is needed for it."""
         if path == CHAT:
             reads = self._prompts is not None and self._prompts.reads_chats
-            return self._prompts.chat(asked["messages"]) if reads and self._prompts is not None else None
+            return self._prompts.chat(asked) if reads and self._prompts is not None else None
         prompt = asked["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]  # several prompts go where the first one is best served
@@ -130,7 +130,7 @@ class RequestReader:
         prompt = asked.get("prompt")
         if isinstance(prompt, list):
             prompt = prompt[0]
-        names = ("messages", "add_generation_prompt") if path == CHAT else ("add_special_tokens",)
+        names = ("messages", *CHAT_FIELDS) if path == CHAT else ("add_special_tokens",)
         body = {name: asked[name] for name in ("model", *names) if name in asked}
         body |= {} if path == CHAT else {"prompt": prompt}
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()

@@ -19,12 +19,13 @@ from ksana_jax.request import (
 )
 from ksana_jax.server.errors import bad_request
 from ksana_jax.server.kinds import Boolean, Ignored, Integer, Kind, ListOf, Number, Only, Text
-from ksana_jax.server.structures import LogitBias, Messages, Object, Prompts
+from ksana_jax.server.structures import AnyObject, LogitBias, Messages, Object, Prompts
 
 MAX_N = 64
 MAX_STOP_CHARS = 256
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
 MAX_IDS = 2**18
 MAX_CHARS = 8 * 2**20
 LARGEST = 2**31 - 1
@@ -55,7 +56,6 @@ def _sampling(name: str, kind: Kind, help: str) -> dict[str, Field]:
 
 
 _TOKEN_IDS = ListOf(Integer(0, LARGEST), MAX_IDS)
-_TEMPLATES = "templates are the server's, requests bring none"
 
 SAMPLING: Fields = {
     **_sampling("n", Integer(1, MAX_N), "number of completions of each prompt"),
@@ -119,7 +119,17 @@ COMPLETIONS: Fields = {
     "use_beam_search": Field(Only((False,), "beams are not served over HTTP"), "not supported"),
 }
 
-_TOOLS = "tools are not supported"
+_TOOLS = "calls of tools are not enforced, and stay text in answers"
+# What turns messages into a prompt.
+_TEMPLATE: Fields = {
+    "add_generation_prompt": Field(Boolean(), "end the prompt where the assistant's answer begins; the default"),
+    "continue_final_message": Field(Boolean(), "let the model continue the last message", default=False),
+    "tools": Field(ListOf(AnyObject(), MAX_TOOLS), "functions that the chat template shows to the model"),
+    "chat_template_kwargs": Field(AnyObject(), "more names for the chat template, such as enable_thinking"),
+    "chat_template": Field(Only((), "templates are the server's, requests bring none"), "not supported"),
+    "documents": Field(Only(([],), "give them in chat_template_kwargs"), "not supported"),
+}
+
 CHAT: Fields = {
     "messages": Field(Messages(MAX_MESSAGES, MAX_CHARS), "the conversation so far", required=True),
     **COMMON,
@@ -127,20 +137,16 @@ CHAT: Fields = {
     "max_tokens": Field(Integer(1, LARGEST), "an older name of max_completion_tokens", sets="max_tokens"),
     "logprobs": Field(Boolean(), "return the log-probability of each token", default=False),
     "top_logprobs": Field(Integer(0, MAX_LOGPROBS), "top tokens returned with them", default=0),
-    "add_generation_prompt": Field(Boolean(), "end the prompt where the assistant's answer begins", default=True),
-    "tools": Field(Only(([],), _TOOLS), "not supported"),
-    "tool_choice": Field(Only(("none",), _TOOLS), "not supported"),
-    "parallel_tool_calls": Field(Ignored("boolean"), "without tools, of no effect"),
-    "functions": Field(Only(([],), _TOOLS), "not supported"),
-    "function_call": Field(Only(("none",), _TOOLS), "not supported"),
+    **_TEMPLATE,
+    "tool_choice": Field(Only(("none", "auto"), _TOOLS), "of no effect"),
+    "parallel_tool_calls": Field(Ignored("boolean"), "of no effect"),
+    "functions": Field(Only(([],), "an older name of tools"), "not supported"),
+    "function_call": Field(Only(("none", "auto"), _TOOLS), "of no effect"),
     "response_format": Field(Only(({"type": "text"},), "output is plain text"), "not supported"),
     "modalities": Field(Only((["text"],), "output is plain text"), "not supported"),
     "audio": Field(Only((), "only text content is supported"), "not supported"),
     "prediction": Field(Only((), "predicted outputs are not supported"), "not supported"),
     "reasoning_effort": Field(Only((), "the model's template decides"), "not supported"),
-    "chat_template": Field(Only((), _TEMPLATES), "not supported"),
-    "chat_template_kwargs": Field(Only(({},), _TEMPLATES), "not supported"),
-    "documents": Field(Only(([],), _TEMPLATES), "not supported"),
 }
 
 TOKENIZE: Fields = {
@@ -148,7 +154,7 @@ TOKENIZE: Fields = {
     "prompt": Field(Text(MAX_CHARS), "the text; or messages"),
     "messages": Field(Messages(MAX_MESSAGES, MAX_CHARS), "a conversation, in the place of prompt"),
     "add_special_tokens": Field(Boolean(), "add the tokens that the model's files specify; of a conversation, none"),
-    "add_generation_prompt": CHAT["add_generation_prompt"],
+    **_TEMPLATE,
     "return_token_strs": Field(Boolean(), "return the text of each token too", default=False),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ksana_jax.tokenizers import Tokenizer, render_chat
 # Characters of a prompt for each token that the model takes: more are refused before they are tokenized.
 CHARS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
+_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
 class Prompt(NamedTuple):
@@ -73,8 +75,8 @@ async def chat_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
             "--chat-template",
             "messages",
         )
-    _check_chars(model, *(message["content"] for message in messages), field="messages")
-    text = await serving.in_thread(_render, tokenizer, messages, values["add_generation_prompt"])
+    _check_chars(model, *(message.get("content") or "" for message in messages), field="messages")
+    text = await serving.in_thread(_render, tokenizer, messages, {name: values[name] for name in _TEMPLATE_FIELDS})
     _check_chars(model, text, field="messages")
     # A template writes the special tokens itself.
     return Prompt(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
@@ -104,11 +106,12 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: st
         raise bad_request(str(error), field) from None
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
     try:
-        return render_chat(tokenizer, messages, add_generation_prompt)
+        return render_chat(tokenizer, messages, **options)
     except ValueError as error:
-        raise bad_request(str(error), "messages") from None
+        field = re.split(r"[ .\[]", str(error), maxsplit=1)[0]
+        raise bad_request(str(error), field if field in options else "messages") from None
 
 
 def check_length(model: ServedModel, prompts: Sequence[Prompt], max_tokens: int | None, field: str) -> None:

@@ -12,11 +12,13 @@ from ksana_jax import checks
 from ksana_jax.checks import shown
 from ksana_jax.server.errors import bad_request
 from ksana_jax.server.kinds import Kind
+from ksana_jax.tokenizers.messages import check_calls, content_text
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys of an assistant's message in an earlier answer, which clients send back as they got them.
-_EMPTY_KEYS = ("refusal", "annotations", "audio", "tool_calls", "function_call", "reasoning_content", "reasoning")
-ONLY_TEXT = "only text content is supported"
+_EMPTY_KEYS = ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning")
+_NAMES = ("name", "tool_call_id")
+MAX_NAME_CHARS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Object:
             for key, (kind, help) in self.keys.items()
         }
         return {"type": "object", "properties": keys, "additionalProperties": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyObject:
+    """An object with any keys and values."""
+
+    def read(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise bad_request(f"{name} is {shown(value)}, must be an object", name.partition("[")[0])
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +152,7 @@ def _kind(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """A conversation: [{"role": ..., "content": text or [{"type": "text", "text": ...}]}], read with texts as contents.
+    """A conversation as in OpenAI's API, read with texts as contents; see `tokenizers.messages`.
 
     Args:
       most: messages. chars: characters of all contents together.
@@ -146,62 +161,68 @@ class Messages:
     most: int
     chars: int
 
-    def read(self, name: str, value: Any) -> list[dict[str, str]]:
+    def read(self, name: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list) or not 1 <= len(value) <= self.most:
             what = f"{len(value):,} messages" if isinstance(value, list) else shown(value)
             raise bad_request(f"{name} is {what}, must be a list of 1 to {self.most:,} messages", name)
-        messages = [self._message(name, f"{name}[{index}]", message) for index, message in enumerate(value)]
-        if (chars := sum(len(message["content"]) for message in messages)) > self.chars:
+        try:
+            messages = [self._message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+        except ValueError as error:
+            raise bad_request(str(error), name) from None
+        if (chars := sum(len(message.get("content") or "") for message in messages)) > self.chars:
             raise bad_request(f"{name} has {chars:,} characters, must have at most {self.chars:,}", name)
         return messages
 
-    def _message(self, name: str, place: str, message: Any) -> dict[str, str]:
+    def _message(self, place: str, message: Any) -> dict[str, Any]:
         if not isinstance(message, dict):
-            raise bad_request(f"{place} is {shown(message)}, must be an object with role and content", name)
+            raise ValueError(f"{place} is {shown(message)}, must be an object with role and content")
         if (role := message.get("role")) not in ROLES:
-            raise bad_request(f"{place}.role is {shown(role)}, must be one of {', '.join(ROLES)}", name)
-        read = {"role": role, "content": self._content(name, f"{place}.content", message.get("content"))}
+            raise ValueError(f"{place}.role is {shown(role)}, must be one of {', '.join(ROLES)}")
+        read: dict[str, Any] = {"role": role}
         for key, given in message.items():
-            if key in read or given is None:
+            if key in ("role", "content") or given is None:
                 continue
-            if key == "name" and isinstance(given, str) and len(given) <= 256:
-                read["name"] = given
-            elif key not in _EMPTY_KEYS or given not in ([], ""):
-                raise bad_request(f"{place} has key {key!r:.80} with {shown(given)}: {ONLY_TEXT}", name)
+            if key == "tool_calls" and (role == "assistant" or given == []):
+                check_calls(f"{place}.{key}", given)
+                read |= {key: given} if given else {}
+            elif key in _NAMES:
+                if not isinstance(given, str) or len(given) > MAX_NAME_CHARS:
+                    raise ValueError(f"{place}.{key} is {shown(given)}, must be a text of up to {MAX_NAME_CHARS}")
+                read[key] = given
+            elif key not in (*_EMPTY_KEYS, "tool_calls"):
+                raise ValueError(f"{place} has unknown key {key!r:.80}")
+            elif given not in ([], ""):
+                raise ValueError(f"{place}.{key} is {shown(given)}: not supported in messages of role {role}")
+        if message.get("content") is not None or "tool_calls" not in read:
+            read["content"] = content_text(f"{place}.content", message.get("content"))
+        elif "content" in message:  # some templates tell null from an absent content
+            read["content"] = None
         return read
-
-    def _content(self, name: str, place: str, content: Any) -> str:
-        if isinstance(content, str):
-            return content
-        if not isinstance(content, list) or not content:
-            raise bad_request(f"{place} is {shown(content)}, must be a text or a list of parts of type text", name)
-        texts = []
-        for index, part in enumerate(content):
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise bad_request(f"{place}[{index}] is of type {shown(kind)}: {ONLY_TEXT}", name)
-            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-                raise bad_request(f"{place}[{index}] must have the keys type and text, a string, and no others", name)
-            texts.append(part["text"])
-        return "\n".join(texts)
 
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "maxLength": self.chars}
         part = {
             "type": "object",
-            "properties": {"type": {"enum": ["text"]}, "text": text},
+            "properties": {"type": {"enum": ["text"]}, "text": text, "cache_control": {}},
             "required": ["type", "text"],
             "additionalProperties": False,
         }
+        function = {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+            "required": ["name"],
+        }
+        call = {"type": "object", "properties": {"function": function}, "required": ["function"]}
         message = {
             "type": "object",
             "properties": {
                 "role": {"enum": list(ROLES)},
-                "content": {"anyOf": [text, {"type": "array", "items": part, "minItems": 1}]},
-                "name": {"type": ["string", "null"], "maxLength": 256},
+                "content": {"anyOf": [text, {"type": "array", "items": part, "minItems": 1}, {"type": "null"}]},
+                "tool_calls": {"anyOf": [{"type": "array", "items": call}, {"type": "null"}]},
+                **{key: {"type": ["string", "null"], "maxLength": MAX_NAME_CHARS} for key in _NAMES},
                 **{key: {"enum": [None, [], ""]} for key in _EMPTY_KEYS},
             },
-            "required": ["role", "content"],
+            "required": ["role"],
             "additionalProperties": False,
         }
         return {"type": "array", "items": message, "minItems": 1, "maxItems": self.most}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,9 +36,9 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(message["role"], str):
         raise ValueError(f"{place} 'role' is {type(message['role']).__name__}, must be a string")
     read = {**message}
-    calls = read.pop("tool_calls", None)
-    if calls:
-        read["tool_calls"] = tool_calls(f"{place}.tool_calls", calls)
+    if calls := read.pop("tool_calls", None):
+        check_calls(f"{place}.tool_calls", calls)
+        read["tool_calls"] = [call | {"function": _with_object(call["function"])} for call in calls]
     elif "content" not in message:
         raise ValueError(f"{place} has no content")
     if read.get("content") is not None or not calls:
@@ -68,34 +69,26 @@ def content_text(place: str, content: Any) -> str:
     return "\n".join(texts)
 
 
-def tool_calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    """Returns a message's tool calls, with arguments as objects where they are the text of one.
-
-    Raises:
-      ValueError: calls have another form than OpenAI's.
-    """
+def check_calls(place: str, calls: Any) -> None:
+    """Checks that tool calls of a message have the form of OpenAI's; raises ValueError."""
     if not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place} is {one_line(repr(calls), 60)}, must be a list")
-    read = []
     for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"{place}[{index}] must be an object whose function has a name")
-        arguments = function.get("arguments")
-        read.append({**call, "function": {**function, "arguments": _arguments(arguments)}})
-    return read
+        if not isinstance(function.get("arguments"), (str, dict, type(None))):
+            raise ValueError(f"{place}[{index}].function.arguments must be the text of a JSON object")
 
 
-def _arguments(given: Any) -> Any:
-    if given is None or given == "":
-        return {}
-    if not isinstance(given, str) or len(given) > MAX_ARGUMENT_CHARS:
-        return given
-    try:
-        found = json.loads(given)
-    except (ValueError, RecursionError):  # a model may have written it
-        return given
-    return found if isinstance(found, dict) else given
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    """Returns the function of a call, its arguments as an object if they are the text of one."""
+    given = function.get("arguments") or {}
+    if isinstance(given, str) and len(given) <= MAX_ARGUMENT_CHARS:
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written what is no JSON
+            found = json.loads(given)
+            given = found if isinstance(found, dict) else given
+    return function | {"arguments": given}
 
 
 def check_tools(tools: Any) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from ksana_jax import cli
 from ksana_jax.cli import routing
+from ksana_jax.cli.serving import _read_template
 from ksana_jax.proxy import running, spawning
 from ksana_jax.proxy.models import SameModel
 from tests.proxy.harness import scene
@@ -76,6 +78,16 @@ def test_a_chat_template_that_is_no_text_is_named(capsys, tmp_path):
     path.write_bytes(b"{{ a \xff")
     expected = f"the chat template cannot be read from {path}: byte 5 is not UTF-8"
     assert error_of(capsys, "serve", "ksana-tiny", "--chat-template", str(path)) == expected
+
+
+def test_the_servers_chat_template_is_a_file_a_text_or_a_name(monkeypatch, capsys, tmp_path):
+    named = {"rag": "{{ documents }}", "tool_use": "{{ tools }}"}
+    monkeypatch.setattr("ksana_jax.tokenizers.find_tokenizer", lambda model: SimpleNamespace(chat_templates=named))
+    (path := tmp_path / "template.jinja").write_text("{{ messages }}")
+    for given, source in ((path, "{{ messages }}"), ("{{ 1 }}", "{{ 1 }}"), ("rag", "{{ documents }}")):
+        assert _read_template("a model", str(given)) == source
+    told = error_of(capsys, "serve", "ksana-tiny", "--chat-template", "tools")
+    assert told.endswith("; the model's templates are rag, tool_use")
 
 
 @pytest.mark.parametrize("command", [("serve", "ksana-tiny"), ("route", *SERVERS)], ids=lambda words: words[0])

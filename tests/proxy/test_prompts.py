@@ -44,14 +44,17 @@ def test_ids_of_conversations_are_those_of_the_tokenizer_and_long_texts_are_toke
         messages.append({"role": "user", "content": f"question {turn}"})
         expected = tokenizer.encode(render_chat(tokenizer, messages), add_special_tokens=False)
         tokenizer.num_encoded = 0
-        assert reader.chat(messages).tolist() == expected
+        assert reader.chat({"messages": messages}).tolist() == expected
         costs.append(tokenizer.num_encoded)
     assert costs[0] > 10 * MIN_CACHED_CHARS
     assert all(cost < MIN_CACHED_CHARS for cost in costs[1:]) != crosses
 
 
-def test_content_in_parts_is_their_text():
-    reader = PromptReader(Pairs())
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    whole = reader.chat([{"role": "user", "content": "one two"}])
-    assert reader.chat([{"role": "user", "content": parts}]).tolist() == whole.tolist()
+def test_fields_that_change_a_prompt_are_read():
+    reader = PromptReader(tokenizer := Pairs())
+    tokenizer.chat_template = TEMPLATE + "{{ a }}{{ tools }}"
+    given = {"tools": [{"name": "f"}], "chat_template_kwargs": {"a": "b"}, "add_generation_prompt": None}
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    found = reader.chat({"messages": [{"role": "user", "content": parts}], "temperature": 1} | given)
+    said = "<s>user\none\ntwo<e><s>assistant\nb[{'name': 'f'}]"
+    assert found.tolist() == tokenizer.encode(said, add_special_tokens=False)

@@ -28,6 +28,41 @@ def test_contents_may_be_lists_of_parts(served):
     assert answer["choices"][0]["message"]["content"] == expected(10)
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+CALLING = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.role[0] }}:"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %};{% endfor %}"
+    "{% if not thinking | default(true) %}no{% endif %}"
+)
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_tools_and_a_history_of_calls_reach_the_template(served, monkeypatch, content, choice):
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", CALLING, raising=False)
+    history = [
+        {"role": "user", "content": "hi", "tool_calls": None},
+        {"role": "assistant", "tool_calls": CALLS, "refusal": None, "annotations": [], **content},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+    ]
+    fields = {"messages": history, "tools": TOOLS, "chat_template_kwargs": {"thinking": False}}
+    ids = Letters().encode("add u:hi;a:1;t:2;no")
+    assert served.post("/tokenize", **fields).json["tokens"] == ids
+    fields |= {"tool_choice": choice, "parallel_tool_calls": True, "temperature": 0, "max_tokens": 4}
+    answer = served.post("/v1/chat/completions", **fields).json
+    message = {"role": "assistant", "content": text_of(reference_tokens(np.array(ids), 4, FULLY))}
+    assert answer["choices"][0]["message"] == message and answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_the_last_message_can_be_continued(served):
+    messages = [*MESSAGES, {"role": "assistant", "content": "we"}]
+    found = served.post("/tokenize", messages=messages, continue_final_message=True).json["tokens"]
+    assert found == Letters().encode("s:be kind;u:hi;a:we")
+    reply = served.post("/tokenize", messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert (reply.status, reply.error["param"]) == (400, "add_generation_prompt")
+
+
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(served):
     fields = {"messages": MESSAGES, "max_tokens": 20, "temperature": 0, "stream": True}
     first, *middle, last = served.post("/v1/chat/completions", **fields).events

@@ -61,15 +61,44 @@ def test_templates_of_a_model_that_do_harm_are_refused_while_a_stream_runs_on(sl
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", HOSTILE[0], TEMPLATE])
-@pytest.mark.parametrize("field", ["chat_template", "chat_template_kwargs"])
-def test_templates_of_clients_are_refused_unread(slow, monkeypatch, field, template):
+def test_templates_of_clients_are_refused_unread(slow, monkeypatch, template):
     compiled = []
     monkeypatch.setattr("ksana_jax.tokenizers.chat._compile", compiled.append)
-    value = template if field == "chat_template" else {"chat_template": template, "range": 1}
     for path in ("/v1/chat/completions", "/tokenize"):
-        reply = slow.post(path, **{"messages": MESSAGES, field: value})
-        assert (reply.status, reply.error["param"]) == (400, field)
+        reply = slow.post(path, messages=MESSAGES, chat_template=template)
+        assert (reply.status, reply.error["param"]) == (400, "chat_template")
+        assert reply.error["message"].endswith("templates are the server's, requests bring none")
     assert not compiled
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "range", "raise_exception", "strftime_now", "eos_token"])
+def test_clients_replace_no_name_of_a_template(slow, name):
+    reply = slow.post("/tokenize", messages=MESSAGES, chat_template_kwargs={name: 1})
+    assert (reply.status, reply.error["param"]) == (400, "chat_template_kwargs")
+
+
+# What clients send must not make a harmless template do more than it should.
+WASTED = {
+    "a range without end": ("{% for i in range(a) %}{% endfor %}", {"a": 10**15}),
+    "a text repeated": ("{{ 'x' * a }}", {"a": 10**9}),
+    "a power": ("{{ 9 ** a }}", {"a": 10**6}),
+    "a product": ("{{ a * a * a }}", {"a": 10**4000}),
+    "an indent": ("{{ messages | tojson(indent=a) }}", {"a": 10**9}),
+    "a width": ("{{ 'x'.ljust(a) }}", {"a": 10**9}),
+    "a format": ("{{ a.format(1) }}", {"a": "{:1000000000}"}),
+    "a way out": ("{{ a.format(messages) }}", {"a": "{0.__class__.__mro__}"}),
+    "squares": ("{% for x in a %}{% for y in a %}{{ a | tojson }}{% endfor %}{% endfor %}", {"a": [0] * 10_000}),
+}
+
+
+@pytest.mark.parametrize("case", WASTED)
+def test_values_of_clients_are_within_the_limits_of_templates(slow, monkeypatch, case):
+    template, values = WASTED[case]
+    monkeypatch.setattr(slow.llm.tokenizer, "chat_template", template, raising=False)
+    began = time.monotonic()
+    reply = slow.post("/tokenize", messages=MESSAGES, chat_template_kwargs=values)
+    assert reply.status == 400 and time.monotonic() - began < 10, reply.body[:200]
+    assert len(reply.body) < 1000 and b"Traceback" not in reply.body
 
 
 @pytest.mark.parametrize("hostile", ["{{ 7 * 7 }}", "{% for i in range(10 ** 9) %}{% endfor %}", HOSTILE[0]])
