@@ -66,7 +66,8 @@ class SamplingParams:
       frequency_penalty: subtracted from the logits for each time a token is in the output.
       logit_bias: {token id: added to its logit}, -100 to 100.
       seed: gives the same tokens in any batch; None derives one from the engine's seed.
-      stop: a string or strings that end the output and are not part of it.
+      stop: a string or strings that end the output and are not part of it; a special token alone is found even where
+        the text leaves it out.
       stop_token_ids: ids that end the output.
       ignore_eos: continue after an end-of-sequence id.
       min_tokens: minimum number of tokens before an end-of-sequence or stop id.

@@ -23,12 +23,14 @@ class Completion:
     Args:
       index: in [0, n).
       tokenizer: decodes tokens; None leaves the text empty.
+      special_stops: special tokens among the stop strings, by id.
       streams: decode each token as it comes. Otherwise tokens are decoded at the end, unless stop strings need them.
     """
 
     index: int
     seq: Sequence
     tokenizer: Tokenizer | None
+    special_stops: dict[int, str] = dataclasses.field(default_factory=dict)
     streams: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
@@ -72,6 +74,10 @@ class Completion:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
         if self._detokenizer is None or not (self.streams or self._stops) or not has_text:
             return None
+        if token in self.special_stops and len(self.token_ids) > self.seq.params.min_tokens:
+            self._release(self._held_back + self._detokenizer.flush())
+            self._held_back, self._detokenizer = "", None
+            return self.special_stops[token]
         new = self._detokenizer.push([token])
         if self._stops:
             return self._add_text(new)
@@ -249,6 +255,33 @@ class Request:
             None if self.prompt_logprobs is None else self.prompt_logprobs[first:],
             self.metrics.num_cached_tokens,
         )
+
+
+def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Returns the special tokens among stop strings by id, if the text that is searched leaves special tokens out.
+
+    Raises:
+      ValueError: a stop string has a special token and other text, so it would never be found.
+    """
+    found: dict[int, str] = {}
+    if tokenizer is None or not params.skip_special_tokens:
+        return found
+    for stop in params.stop_strings:
+        try:
+            ids = tokenizer.encode(stop, add_special_tokens=False)
+        except ValueError:  # the vocabulary cannot express it
+            continue
+        for token in ids:
+            piece = tokenizer.piece(token)
+            text = piece.data.decode(errors="replace")
+            if piece.special and text == stop:
+                found[token] = stop
+            elif piece.special and text and text in stop:
+                raise ValueError(
+                    f"stop has {stop!r:.60}, which is never found: the text leaves {text!r:.60} out; give that token "
+                    "alone, or skip_special_tokens=False"
+                )
+    return found
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from ksana_jax import refusals
 from ksana_jax.config import ModelConfig
 from ksana_jax.engine.beam import Beams, num_candidates
-from ksana_jax.engine.completion import Completion, Request
+from ksana_jax.engine.completion import Completion, Request, special_stops
 from ksana_jax.errors import ContextLengthError
 from ksana_jax.kv.state import KVState
 from ksana_jax.request import RequestInput, RequestMetrics, SamplingParams
@@ -101,6 +101,7 @@ class Intake:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
+        special_stops(params, self.tokenizer)
         spellings = bad_word_ids(params.bad_words, self.tokenizer)
         # A spelling with an id that has no row in the embedding is never generated.
         bad_words = tuple(ids for ids in spellings if max(ids) < self._vocab_size)
@@ -155,10 +156,11 @@ class Intake:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
+        specials = special_stops(params, self.tokenizer)
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
             seq = self._new_sequence(request, token_ids, asked.cache_salt, index, seed, bad_words, asked.num_question)
-            request.completions.append(Completion(index, seq, given, streams))
+            request.completions.append(Completion(index, seq, given, specials, streams))
         if params.beam_width:
             leader = self.new_beam(request, token_ids, asked.cache_salt, asked.num_question)
             width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids

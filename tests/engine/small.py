@@ -19,7 +19,7 @@ from ksana_jax.pattern_presets import read_patterns
 from ksana_jax.request import CompletionOutput
 from ksana_jax.speculative import draft_lengths, draws_trees
 from ksana_jax.step.buckets import Buckets
-from ksana_jax.tokenizers import Tokenizer
+from ksana_jax.tokenizers import Tokenizer, TokenizerError
 from ksana_jax.tokenizers.detokenizer import Piece
 from tests.reference import reference_logprobs
 
@@ -55,7 +55,9 @@ class Letters(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         data, ids = text.encode(), [BOS] if add_special_tokens else []
         while data:
-            best = next(data[:n] for n in (4, 3, 2, 1) if data[:n] in self._ids)
+            best = next((data[:n] for n in (4, 3, 2, 1) if data[:n] in self._ids), None)
+            if best is None:
+                raise TokenizerError(f"letters cannot express {text!r:.60}")
             ids.append(self._ids[best])
             data = data[len(best) :]
         return ids

@@ -53,6 +53,33 @@ def test_a_stop_string_cuts_the_text_wherever_tokens_end(llm):
     assert crossing >= 10
 
 
+def test_a_stop_string_that_is_a_special_token_ends_the_output_where_the_token_comes(llm):
+    forced = {"logit_bias": {EOS: 100.0}, "min_tokens": 3}
+    base = complete(llm, max_tokens=3, stop_token_ids=[EOS], **forced)
+    assert len(base.token_ids) == 3 and EOS not in base.token_ids
+    for more in ({}, {"skip_special_tokens": False}, {"stop": ["~", "</s>"]}):
+        got = complete(llm, **{"stop": "</s>", "stop_token_ids": [EOS], "ignore_eos": True} | forced | more)
+        assert got.token_ids == [*base.token_ids, EOS] and got.text == base.text
+        got = complete(llm, **{"stop": "</s>", "ignore_eos": True, "logit_bias": {EOS: 100.0}} | more)
+        assert (got.token_ids, got.text, got.finish_reason, got.stop_reason) == ([EOS], "", "stop", "</s>")
+    got = complete(llm, stop="</s>", min_tokens=2, logit_bias={EOS: 100.0}, ignore_eos=True)
+    assert (got.token_ids, got.text, got.stop_reason) == ([EOS] * 3, "", "</s>")
+
+
+def test_text_held_back_for_another_stop_string_comes_before_a_special_token(llm):
+    base = complete(llm, max_tokens=1)
+    forced = {"logit_bias": {EOS: 100.0}, "min_tokens": 1, "stop_token_ids": [EOS], "max_tokens": 4}
+    got = complete(llm, stop=[base.text + "~", "</s>"], **forced)
+    assert (got.text, got.token_ids[1]) == (base.text, EOS)
+
+
+def test_a_stop_string_that_can_never_match_is_refused(llm):
+    with pytest.raises(ValueError, match="stop has 'a</s>', which is never found: the text leaves '</s>' out"):
+        complete(llm, stop=["x", "a</s>"])
+    assert complete(llm, stop="a</s>", skip_special_tokens=False, max_tokens=2).finish_reason == "length"
+    assert complete(llm, stop="é~日", max_tokens=2).finish_reason == "length"  # no tokens of the vocabulary
+
+
 def test_of_several_stop_strings_the_earliest_in_the_text_wins(llm):
     base = complete(llm).text
     later, earlier = base[18:21], base[11:14]
