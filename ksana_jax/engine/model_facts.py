@@ -69,7 +69,7 @@ def ending_files(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -
     if (gguf := gguf_of(path)) is not None:
         metadata = read_gguf(gguf).metadata
         for name in _GGUF_ENDS:
-            if (key := f"tokenizer.ggml.{name}") in metadata:
+            if metadata.get(key := f"tokenizer.ggml.{name}") in config.eos_ids:
                 found[metadata[key]].append(f"{gguf.name}: {key}")
     else:
         generation = path / "generation_config.json"

@@ -20,6 +20,8 @@ from ksana_jax.tokenizers.gguf_splits import SPLITS
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = (_UNKNOWN, _CONTROL)
 _WHOLE = "iu"
+# What converters write for a token that a model lacks: -1, or its 32 bits.
+_NO_ID = (-1, 2**32 - 1)
 
 
 class SpecialIds(NamedTuple):
@@ -132,8 +134,10 @@ class _Fields:
 
     def id(self, name: str, default: int | None = None) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
-        if value is None:
+        if value is None or (value in _NO_ID and not isinstance(value, bool)):
             return None
+        if name == "bos_token_id" and type(value) is int and value >= len(self.tokens):
+            return None  # only a tokenizer would add it, which then says so
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
             raise self.error(name, f"is {value!r:.60}, must be an id below {len(self.tokens):,}")
         return value
@@ -154,7 +158,7 @@ class _Fields:
         for name, text, default in zip(("bos", "eos"), self.special_tokens(), (add_bos, False)):
             wanted = self.flag(f"add_{name}_token", default)
             if wanted and text is None:
-                raise self.error(f"add_{name}_token", f"is true, but there is no {name}_token_id")
+                raise self.error(f"add_{name}_token", f"is true, but {name}_token_id names no token")
             texts.append(text if wanted else None)
         return texts[0], texts[1]
 

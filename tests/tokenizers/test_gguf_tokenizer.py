@@ -123,6 +123,15 @@ def test_sentencepiece_text_comes_back_without_special_tokens(name):
     assert [text for text in texts if tokenizer.decode(tokenizer.encode(text)) != text] == []
 
 
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+def test_ids_that_stand_for_no_token_keep_no_file_from_loading(none):
+    values = metadata("gpt-2", bos_token_id=NUM, eos_token_id=none, eot_token_id=none)
+    assert special_ids(values, "small.gguf") == (None, ())
+    tokenizer = gguf_tokenizer(values, "small.gguf")
+    assert (tokenizer.bos_token, tokenizer.eos_id, tokenizer.eos_ids) == ("", None, ())
+    assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
+
+
 def test_ids_that_end_a_text_are_those_that_the_file_names():
     values = metadata("llama3", eos_token_id=5, eot_token_id=590, eom_token_id=5)
     assert special_ids(values, "small.gguf") == (values["tokenizer.ggml.bos_token_id"], (5, 590))
@@ -174,17 +183,18 @@ BROKEN = {
     "merge of one": ("gpt-2", {"merges": ["in"]}, "merges has 'in' at index 0, must be two tokens that make a third"),
     "merge of none": ("gpt-2", {"merges": [*MERGES, "! zz"]}, f"merges has '! zz' at index {len(MERGES)}"),
     "merge of unknown": ("gpt-2", {"merges": ['! "']}, "merges has '! \"' at index 0"),
-    "bos": ("gpt-2", {"bos_token_id": NUM}, f"bos_token_id is {NUM}, must be an id below {NUM}"),
-    "eos": ("gpt-2", {"eos_token_id": -1}, "eos_token_id is -1, must be an id"),
+    "bos": ("gpt-2", {"bos_token_id": -2}, f"bos_token_id is -2, must be an id below {NUM}"),
+    "eos": ("gpt-2", {"eos_token_id": NUM}, f"eos_token_id is {NUM}, must be an id below {NUM}"),
+    "bos to add": ("gpt-2", {"bos_token_id": NUM, "add_bos_token": True}, "but bos_token_id names no token"),
     "eot": ("llama", {"eot_token_id": 10**9}, "eot_token_id is 1000000000, must be an id below"),
     "eom": ("llama", {"eom_token_id": "2"}, "eom_token_id is '2', must be an id below"),
     "add_bos": ("gpt-2", {"add_bos_token": 1}, "add_bos_token is 1, must be true or false"),
     "nothing to add": (
         "gpt-2",
         {"add_eos_token": True, "eos_token_id": None},
-        "add_eos_token is true, but there is no",
+        "add_eos_token is true, but eos_token_id names no token",
     ),
-    "llama3 without": ("llama3", {"bos_token_id": None}, "add_bos_token is true, but there is no bos_token_id"),
+    "llama3 without": ("llama3", {"bos_token_id": None}, "add_bos_token is true, but bos_token_id names no token"),
     "space": ("llama", {"add_space_prefix": "no"}, "add_space_prefix is 'no', must be true or false"),
     "no scores": ("llama", {"scores": None}, "scores is missing"),
     "no types": ("llama", {"token_type": None}, "token_type is missing"),
