@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -143,7 +144,7 @@ def _scheduler(
     config, disk = half.config, None
     if config.disk_cache_dir is not None:
         format = BlockFormat.of(half.layout, half.index.scope.model)
-        disk = DiskTier(config.disk_cache_dir, format, config.disk_cache_bytes)
+        disk = DiskTier(os.path.expanduser(config.disk_cache_dir), format, config.disk_cache_bytes)
     settings: dict[str, Any] = {
         "index": half.index,
         "caching": config.enable_prefix_caching,

@@ -25,7 +25,7 @@ from ksana_jax.engine.leading import Followers, LeadingRunner
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
 from ksana_jax.engine.replicas import Replica, Replicas, build_replicas
-from ksana_jax.engine.settings import engine_config
+from ksana_jax.engine.settings import beyond_training, engine_config
 from ksana_jax.engine.warming import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
@@ -142,11 +142,7 @@ class LLM:
         self._take(build_replicas(config, build), resident_before)
         # The last token of a sequence is sampled and never computed.
         if self.engine.max_model_len - 1 > model.max_position:
-            warnings.warn(
-                f"max_model_len is {self.engine.max_model_len:,}, the model was trained for {model.max_position:,} "
-                "positions: beyond them, only patterns with a window stay within the trained distances",
-                stacklevel=3,
-            )
+            warnings.warn(beyond_training(model, self.engine.max_model_len), stacklevel=3)
         pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
         blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
         codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"

@@ -121,7 +121,8 @@ def _rope(rope: RopeConfig) -> str:
     plain = {field.name: field.default for field in dataclasses.fields(rope)}
     values = {name: getattr(rope, name) for name in plain if name not in ("kind", "theta")}
     others = [f"{name} {value}" for name, value in values.items() if value != plain[name]]
-    return ", ".join([rope.kind, f"theta {rope.theta:,.10g}", *others])
+    scaled = ["of max_model_len in all texts, if that is more"] * (rope.kind == "dynamic")
+    return ", ".join([rope.kind, f"theta {rope.theta:,.10g}", *others, *scaled])
 
 
 def _by_layer(values: Sequence[Any], shown: Callable[[Any], str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax import refusals, vllm_names
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
@@ -39,6 +39,17 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
     if params is None or callable(params):
         raise ConfigError('dtype is "auto", and there are no weights to take it from')
     return dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
+
+
+def beyond_training(model: ModelConfig, max_model_len: int) -> str:
+    """Returns the warning for texts that may be longer than those that a model was trained for."""
+    warning = f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: "
+    if any(layer.attention.rope.kind == "dynamic" for layer in model.layers):
+        return warning + (
+            "with its dynamic NTK rope, all texts, short ones too, have the frequencies of a text of max_model_len "
+            "tokens; set no more than your texts need, see docs/models.md"
+        )
+    return warning + "beyond them, only patterns with a window stay within the trained distances"
 
 
 def check_policies(config: EngineConfig) -> EngineConfig:

@@ -231,7 +231,7 @@ def preferred(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> tup
     conditions, remedy = conditions_of(model, config), f"`{command(config)}` makes one"
     path, where = default_path(conditions), "for this model's shape, dtype, KV, device and versions"
     if config.operators.prefer != "agreement":
-        path = Path(config.operators.prefer)
+        path = Path(config.operators.prefer).expanduser()
         where = f"at {path}"
     if not path.exists():
         raise ConfigError(f"operators.prefer {config.operators.prefer!r}: there is no verdict {where}; {remedy}")

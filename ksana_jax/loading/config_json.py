@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ksana_jax.config import ConfigError, ModelConfig
 from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.gguf_config import gguf_config
+from ksana_jax.loading.hints import folder_hint
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.sources import model_path
 
@@ -75,6 +76,8 @@ def load_config(model: str | os.PathLike[str]) -> ModelConfig:
     if (gguf := gguf_of(path)) is not None:
         return gguf_config(read_gguf(gguf))
     source, generation = path / "config.json", path / "generation_config.json"
+    if not source.is_file() and (hint := folder_hint(path)):
+        raise ConfigError(f"{source} is missing{hint}")
     values, given = read_json(source), read_generation(generation)
     ids = {name: given[name] for name in ("bos_token_id", "eos_token_id") if given.get(name) is not None}
     if not ids:

@@ -107,6 +107,10 @@ def hf_values(file: GGUFFile) -> dict[str, Any]:
     Raises:
       ConfigError: the architecture is unknown, or keys are missing or unsupported; one line names all of them.
     """
+    if (kind := file.metadata.get("general.type", "model")) != "model":
+        raise ConfigError(
+            f"{file.path}: general.type is {kind!r:.60}, must be 'model'; an adapter is merged into its model first"
+        )
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

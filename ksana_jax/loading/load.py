@@ -28,6 +28,7 @@ from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.gguf_config import gguf_dtype
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
+from ksana_jax.loading.hints import prefix_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.families import FAMILIES
@@ -232,7 +233,8 @@ def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source
     """Checks names, shapes and dtypes of a checkpoint's tensors; reads none of them.
 
     Raises:
-      LoadError: tensors are missing, unexpected, of another shape or of an unsupported dtype; all are listed.
+      LoadError: tensors are missing, unexpected, of another shape or of an unsupported dtype; all are listed, unless
+        only their prefix differs.
     """
     expected = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
     head, embed = _head_and_embed(config)
@@ -246,6 +248,8 @@ def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source
             problems.append(f"{name} has shape {list(stored.shape)}, the config gives {list(allowed[name])}")
         elif stored.dtype not in stored.dtypes:
             problems.append(f"{name} is {stored.dtype}, supported: {', '.join(stored.dtypes)}")
+    if problems and (hint := prefix_hint(embed, found)):
+        raise LoadError(f"{source}: {hint}")
     if problems:
         raise LoadError(f"{source}: {len(problems)} tensors do not fit: {'; '.join(problems)}")
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from ksana_jax.errors import LoadError
 from ksana_jax.gguf_file import SUFFIX, gguf_of
 from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.hints import folder_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.sources.hub import INDEX, SINGLE
 
@@ -68,7 +69,8 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
             )
         others = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
         or_one = f", or the path of {others[0]}" if others else ""
-        raise LoadError(f"{directory} has no weights; supported: {SINGLE} or {INDEX}{or_one}")
+        hint = folder_hint(directory)
+        raise LoadError(f"{directory} has no weights; supported: {SINGLE} or {INDEX}{or_one}{hint}")
 
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

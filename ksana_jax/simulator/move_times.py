@@ -32,7 +32,7 @@ def measure_moves(engine: Engine) -> list[dict[str, Any]]:
     found = [] if engine.memory.host is None else _of_host(engine)
     if (folder := engine.config.disk_cache_dir) is not None:
         os.makedirs(folder, exist_ok=True)
-        found += _of_disk(Path(folder), engine.scheduler.layout.block_bytes)
+        found += _of_disk(Path(folder).expanduser(), engine.scheduler.layout.block_bytes)
     return found
 
 

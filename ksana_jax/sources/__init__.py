@@ -6,6 +6,6 @@
 
 from ksana_jax.sources.catalogue import fetched
 from ksana_jax.sources.hub import commit_of
-from ksana_jax.sources.resolve import MODEL_HELP, compose, display_name, model_path
+from ksana_jax.sources.resolve import MODEL_HELP, compose, display_name, expanded, model_path
 
-__all__ = ["MODEL_HELP", "commit_of", "compose", "display_name", "fetched", "model_path"]
+__all__ = ["MODEL_HELP", "commit_of", "compose", "display_name", "expanded", "fetched", "model_path"]

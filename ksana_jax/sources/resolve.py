@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from ksana_jax.errors import ConfigError, LoadError
+from ksana_jax.files import open_to_read
 from ksana_jax.plugins import nearest
 from ksana_jax.shipped import model_names, shipped_model
 from ksana_jax.sources import hub
@@ -25,15 +26,16 @@ def model_path(model: str | os.PathLike[str], *, weights: bool = True, download:
     """Returns the path of a model: a directory, or a .gguf file.
 
     Args:
-      model: in this order, an existing path, the name of a shipped model, a name that `ksana fetch` knows, or a name of
-        the Hugging Face hub (`HubName`), whose missing files are downloaded. Of a config.json, its directory is meant.
+      model: in this order, an existing path (~ is the home folder), the name of a shipped model, a name that `ksana
+        fetch` knows, or a name of the Hugging Face hub (`HubName`), whose missing files are downloaded. Of a
+        config.json, its directory is meant.
       weights: False where config and tokenizer are enough; then only these are downloaded.
       download: False raises instead of downloading.
 
     Raises:
       LoadError: there is no such model, or it cannot be downloaded; one line says what to do.
     """
-    text = os.fspath(model)
+    text = expanded(model)
     hub_name = hub.HubName.parse(text)
     if text and os.path.exists(text):
         if hub_name is not None or text in FETCHABLE:
@@ -51,13 +53,19 @@ def model_path(model: str | os.PathLike[str], *, weights: bool = True, download:
     raise LoadError(_unknown(text))
 
 
+def expanded(path: str | os.PathLike[str]) -> str:
+    """Returns a path with the home folder in the place of ~, unless there is a file of that name."""
+    text = os.fspath(path)
+    return text if os.path.exists(text) else os.path.expanduser(text)
+
+
 def compose(model: str | os.PathLike[str], revision: str | None, gguf_file: str | None) -> str:
     """Returns the name of a model whose revision and GGUF file are given beside it.
 
     Raises:
       ConfigError: together they are not a name of the hub, nor a file of a directory.
     """
-    text = os.fspath(model)
+    text = expanded(model)
     if revision is None and gguf_file is None:
         return text
     whole = text + ("" if revision is None else f"@{revision}") + ("" if gguf_file is None else f"/{gguf_file}")
@@ -74,7 +82,7 @@ def compose(model: str | os.PathLike[str], revision: str | None, gguf_file: str 
 def display_name(model: str | os.PathLike[str]) -> str:
     """Returns the name of a model without the folders of this machine: the last part of a path, other names as they
     are."""
-    text = os.fspath(model)
+    text = expanded(model)
     if os.path.exists(text):
         return Path(text).resolve().name if Path(text).name in ("", "..") else Path(text).name
     return text if hub.HubName.parse(text) is not None else Path(text).name
@@ -85,7 +93,13 @@ def _checked(path: Path) -> Path:
         return path.parent
     if path.is_dir() or path.suffix == ".gguf":
         return path
-    raise LoadError(f"model {path} is a file; supported: a directory, its config.json, or a .gguf file")
+    try:
+        with open_to_read(path) as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError:
+        is_gguf = False
+    hint = "; it is a GGUF file: its name must end in .gguf" if is_gguf else ""
+    raise LoadError(f"model {path} is a file; supported: a directory, its config.json, or a .gguf file{hint}")
 
 
 def _unknown(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -182,6 +183,9 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     except Exception as error:  # omegaconf lets the YAML parser's own exceptions through
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(config, TrainConfig)
+    for name in ("out_dir", "export_dir", "init_from", "corpus_dir"):
+        if (given_path := getattr(config, name)) is not None:
+            setattr(config, name, os.path.expanduser(given_path))
     config.validate()
     missing = ["out_dir"] * ("out_dir" not in given)
     missing += ["num_steps or budget_s"] * (config.num_steps is None and "budget_s" not in given)

@@ -1,11 +1,13 @@
 """The front door: what goes into `LLM.generate` and what comes out."""
 
+import dataclasses
 import warnings
 
 import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.layer_spec import RopeConfig
 from tests.engine.small import BOS, SMALL, VOCAB, Letters, assert_idle, complete, make_llm, model
 from tests.reference import reference_logprobs
 from tests.sampling.reference import penalised
@@ -294,6 +296,13 @@ def test_texts_beyond_the_trained_positions_warn_exactly_once():
     [warning] = caught
     assert "max_model_len is 66, the model was trained for 64 positions" in str(warning.message)
     assert warning.filename == __file__
+
+
+def test_a_dynamic_rope_beyond_the_trained_positions_warns_that_short_texts_change_too():
+    config, params = model()
+    config = dataclasses.replace(config, rope=RopeConfig("dynamic", 10_000.0, 2.0, original_max_len=64))
+    with pytest.warns(UserWarning, match="all texts, short ones too, have the frequencies of a text of max_model_len"):
+        LLM.from_params(config, params, max_model_len=66, **SMALL)
 
 
 def test_the_pattern_changes_only_while_nothing_runs(llm):

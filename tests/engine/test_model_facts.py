@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ksana_jax.engine.intake import ending_ids
@@ -71,6 +72,10 @@ def test_a_gguf_file_names_the_key_of_each_end(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, gguf_metadata("llama", config), gguf_tensors("llama", config, random_tensors(config)))
     assert gguf_of(path) == path
+    values = {"tokenizer.ggml.eot_token_id": 2**32 - 1, "tokenizer.ggml.eom_token_id": np.int32(-1)}
+    other = tmp_path / "other.gguf"
+    write_gguf(other, gguf_metadata("llama", config) | values, gguf_tensors("llama", config, random_tensors(config)))
+    assert list(ending_files(other, load_config(other), None)) == [2]
     keys = {2: "eos_token_id", 5: "eot_token_id", 9: "eom_token_id"}
     assert ending_files(path, load_config(path), None) == {
         index: [f"m.gguf: tokenizer.ggml.{key}"] for index, key in keys.items()
@@ -102,6 +107,8 @@ def test_ropes_and_windows_are_shown_with_their_layers():
     model = GOLDEN / "gemma3-mqa-window-rope-linear-new"
     linear, plain = "linear, theta 10,000, factor 4.0 in layers 0, 2", "default, theta 100 in layers 1"
     assert found(model, "rope") == [(linear, "config.json"), (plain, "config.json")]
+    [(dynamic, _)] = found(GOLDEN / "llama-rope-dynamic", "rope")
+    assert dynamic.endswith("factor 4.0, original_max_len 64, of max_model_len in all texts, if that is more")
     assert found(model, "attention") == [
         ("full in layers 0, 2", "config.json"),
         ("window=12 in layers 1", "config.json"),
