@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -34,6 +36,7 @@ from ksana_jax.kv.layout import group_layers
 from ksana_jax.pattern_presets import read_pattern
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.shipped import experiment_names, experiment_path
+from ksana_jax.sources import expanded
 
 
 @dataclasses.dataclass
@@ -168,11 +171,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dotted.plain(OmegaConf.load(path))
+        text = path.read_text(encoding="utf-8")
+        given, written = dotted.plain(OmegaConf.load(io.StringIO(text))), yaml.load(text, yaml.BaseLoader)
     except OmegaConfBaseException as error:
         raise explained(error) from error
     except (YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
+    if not given:
+        raise ConfigError("the file is empty: it needs a task at least, `ksana tasks` lists them")
+    if isinstance(written, dict):
+        _take_names(given, written)
+        lists = (values["variants"] if isinstance(values.get("variants"), list) else [] for values in (given, written))
+        for variant, as_text in zip(*lists, strict=False):
+            _take_names(variant, as_text)
+    return given
+
+
+def _take_names(given: Any, written: Any) -> None:
+    """Gives names the text that was written: YAML reads off as false, and 010 as 8."""
+    for key in ("name", "title") if isinstance(given, dict) and isinstance(written, dict) else ():
+        if isinstance(given.get(key), (bool, int, float)) and isinstance(written.get(key), str):
+            given[key] = written[key]
 
 
 def plan(
@@ -187,8 +206,9 @@ def plan(
       folder: base of relative input files in `given`; relative files in overrides start at the working directory.
     """
     pinned = dotted.dotlist(overrides)
-    if folder is not None:
-        given = _anchored(given, folder, str(pinned.get("task", given.get("task", Experiment.task))))
+    _take_names(pinned, dict(item.split("=", 1) for item in overrides))
+    task = str(pinned.get("task", given.get("task", Experiment.task)))
+    given, pinned = _anchored(given, folder, task), _anchored(pinned, None, task)
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
     given = _merge(given, pinned)
     experiment = typed(Experiment, given)
@@ -231,8 +251,8 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, Any]:
-    """Makes the input files in an experiment's settings, rows and grid relative to a folder."""
+def _anchored(given: Mapping[str, Any], folder: Path | None, task: str) -> dict[str, Any]:
+    """Makes the input files in an experiment's settings, rows and grid relative to a folder; ~ is the home folder."""
     fields = dataclasses.fields(task_named(task).Settings)
     keys = {f"settings.{field.name}" for field in fields if field.metadata.get("files")}
 
@@ -242,8 +262,9 @@ def _anchored(given: Mapping[str, Any], folder: Path, task: str) -> dict[str, An
         if isinstance(node, list) and key in ("", *keys):
             return [walk(item, key) for item in node]
         if key in keys and isinstance(node, str) and not node.startswith("${"):
-            path = folder / node
-            return node if node in text_files.NAMES and not path.exists() else str(path)
+            path = (folder or Path()) / expanded(node)
+            keep = node in text_files.NAMES and not path.exists()
+            return node if keep or (folder is None and not node.startswith("~")) else str(path)
         return node
 
     return {**walk(given), **{k: walk(given[k]) for k in ("variants", "grid") if k in given}}
@@ -326,7 +347,7 @@ def _variants(given: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
     variants = []
     for item in given:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
-            raise ConfigError(f"each of variants needs a name, {item!r:.80} has none")
+            raise ConfigError(f"each of variants needs a name that is text, {item!r:.80} has none")
         variants.append((item["name"], dotted.nested({k: v for k, v in item.items() if k != "name"})))
     names = [name for name, _ in variants]
     if doubled := {n for n in names if names.count(n) > 1}:

@@ -45,6 +45,9 @@ def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], pre
             raise ConfigError(
                 f"{name} is a list whose items cannot be set separately: set the whole list, {name}=[...]"
             )
+        is_one = isinstance(value, (bool, int, float, str)) and not str(value).startswith("${")
+        if isinstance(default, list) and is_one:
+            raise ConfigError(f"{name} is {value!r:.60}, must be a list, such as [{value!s:.60}]")
         if isinstance(default, Mapping) and value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{name} is {value!r:.60}, must be a mapping of keys to values")
         if isinstance(default, Mapping) and isinstance(value, Mapping):

@@ -55,6 +55,9 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"variants": [{"pattern.window": 1}]}, "each of variants needs a name"),
         ({"variants": [{"name": "a"}, {"name": "a"}]}, "variants have the same name: a"),
         ({"seeds": []}, "seeds is empty"),
+        ({"seeds": 3}, "seeds is 3, must be a list, such as [3]"),
+        ({"variants": "a"}, "variants is 'a', must be a list, such as [a]"),
+        ({"variants": [{"name": 8}]}, "each of variants needs a name that is text"),
         ({"seeds": [0, -1]}, "seeds has -1, must be integers from 0"),
         ({"seeds": [3, 3]}, "seeds is [3, 3], must be distinct"),
         ({"settings": None}, "settings is null, must be a mapping"),
@@ -262,7 +265,7 @@ def test_layers_in_several_groups_need_an_engine_of_their_own(model):
 
 
 def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
-    for content in ("- 1\n", "a: [\n", "just text\n", "\x00"):
+    for content in ("- 1\n", "a: [\n", "just text\n", "\x00", "", "# a comment\n", "{}"):
         path = tmp_path / "bad.yaml"
         path.write_text(content)
         with pytest.raises(ConfigError, match=r"bad\.yaml") as raised:
@@ -270,6 +273,31 @@ def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
         assert "\n" not in str(raised.value)
     with pytest.raises(FileNotFoundError, match="no such experiment file"):
         load(tmp_path / "missing.yaml")
+
+
+def test_an_empty_file_says_so(tmp_path):
+    (path := tmp_path / "empty.yaml").write_text("# settings.x: 3\n")
+    with pytest.raises(ConfigError, match=r"empty\.yaml: the file is empty: it needs a task at least"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["off", "Yes", "010", "0x10", "1e3", "1_000", "2024", "3.0"])
+def test_a_name_is_the_text_that_was_written(tmp_path, model, name):
+    given = json.dumps(small(model))[:-1]
+    (path := tmp_path / "e.yaml").write_text(f"{given}, name: {name}, title: {name}, variants: [{{name: {name}}}]}}")
+    made = load(path)
+    assert (made.name, made.title, made.rows[0].label) == (name, name, name)
+    made = load(path, [f"name={name}x", f"title={name}"])
+    assert (made.name, made.title) == (f"{name}x", name)
+    assert load(path, ["name=plain"]).name == "plain"
+
+
+def test_input_files_may_be_in_the_home_folder(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text " * 30_000)
+    (path := tmp_path / "e.yaml").write_text("task: perplexity\nmodel: ksana-tiny\nsettings: {texts: [~/a.txt]}\n")
+    for made in (load(path), load(path, ["settings.texts=[~/a.txt]"])):
+        assert made.trials[0].config["settings"]["texts"] == [str(tmp_path / "a.txt")]
 
 
 def test_the_name_of_a_file_names_the_run(tmp_path, model):
