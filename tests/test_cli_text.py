@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams, cli
+from ksana_jax.cli.options import TextOptions
 from ksana_jax.runner.runner import Runner
 from ksana_jax.sources import model_path
 
@@ -124,6 +126,32 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, tal
 def test_chat_with_a_model_without_a_template_says_so(ksana):
     code, out, error = ksana("chat", "ksana-tiny", stdin="hello\n")
     assert (code, out) == (2, "") and "ksana-tiny has no chat template" in error
+
+
+def as_input(data: bytes) -> io.TextIOWrapper:
+    # As Python opens standard input in the locale C.
+    return io.TextIOWrapper(io.BytesIO(data), "utf-8", errors="surrogateescape")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_input_in_another_encoding_is_an_error_that_says_so(monkeypatch, capsys, talker, command):
+    monkeypatch.setattr(TextOptions, "make_llm", lambda self, model, **settings: None)
+    monkeypatch.setattr("sys.stdin", as_input("café".encode("latin-1")))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, str(talker)])
+    said = "ksana: error: standard input is not utf-8: it has byte 0xe9; convert it, or name its encoding in"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_characters_that_the_output_lacks_are_written_as_their_codes(monkeypatch):
+    answer = SimpleNamespace(outputs=[SimpleNamespace(text="é 日 🚀 a")], check=lambda: None)
+    llm = SimpleNamespace(stream=lambda *given, **how: [answer])
+    monkeypatch.setattr(TextOptions, "make_llm", lambda self, model, **settings: llm)
+    monkeypatch.setattr("sys.stdout", out := io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["generate", "ksana-tiny", "-p", "x"])
+    out.flush()
+    assert out.buffer.getvalue() == rb"\xe9 \u65e5 \U0001f680 a" + b"\n"
 
 
 def test_a_broken_template_is_named_by_chat_and_generate_works(ksana, talker, tmp_path):

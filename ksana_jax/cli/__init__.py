@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from typing import Annotated
@@ -113,6 +114,10 @@ def _run(argv: list[str]) -> None:
     moved = [a for a in argv if a in ANYWHERE]
     argv = [a for a in argv if a not in ANYWHERE]
     warnings.showwarning = _warn
+    # What an encoding lacks is written as its code, such as \xe9; input is decoded strictly in any locale.
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "strict")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         processor.hide()
         keep_compiled_steps()

@@ -11,7 +11,7 @@ import typer
 
 from ksana_jax import interrupts
 from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
-from ksana_jax.cli.text import print_stream
+from ksana_jax.cli.text import decoded_input, print_stream
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
@@ -68,6 +68,7 @@ def converse(llm, opening: list[dict[str, str]], params) -> None:
 
 def _next_line() -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        with decoded_input():
+            return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None

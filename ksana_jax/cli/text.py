@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,10 +37,24 @@ def read_prompt(interactive: bool) -> str:
     """Reads the prompt from standard input and drops the newline that ends its last line."""
     if interactive:
         raise ValueError("no prompt: give --prompt TEXT, or pipe a text to standard input")
-    text = sys.stdin.read().removesuffix("\n")
+    with decoded_input():
+        text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise ValueError("no prompt: standard input is empty")
     return text
+
+
+@contextlib.contextmanager
+def decoded_input() -> Iterator[None]:
+    """Turns the error of standard input in another encoding into one that says what to do."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(
+            f"standard input is not {error.encoding}: it has byte 0x{byte:02x}; convert it, or name its encoding in "
+            "PYTHONIOENCODING"
+        ) from None
 
 
 def print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> str:
