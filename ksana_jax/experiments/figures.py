@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ksana_jax.experiments import figure_fonts
 from ksana_jax.experiments.tasks.results import not_finite
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, by
         FigureCanvasAgg(figure)
         draw(figure)
         finish(figure)
+        if figure_fonts.fit(figure):
+            matplotlib.rcParams["pdf.fonttype"] = 3  # fonts of any format; type 42 takes TrueType only
         for kind, nothing in (
             ("png", {"Software": None}),
             ("pdf", {"CreationDate": None, "Producer": None, "Creator": None}),

@@ -92,6 +92,7 @@ def latex(
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
     # Characters that \label cannot contain, such as # and spaces, become hyphens.
     lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
+    lines[1:1] = [_OTHER_SCRIPTS] * any(r"\otherscript" in line for line in lines)
     return "\n".join(lines) + "\n"
 
 
@@ -124,8 +125,21 @@ _TEX = {
 }
 
 
+# What pdfLaTeX lacks without further packages; \Umathchar is defined by XeLaTeX and LuaLaTeX.
+_LACKING = re.compile("[^ -~¡-ſ‘’“”†‡•€]+")
+_OTHER_SCRIPTS = (
+    "% Other scripts need XeLaTeX or LuaLaTeX with a font that has them; pdfLaTeX shows their codes.\n"
+    r"\providecommand{\otherscript}[2]{\ifdefined\Umathchar#1\else\texttt{#2}\fi}"
+)
+
+
 def _tex(text: str) -> str:
-    return "".join(_TEX.get(char, char) for char in text)
+    return _LACKING.sub(_other_script, "".join(_TEX.get(char, char) for char in text))
+
+
+def _other_script(found: re.Match[str]) -> str:
+    shown = re.sub("[\x00-\x1f\x7f-\x9f]", "", found[0])  # control characters end a run of LaTeX
+    return rf"\otherscript{{{shown}}}{{{' '.join(f'U+{ord(char):04X}' for char in found[0])}}}"
 
 
 def csv_text(value: Any) -> Any:

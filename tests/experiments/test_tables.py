@@ -43,6 +43,16 @@ def test_latex_escapes_and_uses_booktabs():
     assert text.isascii()
 
 
+def test_latex_shows_other_scripts_where_it_can_and_codes_where_it_cannot():
+    row = ResultRow("窓 é Ж🚀\x07", {}, 1, (), {})
+    text = tables.latex("“T” 日本", [row], COLUMNS, [])
+    assert r"\otherscript{窓}{U+7A93} é \otherscript{Ж🚀}{U+0416 U+1F680 U+0007} & " in text
+    assert r"\caption{“T” \otherscript{日本}{U+65E5 U+672C}.}" in text
+    definition = r"\providecommand{\otherscript}[2]{\ifdefined\Umathchar#1\else\texttt{#2}\fi}"
+    assert text.count(definition) == 1 and text.index(definition) < text.index(r"\begin{table}")
+    assert "otherscript" not in tables.latex("T", [ResultRow("é", {}, 1, (), {})], COLUMNS, [])
+
+
 def test_latex_has_a_label_and_no_character_that_pdflatex_lacks():
     row = ResultRow("8 → 4 ≈ ∞ …", {}, 1, [[]], {"a": [1.0]})
     text = tables.latex("T", [row], COLUMNS, ["x · y"], "my run #2")
