@@ -56,6 +56,10 @@ def route(
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
     ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(help="keys for /servers, which drains and restarts", show_default="only from this machine"),
+    ] = None,
     server_api_key_file: Annotated[
         Path | None, typer.Option(help="the key for running servers", show_default="the client's own is passed on")
     ] = None,
@@ -82,6 +86,12 @@ def route(
     max_retries: Annotated[int, typer.Option(help="other servers to try before a failure is passed on")] = 2,
     probe_interval: Annotated[float, typer.Option(help="seconds between two looks at a server's health")] = 2.0,
     shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
+    client_timeout: Annotated[
+        float, typer.Option(help="seconds until a client is cut that stops sending or reading")
+    ] = 60.0,
+    max_connections: Annotated[
+        int | None, typer.Option(help="of clients at once", show_default="half of ulimit -n")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of random choices")] = 0,
 ) -> None:
     """Sends each request to the server that is expected to answer it first.
@@ -136,6 +146,7 @@ def route(
         index=index,
         tokenizer=tokenizer or model,
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
+        admin_keys=() if admin_key_file is None else read_api_keys(admin_key_file),
         server_api_key=server_key,
         num_queued=router_queue,
         queue_timeout_s=queue_timeout,
@@ -143,6 +154,8 @@ def route(
         max_retries=max_retries,
         probe_s=probe_interval,
         shutdown_timeout_s=shutdown_timeout,
+        client_timeout_s=client_timeout,
+        max_connections=max_connections,
         seed=seed,
     )
     router = RouterSettings(

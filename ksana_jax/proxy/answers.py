@@ -12,7 +12,12 @@ from ksana_jax.server.errors import APIError
 
 def error_response(error: APIError) -> web.Response:
     """Returns an error as OpenAI's clients expect it."""
-    return json_response(error.body, error.status, error.headers)
+    response = json_response(error.body, error.status, error.headers)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:
+        response.force_close()  # without waiting for the rest of the body
+    return response
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

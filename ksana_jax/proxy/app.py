@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import itertools
 import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
 
 from ksana_jax import __version__
+from ksana_jax.proxy.access import Access
 from ksana_jax.proxy.answers import error_response, json_response
+from ksana_jax.proxy.connections import Connections, default_limit
 from ksana_jax.proxy.exchange import Exchange, passed_back
-from ksana_jax.proxy.fleet import Fleet, Server
+from ksana_jax.proxy.fleet import Fleet, Server, what_failed
 from ksana_jax.proxy.launching import Keeper
 from ksana_jax.proxy.metrics import exposition
 from ksana_jax.proxy.prefixes import ConfiguredPrefixes
@@ -37,7 +39,6 @@ from ksana_jax.server.errors import APIError
 log = logging.getLogger("ksana_jax.proxy")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN_PATHS = frozenset({"/health", "/ready"})
 # Paths that any server answers alike.
 ANYWHERE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"))
 PASSED_ON = ("Content-Type", "Accept", "User-Agent")
@@ -47,6 +48,8 @@ CLIENT = "X-Ksana-Client"
 ID, WHO = web.RequestKey("id", str), web.RequestKey("client", str)
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 MAX_HEADER_BYTES = 16 * 2**10
+# Seconds for answers that any server gives.
+ANYWHERE_S = 30.0
 
 
 class Proxy:
@@ -60,6 +63,7 @@ class Proxy:
       draining: whether the proxy is ending, and refuses new requests. num_open: requests that are being answered.
       server_headers: with the key of the servers. keeper: starts servers; None if others run them.
       prefixes: that were given for the policy's table; None without a file of them.
+      access: checks keys. connections: with clients; None until `running` listens.
     """
 
     def __init__(self, fleet: Fleet, prompts: PromptReader | None = None):
@@ -70,8 +74,8 @@ class Proxy:
         if self.settings.num_queued:
             fleet.on_served = self.turns.queue.charge
         self.draining, self.num_open = False, 0
-        self._keys = [key.encode() for key in self.settings.api_keys]
-        self._salts = {key: salt_of_key(key) for key in self._keys}
+        self.access = Access(self.settings)
+        self.connections: Connections | None = None
         server_key = self.settings.server_api_key
         self._server_salt = "" if server_key is None else salt_of_key(server_key.encode())
         self.server_headers = {} if server_key is None else {"Authorization": f"Bearer {server_key}"}
@@ -87,8 +91,13 @@ class Proxy:
         given = request.headers.get("X-Request-Id", "")
         request[ID] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         self.num_open += 1
+        transport = request.transport
+        if self.connections is not None:
+            self.connections.began(transport)
         try:
-            answer = await self._answer(request, handler)
+            if client := self.access.check(request):
+                request[WHO] = client
+            answer = await handler(request)
         except APIError as error:
             answer = error_response(error)
         except web.HTTPException as error:
@@ -98,36 +107,26 @@ class Proxy:
             answer = error_response(APIError(500, "internal error of the proxy", code="internal_error"))
         finally:
             self.num_open -= 1
+            if self.connections is not None:
+                self.connections.ended(transport)
         if not answer.prepared:
             answer.headers["X-Request-Id"] = request[ID]
         return answer
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._keys and request.path not in OPEN_PATHS:
-            key = self._key_of(request)
-            if key is None:
-                answer = error_response(
-                    APIError(401, "no valid API key: send Authorization: Bearer KEY", code="invalid_api_key")
-                )
-                answer.headers["WWW-Authenticate"] = "Bearer"
-                return answer
-            request[WHO] = self._salts[key]
-        return await handler(request)
-
-    def _key_of(self, request: web.Request) -> bytes | None:
-        """Returns the key that a request carries, if it is one of ours."""
-        given = request.headers.getall("Authorization", [])
-        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        # All keys are compared, each in constant time.
-        same = [key for key in self._keys if hmac.compare_digest(key, token.strip().encode("utf-8", "replace"))]
-        return same[0] if same and scheme.lower() == "bearer" else None
+    async def _body(self, request: web.Request) -> bytes:
+        timeout_s = self.settings.client_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.read()
+        except TimeoutError:
+            raise APIError(408, f"the body did not arrive within {timeout_s:g} seconds") from None
 
     def _headers(self, request: web.Request) -> dict[str, str]:
         """Returns the headers of a request that a server gets."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         headers["X-Request-Id"] = request[ID]
         headers |= self.server_headers
-        if not self.server_headers and not self._keys and "Authorization" in request.headers:
+        if not self.server_headers and not self.access.has_keys and "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
         if WHO in request:
             headers[CLIENT] = request[WHO]
@@ -139,7 +138,7 @@ class Proxy:
         """Passes a request for a completion to the best server."""
         if self.draining:
             raise APIError(503, "the proxy is shutting down", code="draining", retry_after_s=30)
-        body = await request.read()
+        body = await self._body(request)
         client = request.get(WHO, "")
         salt, model = self._salt(request), self.reader.model
         prompt = await self.reader.read(request.path, body, salt)
@@ -162,6 +161,8 @@ class Proxy:
         try:
             server = self._any_server()
             async with self.fleet.session.post(server.url + "/tokenize", json=body, headers=self.server_headers) as got:
+                if got.status in (400, 413, 422):
+                    raise ValueError("the prompt is invalid")
                 if got.status != 200:
                     raise OSError(f"server {server.name} does not tokenize: status {got.status}")
                 return (await got.json())["tokens"]
@@ -187,16 +188,18 @@ class Proxy:
 
     async def anywhere(self, request: web.Request) -> web.Response:
         """Passes a request to any server that is ready."""
-        server, body = self._any_server(), await request.read()
+        body, server = await self._body(request), self._any_server()
+        name = request.match_info.get("name")
+        path = request.path if name is None else f"/v1/models/{quote(name, safe='')}"
         try:
             async with (
-                asyncio.timeout(30),
-                server.request(request.method, request.path, body or None, self._headers(request)) as got,
+                asyncio.timeout(ANYWHERE_S),
+                server.request(request.method, path, body or None, self._headers(request)) as got,
             ):
                 return web.Response(body=await got.read(), status=got.status, headers=passed_back(got))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.fleet.failed(server)
-            raise APIError(502, f"server {server.name} failed: {error}", code="server_failed") from None
+            self.fleet.suspect(server)
+            raise APIError(502, f"server {server.name} failed: {what_failed(error)}", code="server_failed") from None
 
     # ------------------------------------------------------------------ the proxy itself
 
@@ -251,7 +254,11 @@ def make_app(proxy: Proxy) -> web.Application:
     app = web.Application(
         middlewares=[proxy.around],
         client_max_size=proxy.settings.max_body_bytes,
-        handler_args={"max_line_size": MAX_HEADER_BYTES, "max_field_size": MAX_HEADER_BYTES},
+        handler_args={
+            "max_line_size": MAX_HEADER_BYTES,
+            "max_field_size": MAX_HEADER_BYTES,
+            "lingering_time": min(10.0, proxy.settings.client_timeout_s),
+        },
     )
     add = app.router.add_route
     add("POST", "/v1/completions", proxy.generate)
@@ -271,14 +278,21 @@ def make_app(proxy: Proxy) -> web.Application:
 @contextlib.asynccontextmanager
 async def running(proxy: Proxy) -> AsyncIterator[str]:
     """Serves a proxy while the context is open; yields its address. At the end, open requests are cut: see `drain`."""
+    settings = proxy.settings
     # A client that leaves cancels its request, and with it the request to the server.
     runner = web.AppRunner(make_app(proxy), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    assert runner.server is not None
+    most = settings.max_connections or default_limit()
+    proxy.connections = Connections(runner.server, settings.client_timeout_s, most)
     try:
-        site = web.TCPSite(runner, proxy.settings.host, proxy.settings.port, backlog=1024)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(proxy.connections, settings.host, settings.port, backlog=1024)
+        host, port = listening.sockets[0].getsockname()[:2]
+        try:
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        finally:
+            listening.close()
     finally:
         await runner.cleanup()
         proxy.reader.close()

@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from ksana_jax.proxy.answers import error_events, error_response
-from ksana_jax.proxy.fleet import Fleet, Server
+from ksana_jax.proxy.fleet import Fleet, Server, what_failed
 from ksana_jax.router import NoServer, RoutedRequest
 from ksana_jax.router.health import RETRIED
 from ksana_jax.server.errors import APIError
@@ -91,14 +91,13 @@ class Exchange:
                 with server.carrying(limit):
                     answer = await self._pass(server)
             cached_tokens = self._cached_tokens()
-            self._fleet.succeeded(server)
             return answer
         except _ClientLeft:
             assert self._sent is not None
             return self._sent
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._fleet.failed(server)
-            what = f"server {server.name} failed: {str(error) or type(error).__name__}"
+            self._fleet.suspect(server)
+            what = f"server {server.name} failed: {what_failed(error)}"
             if self._sent is None:
                 raise _TryAnother(None, error_response(APIError(502, what, code="server_failed"))) from None
             return await self._break_off(what)
@@ -114,7 +113,7 @@ class Exchange:
         answer = web.Response(body=body, status=got.status, headers=headers)
         if got.status in RETRIED:
             if got.status != 429:
-                self._fleet.failed(server)
+                self._fleet.suspect(server)
             raise _TryAnother(got.status, answer)
         self._tail = body[-TAIL:]
         return answer

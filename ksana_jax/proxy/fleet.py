@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import aiohttp
+import yarl
 
 from ksana_jax.errors import ConfigError, system_reason
 from ksana_jax.proxy.settings import ProxySettings
 from ksana_jax.proxy.watching import OwnFigures, read_figures
 from ksana_jax.router import NoServer, RoutedRequest, Router, RouterSettings
-from ksana_jax.router.health import Circuit, Health, HealthSettings, RetryRule, State
+from ksana_jax.router.health import Health, HealthSettings, RetryRule, State
 from ksana_jax.server.errors import one_line
 
 log = logging.getLogger("ksana_jax.proxy")
@@ -67,10 +68,26 @@ class Server:
             self.carried.discard(time_limit)
 
     def request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Any:
-        """Sends a request; an async context with the response, as aiohttp's."""
+        """Sends a request; an async context with the response, as aiohttp's.
+
+        Args:
+          path: percent-encoded, and sent as it is.
+        """
+        url = yarl.URL(self.url + path, encoded=True)
         return self._fleet.session.request(
-            method, self.url + path, data=body, headers=headers, timeout=self._fleet.no_limit, allow_redirects=False
+            method, url, data=body, headers=headers, timeout=self._fleet.no_limit, allow_redirects=False
         )
+
+
+def what_failed(error: Exception) -> str:
+    """Returns in words what went wrong with a request to a server, without what the HTTP library says of it."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return system_reason(error)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "its answer is not HTTP"
+    return "it closed the connection before the end of its answer"
 
 
 class Fleet:
@@ -168,14 +185,9 @@ class Fleet:
         server.look.set()
 
     def state(self, server: Server) -> str:
-        """Returns one of ready, warming, draining and dead; or open or half-open, while the circuit is."""
-        state, circuit = server.health.state(self.clock()), server.health.circuit(self.clock())
-        if state in (State.READY, State.WARMING):
-            if server.drained:
-                return State.DRAINING.value
-            if circuit is not Circuit.CLOSED:
-                return circuit.value
-        return state.value
+        """Returns one of ready, warming, draining and dead."""
+        state = server.health.state(self.clock())
+        return (State.DRAINING if server.drained and state is not State.DEAD else state).value
 
     @property
     def num_ready(self) -> int:
@@ -243,7 +255,7 @@ class Fleet:
             self.died(server, server.trouble)
             return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            server.trouble = f"no answer: {one_line(str(error)) or type(error).__name__}"
+            server.trouble = what_failed(error)
             found = None
         server.health.probe(found, self.clock())
         self._refresh(server)
@@ -297,17 +309,8 @@ class Fleet:
             self.on_served(routed.client, live.matched - cached_tokens, 0)
         self.router.finished(routed.request_id, self.clock(), cached_tokens)
 
-    def succeeded(self, server: Server) -> None:
-        """Notes that a server answered a request."""
-        server.health.succeeded(self.clock())
-        if server.weight != 1.0 and server.url in self.router.servers:
-            self._refresh(server)
-
-    def failed(self, server: Server) -> None:
-        """Notes that a server failed with a request; it is probed at once."""
-        server.health.failed(self.clock())
-        if server.url in self.router.servers:
-            self._refresh(server)
+    def suspect(self, server: Server) -> None:
+        """Probes a server at once, after a request failed there. Only the probe decides what that means for it."""
         server.look.set()
 
     def check(self) -> None:

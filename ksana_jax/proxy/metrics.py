@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from ksana_jax.proxy.fleet import Fleet
 
-STATES = ("ready", "warming", "draining", "open", "half-open", "dead")
+STATES = ("ready", "warming", "draining", "dead")
 
 
 def exposition(fleet: Fleet, num_queued: int) -> str:

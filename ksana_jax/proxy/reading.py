@@ -27,7 +27,7 @@ READ_TIMEOUT_S = 1.0
 PAUSE_S = 10.0
 MAX_KEPT_ANSWERS = 1024
 CHARS_PER_TOKEN = 4
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS, MAX_TOKENS = 16, 2**31 - 1
 CHAT = "/v1/chat/completions"
 
 # Asks a server to tokenize: the body of POST /tokenize -> token ids.
@@ -89,12 +89,15 @@ class RequestReader:
                 asked, ids = await asyncio.wait_for(self._in_thread(path, body), READ_TIMEOUT_S)
             if ids is None:
                 ids = await self._from_server(path, asked)
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError, OSError, TimeoutError):
+            if ids.ndim != 1:
+                return _unread(body)
+            given = asked.get("cache_salt")
+            hashes = hashes_of(ids, self._block_size, salt if given is None else f"{salt}/{given}", self.model)
+        except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, OSError):
             return _unread(body)
-        given = asked.get("cache_salt")
-        hashes = hashes_of(ids, self._block_size, salt if given is None else f"{salt}/{given}", self.model)
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        return Prompt(len(ids), hashes, max_tokens if type(max_tokens) is int else DEFAULT_MAX_TOKENS)
+        usable = type(max_tokens) is int and 0 <= max_tokens <= MAX_TOKENS
+        return Prompt(len(ids), hashes, max_tokens if usable else DEFAULT_MAX_TOKENS)
 
     async def token_ids(self, text: str) -> np.ndarray | None:
         """Returns the ids of the prompt of a completion, int32 [T]; None if no server can be asked now."""
@@ -102,7 +105,7 @@ class RequestReader:
             if self._prompts is not None:
                 return self._prompts.completion(text)
             return await self._from_server("/v1/completions", {"prompt": text})
-        except (OSError, TimeoutError):
+        except (ValueError, OSError):
             return None
 
     async def _in_thread(self, path: str, body: bytes) -> tuple[Any, np.ndarray | None]:

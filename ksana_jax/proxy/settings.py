@@ -26,6 +26,8 @@ class ProxySettings:
       tokenizer: model directory or name whose tokenizer reads prompts; None takes the served model's, if it is on this
         machine, and else asks a server.
       api_keys: keys of which a client must send one; without any, everyone is served.
+      admin_keys: keys of which who asks for /servers must send one; without any, only this machine may, with one of
+        `api_keys` where there are any.
       server_api_key: sent to the servers instead of the client's own.
       num_queued: requests that wait in the proxy, by fairness among clients, while servers are busy; 0 sends each on at
         once.
@@ -36,6 +38,9 @@ class ProxySettings:
       probe_s: seconds between probes of a server's health. probe_timeout_s: within which it must answer.
       watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
+      client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
+        request, is disconnected.
+      max_connections: of clients at once; None takes what the process has descriptors for, at two each.
       max_body_bytes: maximum bytes of a request's body.
       seed: of the policy's random choices.
     """
@@ -47,6 +52,7 @@ class ProxySettings:
     index: str = APPROXIMATE
     tokenizer: str | None = None
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     server_api_key: str | None = dataclasses.field(default=None, repr=False)
     num_queued: int = 0
     queue_timeout_s: float = 30.0
@@ -57,6 +63,8 @@ class ProxySettings:
     probe_timeout_s: float = 2.0
     watch_s: float = 5.0
     shutdown_timeout_s: float = 30.0
+    client_timeout_s: float = 60.0
+    max_connections: int | None = None
     max_body_bytes: int = 8 * 2**20
     seed: int = 0
 
@@ -74,6 +82,8 @@ class ProxySettings:
             checks.number("probe_timeout_s", self.probe_timeout_s, above=0, high=3600),
             checks.number("watch_s", self.watch_s, above=0),
             checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
+            checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.integer("max_connections", self.max_connections, 1, 2**31 - 1, optional=True),
             checks.integer("max_body_bytes", self.max_body_bytes, 1024),
             checks.integer("seed", self.seed, 0),
             error=ConfigError,

@@ -1,6 +1,6 @@
 """Health of a server as the router sees it, and when a request is tried again. Pure state machines, no HTTP.
 
-The caller probes and sends, tells what came of it, and gives the weight to `Router.set_weight`; a server that is dead
+The caller probes, tells what came of it, and gives the weight to `Router.set_weight`; a server that is dead
 it removes from the router, and adds it when it answers again.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import random
 
 from ksana_jax import checks
@@ -27,14 +26,6 @@ class State(enum.Enum):
     DEAD = "dead"
 
 
-class Circuit(enum.Enum):
-    """CLOSED lets requests through, OPEN none, HALF_OPEN some on trial."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
-
-
 @dataclasses.dataclass(frozen=True)
 class HealthSettings:
     """When a server counts as ready or dead.
@@ -42,35 +33,26 @@ class HealthSettings:
     Args:
       probe_every_s: time between two probes. max_missed: probes in a row without an answer after which it is dead.
       warm_s: time in which the share of a server that was dead grows to the whole.
-      max_failures: failures in a row that open the circuit. open_s: for how long. num_successes: successes on trial
-        that close it. trial_weight: the server's weight meanwhile.
 
-    The defaults of probes and circuit are those of SGLang's router.
+    The defaults of probes are those of SGLang's router. It also has a circuit breaker, which counts failed requests;
+    here only probes count, because a client can send requests that every server fails.
     """
 
     probe_every_s: float = 10.0
     max_missed: int = 3
     warm_s: float = 10.0
-    max_failures: int = 5
-    num_successes: int = 2
-    open_s: float = 30.0
-    trial_weight: float = 0.1
 
     def __post_init__(self) -> None:
         checks.require(
             checks.number("probe_every_s", self.probe_every_s, above=0),
             checks.integer("max_missed", self.max_missed),
             checks.number("warm_s", self.warm_s, 0),
-            checks.integer("max_failures", self.max_failures),
-            checks.integer("num_successes", self.num_successes),
-            checks.number("open_s", self.open_s, 0),
-            checks.number("trial_weight", self.trial_weight, above=0, high=1),
             error=ConfigError,
         )
 
 
 class Health:
-    """State and circuit of one server; it is dead until a probe finds it ready.
+    """State of one server; it is dead until a probe finds it ready.
 
     Args:
       cold: whether a server that is ready for the first time has to warm up.
@@ -79,10 +61,8 @@ class Health:
     def __init__(self, settings: HealthSettings | None = None, *, cold: bool = True):
         self.settings = settings or HealthSettings()
         self._state = State.DEAD
-        self._cold, self._drained = cold, False
+        self._cold = cold
         self._warm_from, self._missed = 0.0, 0
-        self._failures, self._successes, self._opened_s = 0, 0, -math.inf
-        self._tripped = False
 
     def state(self, now: float) -> State:
         """Returns the state; a server that has warmed up is ready."""
@@ -90,20 +70,12 @@ class Health:
             self._state = State.READY
         return self._state
 
-    def circuit(self, now: float) -> Circuit:
-        if not self._tripped:
-            return Circuit.CLOSED
-        return Circuit.OPEN if now - self._opened_s < self.settings.open_s else Circuit.HALF_OPEN
-
     def weight(self, now: float) -> float:
         """Returns the probability with which the server may be chosen."""
-        state, circuit = self.state(now), self.circuit(now)
-        if state in (State.DEAD, State.DRAINING) or circuit is Circuit.OPEN:
-            return 0.0
-        warm = 1.0
+        state = self.state(now)
         if state is State.WARMING:  # not from 0: a server that gets nothing does not warm up
-            warm = max(0.05, (now - self._warm_from) / self.settings.warm_s)
-        return warm * self.settings.trial_weight if circuit is Circuit.HALF_OPEN else warm
+            return max(0.05, (now - self._warm_from) / self.settings.warm_s)
+        return 1.0 if state is State.READY else 0.0
 
     def probe(self, answer: bool | None, now: float) -> State:
         """Takes the answer to a probe: True if it is ready, False if it answers and is not, None if it does not.
@@ -122,34 +94,13 @@ class Health:
         elif state is State.DEAD:
             self._state = State.WARMING if self._cold and self.settings.warm_s else State.READY
             self._warm_from, self._cold = now, True
-            self._failures, self._tripped = 0, False
-        elif state is State.DRAINING and not self._drained:
+        elif state is State.DRAINING:
             self._state = State.READY  # with all that it has cached
         return self._state
 
-    def drain(self) -> None:
-        """Takes the server out of service on purpose; probes do not put it back until it has been dead."""
-        if self._state is not State.DEAD:
-            self._state, self._drained = State.DRAINING, True
-
     def gone(self) -> None:
         """Notes that the server is dead, as when its process has ended."""
-        self._state, self._drained = State.DEAD, False
-
-    def succeeded(self, now: float) -> None:
-        """Notes that a request got its answer, or was refused for a fault of its own."""
-        self._failures = 0
-        if self.circuit(now) is Circuit.HALF_OPEN:
-            self._successes += 1
-            self._tripped = self._successes < self.settings.num_successes
-
-    def failed(self, now: float) -> None:
-        """Notes that a request could not be sent, or was answered with a server's error (5xx)."""
-        self._failures += 1
-        if self.circuit(now) is Circuit.HALF_OPEN or (
-            not self._tripped and self._failures >= self.settings.max_failures
-        ):
-            self._tripped, self._opened_s, self._successes = True, now, 0
+        self._state = State.DEAD
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,10 +34,13 @@ class FakeServer:
 
     Attributes:
       mode: "ok"; "wedged" accepts and never answers; "refusing" answers 503, "full" 429, to requests but not to probes.
+      ready: whether probes are answered with 200, or with 503. silent: paths of GET that are never answered.
+      answers, tokenizes: status of POST requests, and of /tokenize among them.
       ttft_s, token_s: time to the first event, and between events.
       die_after: closes the connection after so many events of a stream; None never does. cut_event: within the next.
       cached_tokens: what the usage reports.
       metrics: body of /metrics; {} while it is empty.
+      got: paths of GET requests.
       requests: (path, headers, body) of each POST, but of /tokenize only their number, num_tokenized.
       num_aborted: streams whose reader left. num_active: open streams.
       events: bodies of /kv_events that are sent to each subscriber at once, as bytes of complete server-sent events.
@@ -47,6 +50,9 @@ class FakeServer:
         self.ttft_s, self.token_s, self.model = ttft_s, token_s, model
         self.mode, self.cached_tokens, self.metrics = "ok", 0, ""
         self.die_after: int | None = None
+        self.ready, self.answers, self.tokenizes = True, 200, 200
+        self.silent: set[str] = set()
+        self.got: deque[str] = deque(maxlen=1000)
         self.cut_event = False
         self.requests: deque[tuple[str, bytes, bytes]] = deque(maxlen=10_000)
         self.num_aborted = self.num_active = self.num_tokenized = 0
@@ -150,7 +156,12 @@ class Connection(asyncio.Protocol):
         if fake.mode == "wedged":
             return
         if method == "GET":
-            if path == "/v1/models":
+            fake.got.append(path)
+            if path in fake.silent:
+                return
+            if path == "/ready" and not fake.ready:
+                self.reply(503, b"{}")
+            elif path == "/v1/models":
                 model = {"id": fake.model, "object": "model", "max_model_len": 4096}
                 self.reply(200, json.dumps({"object": "list", "data": [model]}).encode())
             elif path == "/metrics" and fake.metrics:
@@ -163,12 +174,13 @@ class Connection(asyncio.Protocol):
             return
         if path == "/tokenize":
             fake.num_tokenized += 1
-            self.reply(200, json.dumps({"tokens": list(json.dumps(json.loads(body)).encode())}).encode())
+            self.reply(fake.tokenizes, json.dumps({"tokens": list(json.dumps(json.loads(body)).encode())}).encode())
             return
         fake.requests.append((path, head, body))
-        if fake.mode in ("refusing", "full"):
+        status = {"refusing": 503, "full": 429}.get(fake.mode, fake.answers)
+        if status != 200:
             error = b'{"error":{"message":"no","type":"server_error","param":null,"code":null}}'
-            self.reply(503 if fake.mode == "refusing" else 429, error, b"Retry-After: 3\r\n")
+            self.reply(status, error, b"Retry-After: 3\r\n")
             return
         asked = json.loads(body)
         num_tokens = asked.get("max_tokens") or 16

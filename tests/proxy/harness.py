@@ -61,7 +61,7 @@ async def scene(
     """Starts fakes and a proxy; probes come fast."""
     fakes = [FakeServer() for _ in range(num_servers)]
     urls = [await fake.start() for fake in fakes]
-    health = health or HealthSettings(probe_every_s=0.05, max_missed=3, warm_s=0.0, open_s=0.2)
+    health = health or HealthSettings(probe_every_s=0.05, max_missed=3, warm_s=0.0)
     probe = {"probe_s": health.probe_every_s, "probe_timeout_s": 0.1}
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:

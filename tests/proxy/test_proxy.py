@@ -174,20 +174,29 @@ def test_a_server_that_flaps_does_not_lose_requests():
     asyncio.run(main())
 
 
-def test_failures_open_the_circuit_and_trials_close_it():
+def test_requests_that_every_server_refuses_take_no_server_away():
     async def main():
-        health = HealthSettings(probe_every_s=0.05, warm_s=0.0, open_s=0.2, max_failures=3, trial_weight=1.0)
+        async with scene(3, policy="round_robin") as s:
+            for fake in s.fakes:
+                fake.mode = "refusing"
+            assert [(await s.ask())[0] for _ in range(12)] == [503] * 12
+            for fake in s.fakes:
+                fake.mode = "ok"
+            assert [(await s.ask())[0] for _ in range(12)] == [200] * 12
+            assert all(server.weight == 1 for server in s.fleet.servers.values())
+            assert s.fleet.num_ready == 3
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_probe_fails_after_a_request_did_gets_no_more():
+    async def main():
+        health = HealthSettings(probe_every_s=30.0, warm_s=0.0)
         async with scene(2, policy="round_robin", health=health) as s:
-            s.fakes[0].mode = "refusing"
-            for _ in range(10):
-                assert (await s.ask())[0] == 200
+            s.fakes[0].mode, s.fakes[0].ready = "refusing", False
+            assert (await s.ask())[0] == (await s.ask())[0] == 200
             server = s.fleet.servers[s.fakes[0].url]
-            assert s.fleet.state(server) == "open" and len(s.fakes[0].requests) == 3
-            s.fakes[0].mode = "ok"
-            await until(lambda: s.fleet.state(server) == "half-open" and server.weight > 0)
-            for _ in range(6):
-                assert (await s.ask())[0] == 200
-            assert s.fleet.state(server) == "ready"
+            await until(lambda: s.fleet.state(server) == "draining", 1.0)
 
     asyncio.run(main())
 
@@ -216,7 +225,7 @@ def test_a_drained_server_ends_what_it_has_and_gets_no_more_until_it_is_resumed(
             streams = [asyncio.create_task(s.stream(max_tokens=20)) for _ in range(2)]
             await until(lambda: s.fakes[0].num_active == 1)
             name = s.fakes[0].url.removeprefix("http://")
-            async with s.client.post(f"{s.url}/servers/{name}/drain") as got:
+            async with s.client.post(f"{s.url}/servers/{name}/drain", json={}) as got:
                 described = await got.json()
                 assert described["state"] == "draining" and described["num_requests"] == 1
             for _, text in await asyncio.gather(*streams):
@@ -225,12 +234,12 @@ def test_a_drained_server_ends_what_it_has_and_gets_no_more_until_it_is_resumed(
                 assert (await s.ask())[0] == 200
             await asyncio.sleep(0.2)  # probes do not put it back
             assert len(s.fakes[0].requests) == 1
-            async with s.client.post(f"{s.url}/servers/{name}/resume") as got:
+            async with s.client.post(f"{s.url}/servers/{name}/resume", json={}) as got:
                 assert (await got.json())["state"] == "ready"
             for _ in range(4):
                 assert (await s.ask())[0] == 200
             assert len(s.fakes[0].requests) == 3
-            async with s.client.post(f"{s.url}/servers/nobody/drain") as got:
+            async with s.client.post(f"{s.url}/servers/nobody/drain", json={}) as got:
                 assert got.status == 404 and name in (await got.json())["error"]["message"]
 
     asyncio.run(main())

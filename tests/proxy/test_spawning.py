@@ -91,7 +91,7 @@ def test_lines_of_servers_are_shown_with_their_number_and_a_restart_drains_first
                 busy = next(server for server in fleet.servers.values() if server.carried)
                 index = next(i for i, port in launcher._ports.items() if busy.url.endswith(f":{port}"))
                 before = launcher.processes[index].pid
-                async with client.post(f"{url}/servers/{busy.name}/restart") as answer:
+                async with client.post(f"{url}/servers/{busy.name}/restart", json={}) as answer:
                     assert (await answer.json())["state"] == "draining"
                 assert b"[DONE]" in await got.read() and not fleet.num_broken
             await until(lambda: launcher.processes[index].pid != before and fleet.num_ready == 2, 10)
@@ -129,7 +129,7 @@ def test_only_servers_that_were_started_here_can_be_restarted():
     async def main():
         async with spawned(FAKE, 1, []) as (_, fleet, _, url, client):
             await fleet.add("http://127.0.0.1:9")
-            async with client.post(f"{url}/servers/127.0.0.1:9/restart") as got:
+            async with client.post(f"{url}/servers/127.0.0.1:9/restart", json={}) as got:
                 assert got.status == 400 and "not started here" in (await got.json())["error"]["message"]
 
     asyncio.run(main())

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ksana_jax.errors import ConfigError
-from ksana_jax.router.health import Circuit, Health, HealthSettings, RetryRule, State
+from ksana_jax.router.health import Health, HealthSettings, RetryRule, State
 
 
 def ready(now=0.0, **settings):
@@ -36,49 +36,6 @@ def test_a_server_that_says_it_is_not_ready_drains():
     health = ready()
     assert health.probe(False, 1.0) is State.DRAINING and health.weight(1.0) == 0
     assert health.probe(True, 2.0) is State.READY and health.weight(2.0) == 1
-
-
-def test_a_server_drained_on_purpose_stays_so_until_it_was_dead():
-    health = ready()
-    health.drain()
-    assert health.probe(True, 1.0) is State.DRAINING
-    health.gone()
-    assert health.probe(True, 2.0) is State.WARMING
-
-
-def test_five_failures_in_a_row_open_the_circuit():
-    health = ready()
-    for _ in range(4):
-        health.failed(0.0)
-    health.succeeded(0.0)
-    for now in range(5):
-        assert health.circuit(now) is Circuit.CLOSED
-        health.failed(float(now))
-    assert health.circuit(4.0) is Circuit.OPEN and health.weight(33.9) == 0
-    assert health.state(4.0) is State.READY  # its cache is still there
-    assert health.circuit(34.0) is Circuit.HALF_OPEN and health.weight(34.0) == 0.1
-    health.failed(35.0)
-    assert health.circuit(64.9) is Circuit.OPEN and health.circuit(65.0) is Circuit.HALF_OPEN
-    health.succeeded(66.0)
-    assert health.circuit(66.0) is Circuit.HALF_OPEN
-    health.succeeded(67.0)
-    assert health.circuit(67.0) is Circuit.CLOSED and health.weight(67.0) == 1
-
-
-def test_failures_of_requests_sent_before_it_opened_do_not_keep_it_open():
-    health = ready()
-    for now in (0.0, 0.0, 0.0, 0.0, 0.0, 20.0, 29.0):
-        health.failed(now)
-    assert health.circuit(30.0) is Circuit.HALF_OPEN
-
-
-def test_a_server_that_died_starts_with_a_closed_circuit():
-    health = ready()
-    for _ in range(5):
-        health.failed(0.0)
-    health.gone()
-    health.probe(True, 1.0)
-    assert health.circuit(1.0) is Circuit.CLOSED
 
 
 def test_retries_only_before_the_first_byte_twice_and_later_each_time():

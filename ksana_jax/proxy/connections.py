@@ -1,0 +1,137 @@
+"""The proxy's connections with clients: limited in number and in the time that a client may stall. Knows no HTTP.
+
+aiohttp waits for ever for the first request of a connection, for the rest of its headers, and for a client that does
+not read its answer. Each connection of a proxy holds a descriptor, and a second one to a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+from collections.abc import Callable
+from typing import Any
+
+# Descriptors for what is no client's connection, connections under the lowest limit, and under none.
+RESERVED, FEWEST, MOST = 32, 8, 2**16
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def default_limit() -> int:
+    """Returns how many connections the process has descriptors for, at two each (`ulimit -n`)."""
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if descriptors == resource.RLIM_INFINITY:
+        return MOST
+    return min(max((descriptors - RESERVED) // 2, FEWEST), MOST)
+
+
+class Connections:
+    """Makes connections; at the limit, one that waits for a request makes room for a new one.
+
+    Args:
+      make: returns a protocol that answers requests.
+      timeout_s: within which a client must send the headers of a request, and read an answer.
+      most: connections at once; if all have requests under way, a new one gets status 503.
+    """
+
+    def __init__(self, make: Callable[[], Any], timeout_s: float, most: int):
+        self._make, self.timeout_s, self.most = make, timeout_s, most
+        self.waiting: dict[Connection, None] = {}  # without a request, those that wait longest first
+        self.open: dict[asyncio.BaseTransport, Connection] = {}
+
+    def __call__(self) -> Connection:
+        return Connection(self, self._make())
+
+    def began(self, transport: asyncio.BaseTransport | None) -> None:
+        """Notes that the headers of a request are there."""
+        if transport in self.open:
+            self.open[transport].begin()
+
+    def ended(self, transport: asyncio.BaseTransport | None) -> None:
+        """Notes that a request has its answer, of which a part may not be sent yet."""
+        if transport in self.open:
+            self.open[transport].wait()
+
+    def admit(self, new: Connection) -> bool:
+        """Counts a new connection; returns False if there is no room."""
+        if len(self.open) >= self.most:
+            if (oldest := next(iter(self.waiting), None)) is None:
+                return False
+            oldest.abort()
+        self.open[new.transport] = new
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """Counts a connection no longer."""
+        self.open.pop(connection.transport, None)
+        self.waiting.pop(connection, None)
+
+
+class Connection(asyncio.Protocol):
+    """One connection, which passes what happens to another protocol and cuts a client that stalls."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, all: Connections, inner: Any):
+        self._all, self._inner = all, inner
+        self._request_due: asyncio.TimerHandle | None = None
+        self._reading_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.transport = transport
+        self._inner.connection_made(transport)
+        if self._all.admit(self):
+            self.wait()
+            return
+        transport.write(FULL)
+        transport.close()
+
+    def wait(self) -> None:
+        """Starts the clock for the next request."""
+        self.begin()
+        self._all.waiting[self] = None
+        self._expect_request(math.inf)
+
+    def begin(self) -> None:
+        """Stops the clock: a request is there."""
+        self._all.waiting.pop(self, None)
+        if self._request_due is not None:
+            self._request_due.cancel()
+
+    def _expect_request(self, unread: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._request_due = loop.call_later(self._all.timeout_s, self._look, unread)
+
+    def _look(self, before: float) -> None:
+        # A client that still reads the last answer has time for it.
+        if 0 < (unread := self.transport.get_write_buffer_size()) < before:
+            self._expect_request(unread)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Cuts the connection."""
+        self._all.forget(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._reading_due = asyncio.get_running_loop().call_later(self._all.timeout_s, self.abort)
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._reading_due is not None:
+            self._reading_due.cancel()
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._request_due, self._reading_due):
+            if timer is not None:
+                timer.cancel()
+        self._all.forget(self)
+        self._inner.connection_lost(exc)
