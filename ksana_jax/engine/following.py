@@ -22,6 +22,8 @@ from ksana_jax.runner.submitted import Submitted
 from ksana_jax.sources import model_path
 
 logger = logging.getLogger("ksana_jax")
+# Methods of an engine that process 0 asks for.
+ASKED = frozenset({"load", "step", "loop", "move", "patterns", "reset", "compile"})
 
 
 def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] | None = None) -> Job:
@@ -79,6 +81,8 @@ def follow(job: Job, given: tuple[str, EngineConfig] | None = None, model: str |
                     _prepare(engines, job, number, given, model, *rest)
                 elif what == "close":
                     engines.pop(number, None)
+                elif what not in ASKED:
+                    raise ValueError(f"process 0 asks for {what!r:.40}")
                 else:
                     getattr(engines[number], what)(*rest)
         except Exception as error:

@@ -104,6 +104,8 @@ class Followers:
         for peer, reply in replies:
             if "error" in reply:
                 raise ConfigError(f"{peer}: {reply['error']}")
+            if not isinstance(reply.get("facts"), dict) or type(reply.get("num_blocks")) is not int:
+                raise ConfigError(f"{peer} does not say what it has prepared")
             for name, value in own.items():
                 if (other := reply["facts"].get(name)) != value:
                     raise ConfigError(f"{peer} has {name} {other}, process 0 has {value}")

@@ -66,17 +66,25 @@ class Job:
     def _listen(self, peer: Peer) -> None:
         while True:
             try:
-                message = peer.channel.receive()
+                message = self._checked(peer.channel.receive())
             except Closed as error:
                 if not self._leaving:
                     self.fail(f"{peer} is gone: {error}")
                     self.messages.put((peer, {"gone": True}))
                 return
             if isinstance(message, dict) and "failed" in message:
-                self.fail(f"{peer} failed: {message['failed']}")
+                self.fail(f"{peer} failed: {' '.join(str(message['failed']).split())[:500]}")
             self.messages.put((peer, message))
             if isinstance(message, dict) and "bye" in message:
                 self._leaving = True
+
+    def _checked(self, message: Any) -> Any:
+        """Returns a message that has a known form: names with values, or, of process 0, what to do with an engine."""
+        named = isinstance(message, dict) and all(isinstance(name, str) for name in message)
+        asked = isinstance(message, tuple) and [type(part) for part in message[:2]] == [str, int]
+        if not named and (self.leads or not asked):
+            raise Closed("what arrived is no message")
+        return message
 
     def send(self, message: Any) -> None:
         """Sends a message to all peers; a broken connection fails the job.
@@ -254,8 +262,10 @@ def _follow(setting: HostsSetting, kinds: Iterable[type]) -> Job:
         welcome = leader.channel.receive()
     except Closed as error:
         raise ConfigError(f"{leader} is gone: {error}") from error
-    if "refused" in welcome:
+    if isinstance(welcome, dict) and "refused" in welcome:
         raise ConfigError(f"process 0 at {leader.name} refused process {setting.process_id}: {welcome['refused']}")
+    if not isinstance(welcome, dict) or not isinstance(welcome.get("service"), str) or "device" not in welcome:
+        raise ConfigError(f"what answers at {leader.name} is not process 0 of this job")
     job = Job(setting, [leader])
     _start_jax(job, welcome["service"], welcome["device"], leader.channel.socket.getsockname()[0])
     return job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -9,8 +10,10 @@ import ipaddress
 import logging
 import os
 import platform
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -24,8 +27,19 @@ from ksana_jax.hosts.wire import Channel, Closed
 logger = logging.getLogger("ksana_jax")
 _MAGIC = b"ksana-job-1\n"
 _NONCE, _DIGEST = 16, 32
-# Seconds for a connection to show that it belongs to the job.
+# Seconds for a connection to show that it belongs to the job, how many may be about it at once, and bytes of a hello.
 _HANDSHAKE_S = 5.0
+_MAX_HANDSHAKES = 64
+_MAX_HELLO = 2**16
+_MAX_NAME = 300
+
+
+class _Hello(NamedTuple):
+    """What a process of the job says of itself."""
+
+    peer: Peer
+    num_processes: int
+    versions: dict[str, Any]
 
 
 class Peer(NamedTuple):
@@ -77,21 +91,45 @@ def gather(setting: HostsSetting, kinds: Iterable[type]) -> list[Peer]:
         logger.warning("KSANA_JOB_TOKEN is not set: whoever reaches %s may join the job", setting.coordinator_address)
     found: dict[int, Peer] = {}
     deadline = time.monotonic() + setting.initialization_timeout
+    arrived: queue.SimpleQueue[_Hello] = queue.SimpleQueue()
+    threading.Thread(target=_greet_all, args=(listening, arrived, tuple(kinds)), daemon=True).start()
     try:
-        with listening:
-            while len(found) < setting.num_processes - 1:
-                listening.settimeout(max(deadline - time.monotonic(), 0.001))
-                try:
-                    connection, address = listening.accept()
-                except TimeoutError:
-                    raise ConfigError(_missing(setting, found)) from None
-                if (peer := _accepted(connection, address, setting, kinds, found)) is not None:
-                    found[peer.process_id] = peer
+        while len(found) < setting.num_processes - 1:
+            try:
+                hello = arrived.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                raise ConfigError(_missing(setting, found)) from None
+            if _belongs(hello, setting, found):
+                found[hello.peer.process_id] = hello.peer
     except ConfigError as error:
         for peer in found.values():
             _refuse(peer.channel, str(error))
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        listening.close()
     return [found[process_id] for process_id in sorted(found)]
+
+
+def _greet_all(listening: socket.socket, arrived: queue.SimpleQueue[_Hello], kinds: tuple[type, ...]) -> None:
+    """Greets each connection in a thread of its own, so that none keeps others waiting; ends with the socket."""
+    room = threading.Semaphore(_MAX_HANDSHAKES)
+
+    def greet(connection: socket.socket, host: str) -> None:
+        try:
+            if (hello := _greeted(connection, host, kinds)) is not None:
+                arrived.put(hello)
+        finally:
+            room.release()
+
+    while True:
+        room.acquire()
+        try:
+            connection, address = listening.accept()
+        except OSError:
+            return
+        threading.Thread(target=greet, args=(connection, address[0]), daemon=True).start()
 
 
 def _missing(setting: HostsSetting, found: dict[int, Peer]) -> str:
@@ -102,16 +140,11 @@ def _missing(setting: HostsSetting, found: dict[int, Peer]) -> str:
     )
 
 
-def _accepted(
-    connection: socket.socket, address: Any, setting: HostsSetting, kinds: Iterable[type], found: dict[int, Peer]
-) -> Peer | None:
-    """Returns the process at the other end; None if it does not belong to the job.
-
-    Raises:
-      ConfigError: it does, and differs from this one.
-    """
+def _greeted(connection: socket.socket, host: str, kinds: tuple[type, ...]) -> _Hello | None:
+    """Returns what the process at the other end says of itself; None if it does not belong to the job."""
     connection.settimeout(_HANDSHAKE_S)
     channel = Channel(connection, kinds)
+    channel.deadline = time.monotonic() + _HANDSHAKE_S
     try:
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(_MAGIC + nonce)
@@ -120,26 +153,45 @@ def _accepted(
         if not answer.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(b"follower", nonce, theirs)):
             raise Closed("it has another KSANA_JOB_TOKEN, or is no process of ksana")
         connection.sendall(_proof(b"leader", theirs, nonce))
-        hello = channel.receive()
-        peer = Peer(hello["process_id"], hello["name"], channel)
-        given, all_versions = hello["num_processes"], hello["versions"]
-    except (OSError, LookupError, TypeError) as error:
-        logger.warning("a connection from %s was refused: %s", address[0], error)
+        hello = _read_hello(channel)
+    except OSError as error:
+        logger.warning("a connection from %s was refused: %s", host, error)
         channel.close()
         return None
+    channel.deadline = None
     connection.settimeout(None)
+    return hello
+
+
+def _read_hello(channel: Channel) -> _Hello:
+    said = channel.receive(_MAX_HELLO, 0)
+    types = {"process_id": int, "num_processes": int, "name": str, "versions": dict}
+    if not isinstance(said, dict) or any(type(said.get(name)) is not kind for name, kind in types.items()):
+        raise Closed("it does not say which process it is")
+    if len(said["name"]) > _MAX_NAME or not said["name"].isprintable():
+        raise Closed("its name is not one line")
+    return _Hello(Peer(said["process_id"], said["name"], channel), said["num_processes"], said["versions"])
+
+
+def _belongs(hello: _Hello, setting: HostsSetting, found: dict[int, Peer]) -> bool:
+    """Whether a process has a number that is still missing.
+
+    Raises:
+      ConfigError: it differs from this process.
+    """
+    peer = hello.peer
     if peer.process_id in found or not 0 < peer.process_id < setting.num_processes:
         other = f"is {found[peer.process_id].name}" if peer.process_id in found else "cannot be"
-        _refuse(channel, f"process_id {peer.process_id} of {setting.num_processes} {other}")
-        return None
-    differing = [("num_processes", given, setting.num_processes)]
-    differing += [(name, all_versions.get(name), value) for name, value in versions().items()]
+        _refuse(peer.channel, f"process_id {peer.process_id} of {setting.num_processes} {other}")
+        return False
+    differing = [("num_processes", hello.num_processes, setting.num_processes)]
+    differing += [(name, hello.versions.get(name), value) for name, value in versions().items()]
     for name, other, own in differing:
         if other != own:
-            message = f"{peer} has {name} {other}, process 0 has {own}"
-            _refuse(channel, message)
+            message = f"{peer} has {name} {str(other)[:_MAX_NAME]}, process 0 has {own}"
+            _refuse(peer.channel, message)
             raise ConfigError(message)
-    return peer
+    return True
 
 
 def _refuse(channel: Channel, why: str) -> None:
@@ -168,8 +220,8 @@ def reach(setting: HostsSetting, kinds: Iterable[type]) -> Peer:
                     f"{setting.initialization_timeout:g} s: {error}"
                 ) from error
             time.sleep(0.1)
-    connection.settimeout(max(deadline - time.monotonic(), _HANDSHAKE_S))
     channel = Channel(connection, kinds)
+    channel.deadline = max(deadline, time.monotonic() + _HANDSHAKE_S)
     try:
         greeting = channel._exactly(len(_MAGIC) + _NONCE)
         nonce, theirs = secrets.token_bytes(_NONCE), greeting[len(_MAGIC) :]
@@ -181,6 +233,7 @@ def reach(setting: HostsSetting, kinds: Iterable[type]) -> Peer:
     if not greeting.startswith(_MAGIC) or not hmac.compare_digest(proof, _proof(b"leader", nonce, theirs)):
         channel.close()
         raise ConfigError(f"what answers at {where} is not process 0 of this job")
+    channel.deadline = None
     connection.settimeout(None)
     ids = {"process_id": setting.process_id, "num_processes": setting.num_processes}
     channel.send({**ids, "name": own_name(), "versions": versions()})

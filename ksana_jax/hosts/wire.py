@@ -12,6 +12,7 @@ import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 _LENGTHS = struct.Struct(">Q")
 MAX_HEADER = 2**26
 MAX_ARRAYS_BYTES = 2**34
+MAX_DEPTH, MAX_DIMENSIONS = 32, 32
 _DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -64,18 +66,24 @@ def _plain(x: Any, arrays: list[np.ndarray], kinds: frozenset[type]) -> Any:
     raise TypeError(f"a message cannot have a {type(x).__name__}")
 
 
-def _restored(x: Any, arrays: list[np.ndarray], kinds: dict[str, type]) -> Any:
+def _restored(x: Any, arrays: list[np.ndarray], kinds: dict[str, type], depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+    def part(inner: Any) -> Any:
+        return _restored(inner, arrays, kinds, depth + 1)
+
     if isinstance(x, list):
-        return [_restored(part, arrays, kinds) for part in x]
+        return [part(inner) for inner in x]
     if not isinstance(x, dict):
         return x
     if "array" in x:
         return arrays[x["array"]]
     if "tuple" in x:
-        return tuple(_restored(part, arrays, kinds) for part in x["tuple"])
+        return tuple(part(inner) for inner in x["tuple"])
     if "dict" in x:
-        return {_restored(key, arrays, kinds): _restored(value, arrays, kinds) for key, value in x["dict"]}
-    return kinds[x["kind"]](*[_restored(part, arrays, kinds) for part in x["of"]])
+        return {part(key): part(value) for key, value in x["dict"]}
+    return kinds[x["kind"]](*[part(inner) for inner in x["of"]])
 
 
 class Channel:
@@ -83,10 +91,14 @@ class Channel:
 
     Args:
       kinds: types that messages may have, the same on both sides.
+
+    Attributes:
+      deadline: `time.monotonic()` at which receiving ends, however the bytes arrive; None waits for ever.
     """
 
     def __init__(self, connection: socket.socket, kinds: Iterable[type] = ()):
         self.socket, self.kinds = connection, tuple(kinds)
+        self.deadline: float | None = None
         self._sending = threading.Lock()
         watch(connection)
 
@@ -106,30 +118,37 @@ class Channel:
         except OSError as error:
             raise Closed(str(error)) from error
 
-    def receive(self) -> Any:
+    def receive(self, max_header: int = MAX_HEADER, max_arrays_bytes: int = MAX_ARRAYS_BYTES) -> Any:
         """Waits for a message and returns it.
+
+        Args:
+          max_header, max_arrays_bytes: most bytes of its JSON, and of its arrays.
 
         Raises:
           Closed: the connection is broken, or what arrives is no message.
         """
         try:
             [length] = _LENGTHS.unpack(self._exactly(_LENGTHS.size))
-            if length > MAX_HEADER:
+            if length > max_header:
                 raise Closed("what arrived is no message")
             body, shapes = json.loads(self._exactly(length))
-            arrays = self._arrays(shapes)
+            arrays = self._arrays(shapes, max_arrays_bytes)
             return _restored(body, arrays, {kind.__name__: kind for kind in self.kinds})
         except Closed:
             raise
         except OSError as error:
             raise Closed(str(error)) from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise Closed(f"what arrived is no message ({type(error).__name__})") from error
 
-    def _arrays(self, shapes: list[Any]) -> list[np.ndarray]:
-        found, room = [], MAX_ARRAYS_BYTES
+    def _arrays(self, shapes: list[Any], room: int) -> list[np.ndarray]:
+        found = []
         for dtype, shape in shapes:
-            if dtype not in _DTYPES or any(type(size) is not int or size < 0 for size in shape):
+            if (
+                dtype not in _DTYPES
+                or len(shape) > MAX_DIMENSIONS
+                or any(type(size) is not int or size < 0 for size in shape)
+            ):
                 raise Closed("what arrived is no message")
             room -= math.prod(shape) * np.dtype(dtype).itemsize
             if room < 0:
@@ -147,6 +166,10 @@ class Channel:
 
     def _fill(self, room: memoryview) -> None:
         while len(room):
+            if self.deadline is not None:
+                if (left := self.deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                self.socket.settimeout(left)
             count = self.socket.recv_into(room)
             if not count:
                 raise Closed("the connection was closed")

@@ -3,6 +3,9 @@
 import os
 import queue
 
+import pytest
+
+from ksana_jax.errors import ConfigError, JobError
 from ksana_jax.hosts import job
 from ksana_jax.hosts.rendezvous import Peer
 from ksana_jax.hosts.setting import HostsSetting
@@ -37,3 +40,39 @@ def test_a_forked_child_that_ends_does_not_take_leave_for_its_parent(monkeypatch
     assert not channel.sent and channel.closed.empty()
     found._leave()
     assert channel.sent == [{"bye": True}]
+
+
+class Talking(FakeChannel):
+    """A connection on which one message arrives."""
+
+    def __init__(self, message):
+        super().__init__()
+        self.message = [message]
+
+    def receive(self):
+        return self.message.pop() if self.message else super().receive()
+
+
+@pytest.mark.parametrize("message", [3, None, [1], "text", {1: 2}, ("step", 0), ("step",), ([], 0)])
+def test_a_message_of_another_form_ends_the_job_with_the_reason(message, monkeypatch):
+    monkeypatch.setattr(job.atexit, "register", lambda function: None)
+    found = job.Job(HostsSetting("127.0.0.1:1", 2, 0), [Peer(1, "other", Talking(message))])
+    with pytest.raises(JobError, match=r"^process 1 \(other\) is gone: what arrived is no message$"):
+        found.replies()
+
+
+def test_a_follower_takes_requests_of_process_0_alone_in_their_form(monkeypatch):
+    monkeypatch.setattr(job.atexit, "register", lambda function: None)
+    leader = Peer(0, "first", Talking(("step", 3, [1])))
+    found = job.Job(HostsSetting("127.0.0.1:1", 2, 1), [leader])
+    assert found.messages.get(timeout=5) == (leader, ("step", 3, [1])) and found.failure is None
+    for message in (("step", "3"), (1, 2), ("step",)):
+        with pytest.raises(Closed):
+            found._checked(message)
+
+
+@pytest.mark.parametrize("welcome", [3, [], {}, {"service": 3, "device": None}, {"service": "a:1"}])
+def test_a_welcome_of_another_form_is_one_clear_error(welcome, monkeypatch):
+    monkeypatch.setattr(job.rendezvous, "reach", lambda *given: Peer(0, "a:1", Talking(welcome)))
+    with pytest.raises(ConfigError, match="what answers at a:1 is not process 0 of this job"):
+        job._follow(HostsSetting("127.0.0.1:1", 2, 1), ())

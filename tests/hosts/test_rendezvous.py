@@ -4,7 +4,9 @@ import concurrent.futures
 import contextlib
 import socket
 import struct
+import time
 
+import numpy as np
 import pytest
 
 from ksana_jax import LLM, ModelConfig
@@ -12,7 +14,7 @@ from ksana_jax.config import ConfigError, EngineConfig
 from ksana_jax.hosts import rendezvous
 from ksana_jax.hosts.rendezvous import gather, reach
 from ksana_jax.hosts.setting import HostsSetting
-from ksana_jax.hosts.wire import Closed
+from ksana_jax.hosts.wire import Channel, Closed
 
 
 def free_port() -> int:
@@ -93,6 +95,87 @@ def test_stray_connections_are_refused_and_the_job_goes_on(said):
         [peer] = leading.result()
         assert peer.process_id == 1
         close(peer, follower)
+
+
+def test_connections_that_send_nothing_or_a_byte_now_and_then_keep_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.5)
+    own = settings(3)
+    with started((gather, own[0])) as [leading], contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(own[0])) for _ in range(4)]
+        dripping = stack.enter_context(connect(own[0]))
+        began = time.monotonic()
+        first, second = reach(own[1], ()), reach(own[2], ())
+        close(*leading.result(), first, second)
+        assert time.monotonic() - began < 0.4
+        cut = False
+        while not cut and time.monotonic() - began < 5:
+            try:
+                dripping.sendall(b"k")
+            except OSError:
+                cut = True
+            time.sleep(0.02)
+        assert cut and time.monotonic() - began >= 0.5
+        for connection in silent:
+            connection.settimeout(5)
+            while connection.recv(1000):
+                pass
+
+
+def greeted(setting: HostsSetting) -> Channel:
+    """A channel that has shown the token, and then may say anything."""
+    connection = connect(setting)
+    channel, nonce = Channel(connection), bytes(16)
+    theirs = channel._exactly(len(rendezvous._MAGIC) + 16)[len(rendezvous._MAGIC) :]
+    connection.sendall(rendezvous._MAGIC + nonce + rendezvous._proof(b"follower", theirs, nonce))
+    assert channel._exactly(32) == rendezvous._proof(b"leader", nonce, theirs)
+    return channel
+
+
+HELLO = {"process_id": 1, "num_processes": 2, "name": "a:1", "versions": {}}
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        3,
+        None,
+        [1],
+        HELLO | {"process_id": [1]},
+        HELLO | {"process_id": True},
+        HELLO | {"name": {"a": 1}},
+        HELLO | {"name": "a\nksana: error: no"},
+        HELLO | {"name": "a" * 1000},
+        HELLO | {"versions": "1"},
+        {"name": "a"},
+        HELLO | {"versions": np.zeros(3, np.int32)},
+        HELLO | {"versions": {"a": "b" * 2**17}},
+    ],
+)
+@pytest.mark.parametrize("token", ["", "ours"])
+def test_a_hello_of_another_form_is_refused_and_the_job_goes_on(hello, token, monkeypatch):
+    monkeypatch.setenv("KSANA_JOB_TOKEN", token)
+    own = settings(2)
+    with started((gather, own[0])) as [leading]:
+        stray = greeted(own[0])
+        stray.send(hello)
+        with pytest.raises(Closed):
+            stray.receive()
+        stray.close()
+        follower = reach(own[1], ())
+        close(*leading.result(), follower)
+
+
+def test_a_deep_hello_is_refused_and_the_job_goes_on():
+    own = settings(2)
+    with started((gather, own[0])) as [leading]:
+        stray = greeted(own[0])
+        header = b"[" * 20_000 + b"]" * 20_000
+        stray.socket.sendall(struct.pack(">Q", len(header)) + header)
+        with pytest.raises(Closed):
+            stray.receive()
+        stray.close()
+        follower = reach(own[1], ())
+        close(*leading.result(), follower)
 
 
 def test_another_token_is_refused(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import threading
+import time
 
 import hypothesis
 import hypothesis.extra.numpy as numbers
@@ -99,6 +100,14 @@ def test_what_is_not_plain_is_not_sent(message):
         json.dumps([{"array": 0}, [["int32", [2**40]]]]).encode(),
         json.dumps([{"array": 5}, []]).encode(),
         json.dumps([{"kind": "Part", "of": [1, 2, 3]}, []]).encode(),
+        json.dumps([{"array": 0}, [["int32", [1] * 100_000]]]).encode(),
+        json.dumps([{"array": 0}, [["int32", 4]]]).encode(),
+        json.dumps([{"dict": [[[1], 2]]}, []]).encode(),
+        json.dumps([{"tuple": 3}, []]).encode(),
+        json.dumps([{"kind": ["Part"], "of": []}, []]).encode(),
+        b"[" * 60 + b"]" * 60,
+        b"[" * 100_000,
+        b'[{"dict":[[1,' * 5000,
     ],
 )
 def test_what_is_no_message_closes_the_connection(header):
@@ -106,6 +115,35 @@ def test_what_is_no_message_closes_the_connection(header):
     left.socket.sendall(struct.pack(">Q", len(header)) + header)
     with pytest.raises(Closed, match="no message"):
         right.receive()
+    left.close()
+    right.close()
+
+
+def test_a_message_may_be_nested_as_deep_as_settings_are():
+    message = 1
+    for level in range(14):
+        message = [message] if level % 2 else {"a": message}
+    assert arrived(message) == message
+
+
+def test_receiving_ends_at_the_deadline_however_slowly_bytes_arrive():
+    left, right = pair()
+    right.deadline = time.monotonic() + 0.2
+    stop = threading.Event()
+
+    def drip():
+        message = b"".join(encoded([0] * 100))
+        for byte in message:
+            if stop.wait(0.02):
+                return
+            left.socket.sendall(bytes([byte]))
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    with pytest.raises(Closed, match="timed out"):
+        right.receive()
+    stop.set()
+    dripping.join()
     left.close()
     right.close()
 
