@@ -39,8 +39,11 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def open_to_update(path: Path, flags: int = 0) -> int:
+def open_to_update(path: Path, flags: int = 0, mode: int = 0o666) -> int:
     """Opens a plain file for reading and writing without truncating it, or creates it.
+
+    Args:
+      mode: permissions of a new file, less the umask.
 
     Returns:
       A file descriptor.
@@ -49,17 +52,20 @@ def open_to_update(path: Path, flags: int = 0) -> int:
       UnsafeFile: it is a link, has several hard links, or is not a plain file.
       OSError: it cannot be opened.
     """
-    return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags)
+    return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
 
 
-def create(path: Path) -> BinaryIO:
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
     """Creates a new file for writing.
+
+    Args:
+      mode: its permissions, less the umask.
 
     Raises:
       FileExistsError: the name exists, even as a dangling link.
       OSError: it cannot be created.
     """
-    return open(path, "xb")  # O_EXCL follows no link
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # O_EXCL follows no link
 
 
 @contextlib.contextmanager
@@ -87,10 +93,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path, flags: int, mode: int = 0o666) -> int:
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for its other end.
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) and os.path.lexists(path):
             raise UnsafeFile(f"{path} is {_kind(os.lstat(path).st_mode)}, must be a plain file") from None

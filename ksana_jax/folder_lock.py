@@ -20,15 +20,16 @@ class FolderLock:
     Args:
       path: the lock file; created if it does not exist, and never removed.
       shared: allow other holders that also share it.
+      mode: permissions of a new lock file, less the umask.
 
     Raises:
       FolderInUse: another holder has the lock, in this process or another.
       UnsafeFile, OSError: it cannot be locked.
     """
 
-    def __init__(self, path: Path, shared: bool = False):
+    def __init__(self, path: Path, shared: bool = False, mode: int = 0o666):
         self._path = path
-        self._descriptor = open_to_update(path)
+        self._descriptor = open_to_update(path, mode=mode)
         # Releases the lock even if this object is dropped without `release`.
         self._finalizer = weakref.finalize(self, _release, self._descriptor)
         try:

@@ -104,7 +104,7 @@ def write_block(path: Path, temporary: Path, format: BlockFormat, facts: BlockFa
     payload = data.reshape(-1).view(np.uint8).data
     checked = _CHECKED.pack(MAGIC, VERSION, len(header), len(payload))
     failpoint("disk.before_write")
-    file = create(temporary)
+    file = create(temporary, 0o600)  # the header has the tokens of prompts
     try:
         with file:
             file.write(checked)

@@ -111,10 +111,13 @@ class DiskTier:
         self._owns_executor = executor is None
         self._executor = executor or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="disk")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            for made in (self.folder.parent, self.folder):
+                made.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.folder.is_symlink():
                 raise UnsafeFile(f"{self.folder} is a link, must be a folder")
-            self._folder_lock = FolderLock(self.folder / _LOCK)
+            with contextlib.suppress(PermissionError):  # another user's
+                self.folder.chmod(0o700)  # an older version has made it readable
+            self._folder_lock = FolderLock(self.folder / _LOCK, mode=0o600)
             self._files = self._find_files()
         except FolderInUse as holder:
             raise ConfigError(

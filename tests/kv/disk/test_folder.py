@@ -4,11 +4,13 @@ import concurrent.futures
 import contextlib
 import os
 import shutil
+import stat
 
 import pytest
 
-from tests.kv.disk.blocks import chain
-from tests.kv.disk.tiers import FILE, assert_books, read, write
+from ksana_jax.kv.disk.tier import DiskTier
+from tests.kv.disk.blocks import FORMAT, chain
+from tests.kv.disk.tiers import FILE, PLENTY, assert_books, read, write
 
 
 @pytest.fixture
@@ -31,6 +33,29 @@ def link(path, outside):
 def in_time(function):
     """The result of a call that must not wait for ever."""
     return concurrent.futures.ThreadPoolExecutor(1).submit(function).result(timeout=10)
+
+
+def test_only_their_user_can_read_blocks_which_have_the_tokens_of_prompts(tmp_path):
+    before, folder = os.umask(0), tmp_path / "cache"
+    try:
+        with contextlib.closing(DiskTier(folder, FORMAT, PLENTY)) as tier:
+            write(tier, *chain(3))
+            assert read(tier, chain(1)[0])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tier.folder.iterdir()}
+    assert len(modes) == 4 and set(modes.values()) == {0o600}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, tier.folder)] == [0o700] * 2
+
+
+def test_a_folder_that_an_older_version_made_readable_is_closed_and_the_users_own_is_not(open_tier):
+    with contextlib.closing(open_tier()) as tier:
+        folder = tier.folder
+    folder.chmod(0o755)
+    folder.parent.chmod(0o755)
+    with contextlib.closing(open_tier()):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o755
 
 
 @pytest.mark.parametrize("put", [link, fifo, lambda path, outside: os.link(outside, path)])
