@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.files import write_atomic
 from ksana_jax.processor import machine
 
 MAX_CACHE_BYTES = 2 * 2**30
@@ -25,6 +26,9 @@ _SETTINGS = {
 def keep_compiled_steps(folder: Path | None = None) -> None:
     """Points jax's compilation cache at a folder, unless the user has chosen one or turned the cache off.
 
+    Once jax is imported, entries are also written whole: processes that start together share a folder, and by itself
+    jax writes an entry under its final name, where another process reads the half of it.
+
     If jax is not imported yet, the settings go to environment variables, so that child processes inherit them. Users
     choose by `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
 
@@ -35,6 +39,8 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
         beyond MAX_CACHE_BYTES is cleared, because every change of a step leaves an old entry behind.
     """
     jax = sys.modules.get("jax")
+    if jax is not None:
+        _write_whole_entries()
     if _is_settled(jax):
         return
     try:
@@ -56,6 +62,25 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # a compilation before this one may have found that there is no cache
+
+
+def _write_whole_entries() -> None:
+    """Has jax's cache in a local folder rename its entries into place."""
+    from jax._src.lru_cache import LRUCache
+
+    put = LRUCache.put
+    if hasattr(put, "whole"):
+        return
+
+    def put_whole(cache: Any, key: str, value: bytes) -> None:
+        entry = cache.path / f"{key}-cache"
+        if cache.eviction_enabled or "://" in str(entry):
+            put(cache, key, value)  # under a lock, or in an object store, which has no half of an entry
+        elif not entry.exists():
+            write_atomic(Path(entry), value)
+
+    put_whole.whole = put  # jax's own
+    LRUCache.put = put_whole  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CacheUse:

@@ -1,5 +1,6 @@
 """Where compiled steps are kept."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import compilation_cache
+from ksana_jax import compilation_cache, files
 from ksana_jax.compilation_cache import keep_compiled_steps
 
 
@@ -70,6 +71,43 @@ def test_nothing_is_made_for_a_cache_that_is_turned_off(unset, tmp_path, monkeyp
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     keep_compiled_steps(tmp_path)
     assert not list(tmp_path.iterdir()) and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+@pytest.fixture
+def jax_cache(unset, tmp_path, monkeypatch):
+    """jax's own cache in a folder, as it was before this process used it."""
+    from jax._src.lru_cache import LRUCache
+
+    monkeypatch.setitem(sys.modules, "jax", importlib.import_module("jax"))
+    put = LRUCache.put
+    monkeypatch.setattr(LRUCache, "put", getattr(put, "whole", put))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    keep_compiled_steps(tmp_path)
+    return LRUCache(str(tmp_path / "entries"), max_size=-1)
+
+
+def test_no_process_reads_the_half_of_an_entry_that_another_one_writes(jax_cache, monkeypatch):
+    seen, rename = [], os.replace
+
+    def replace(temporary, entry):
+        seen.append((Path(temporary).read_bytes(), jax_cache.get("key")))
+        rename(temporary, entry)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    jax_cache.put("key", b"value")
+    assert seen == [(b"value", None)] and jax_cache.get("key") == b"value"
+    jax_cache.put("key", b"another")  # which jax keeps out
+    assert jax_cache.get("key") == b"value" and len(seen) == 1
+    assert [path.name for path in Path(jax_cache.path).iterdir()] == ["key-cache"]
+
+
+def test_a_cache_that_users_limit_is_left_to_jax(jax_cache, tmp_path):
+    from jax._src.lru_cache import LRUCache
+
+    limited = LRUCache(str(tmp_path / "limited"), max_size=10)
+    for key in ("first", "second", "third"):
+        limited.put(key, b"1234")
+    assert [limited.get(key) for key in ("first", "second", "third")] == [None, b"1234", b"1234"]
 
 
 # What a Python user does, jax imported and used before there is an LLM.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NoReturn
 
+from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import EngineConfig
 from ksana_jax.engine.device_half import Prepared, prepare
 from ksana_jax.engine.leading import KINDS, OF_PROCESS_0, facts, settings_of
@@ -126,6 +127,7 @@ class _Engine:
     def __init__(self, job: Job, model: str, load_format: Any, settings: dict[str, Any], patterns: list[Any]):
         from ksana_jax.parallel.placing import place_on
 
+        keep_compiled_steps()
         config = settings_of(settings, job)
         placement = place_on(config.tensor_parallel_size, config.num_processes)
         path = model_path(model, weights=load_format != "dummy")
