@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -27,6 +28,9 @@ class Access:
         self._keys = [key.encode() for key in settings.api_keys]
         self._admin_keys = [key.encode() for key in settings.admin_keys]
         self._salts = {key: salt_of_key(key) for key in self._keys}
+        # Whoever reaches a proxy that listens for others may also use its name; one with keys tells pages nothing.
+        private = settings.host == "localhost" or _is_loopback(settings.host)
+        self._hosts = {host.lower() for host in settings.allowed_hosts} if private and not self._keys else None
 
     @property
     def has_keys(self) -> bool:
@@ -37,11 +41,14 @@ class Access:
         """Checks that a request may be answered; returns the salt of its client's key, empty where there are no keys.
 
         Raises:
-          APIError: status 401 or 403: its key is missing, or does not suffice. 404: its path has dot segments, with
+          APIError: status 401 or 403: its key is missing, or does not suffice, or it asks by a name that is not the
+            proxy's. 404: its path has dot segments, with
             which a name could reach other paths of a server. 415: it changes something, and may come from any web page.
         """
         if _DOTS.search(request.path):
             raise APIError(404, f"path {request.path!r:.200} does not exist", code="path_not_found")
+        if self._hosts is not None and request.path not in OPEN_PATHS:
+            _check_host(request, self._hosts)
         admin = ADMIN_PATH.fullmatch(request.path) is not None
         if admin and self._admin_keys:
             self._key_of(request, self._admin_keys, "admin")
@@ -67,15 +74,28 @@ class Access:
         return same[0]
 
 
-def _check_local(request: web.Request) -> None:
-    """Checks that an operator without a key asks from this machine: not through another proxy, and no web page whose
-    host name leads here (DNS rebinding)."""
-    local = _is_loopback(request.remote or "") and not any(name in request.headers for name in FORWARDED)
-    host = urlsplit(f"//{request.host}").hostname or ""
-    if not local or not (host == "localhost" or _is_address(host)):
+def _check_host(request: web.Request, allowed: Collection[str]) -> None:
+    """Checks that a request is for this machine, by localhost, an address or an allowed name: a page whose name leads
+    here (DNS rebinding) asks by its own."""
+    try:
+        host = "" if "@" in request.host else urlsplit(f"//{request.host}").hostname or ""
+    except ValueError:  # half a bracket
+        host = ""
+    if not (host == "localhost" or _is_address(host) or host in allowed):
         raise APIError(
             403,
-            f"{request.path!r:.80} is answered without an admin key only to localhost: start the proxy with "
+            f"Host is {request.host!r:.80}, must be localhost or an address; --allowed-hosts adds names",
+            code="host_not_allowed",
+        )
+
+
+def _check_local(request: web.Request) -> None:
+    """Checks that an operator without a key asks from this machine, and not through another proxy."""
+    _check_host(request, ())
+    if not _is_loopback(request.remote or "") or any(name in request.headers for name in FORWARDED):
+        raise APIError(
+            403,
+            f"{request.path!r:.80} is answered without an admin key only on the proxy's machine: start it with "
             "--admin-key-file",
             code="admin_key_required",
         )

@@ -19,6 +19,8 @@ class ProxySettings:
 
     Args:
       host, port: address to listen on; port 0 takes a free one.
+      allowed_hosts: names by which clients may ask a proxy without keys that listens on this machine alone, besides
+        localhost and addresses.
       policy: see `router.policies.read_policy`.
       prefix_file: prefixes for the table of policy prefix_table, see `router.prefix_file`; None without any.
       index: how it is known what servers cache: "approximate", from what was sent to them, or "exact", from their
@@ -47,6 +49,7 @@ class ProxySettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
     policy: Any = "min_ttft"
     prefix_file: Path | None = None
     index: str = APPROXIMATE
