@@ -35,7 +35,8 @@ def plain(body):
     if isinstance(body.get("prompt"), (str, list)):
         body["prompt"] = "hi" if isinstance(body["prompt"], str) else [1, 2, 3]
     for message in body.get("messages") or ():
-        message["content"] = "hi" if isinstance(message["content"], str) else [{"type": "text", "text": "hi"}]
+        if content := message.get("content"):
+            message["content"] = "hi" if isinstance(content, str) else [{"type": "text", "text": "hi"}]
     if "tokens" in body:
         body["tokens"] = [1, 2, 3]
     for name in {"max_tokens", "max_completion_tokens"} & body.keys():
