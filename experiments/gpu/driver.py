@@ -183,7 +183,7 @@ def _run_all(
     following: Child | None = None
     try:
         for index, section in enumerate(chosen):
-            limit = limit_s(index, chosen, total_s - CLOSING_S - (time.monotonic() - started))
+            limit = limit_s(index, chosen, total_s - CLOSING_S - (time.monotonic() - started), total_s)
             child, following = following or Child(section, command, log, scratch), None
             if limit < min(section.least_s, section.most_s):
                 child.end()

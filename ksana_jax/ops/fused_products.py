@@ -2,8 +2,8 @@
 residuals along, in one kernel each.
 
 A part of a layer that the kernel does not support, or of which it would be slower (`hopper.product.pays`), is XLA's:
-another type than bfloat16, weights in 8 bits, more than 64 tokens or no multiple of 8, norms after a product, and
-products of few columns with many rows.
+another type than bfloat16, weights in 8 bits, more than 64 tokens or no multiple of 8, norms after a product, and of
+more than 16 tokens all but the gated product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
 from pallas_kernels.contract import Kernel, Product
-from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS, pays
+from pallas_kernels.hopper.product import AHEAD_BYTES, pays
 from pallas_kernels.registry import PRODUCTS
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # that the kernel has
@@ -60,9 +60,7 @@ class FusedOperators(Operators):
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
         with jax.named_scope("qkv"):
-            few = x.size // x.shape[-1] <= AHEAD_OF_ATTENTION_ROWS
-            ahead = p.w_o if few else None
-            out = self._of_normed(x, p.attn_norm, spec.norms, p.w_qkv, p.b_qkv, ahead=ahead)
+            out = self._of_normed(x, p.attn_norm, spec.norms, p.w_qkv, p.b_qkv, ahead=p.w_o)
             if out is not None:
                 return self.heads((out,), p, spec)
         return super().queries_keys_values(x, p, spec)

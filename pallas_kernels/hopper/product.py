@@ -28,8 +28,6 @@ PIECES = (256, 128, 64)
 SPARED_US = 2.0
 # Somewhat more than the chip reads between two launches, 2 us of memory; `Product.ahead_bytes`.
 AHEAD_BYTES = 12 << 20
-# Of more rows, keys and values that are read meanwhile would take its place in the L2.
-AHEAD_OF_ATTENTION_ROWS = 16
 # Of more rows, XLA's products without a gate were as fast or faster: q, k and v of Llama-8B with 64 rows by 4.7 %.
 FEW_ROWS = 16
 

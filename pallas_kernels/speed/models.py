@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.product import AHEAD_BYTES, AHEAD_OF_ATTENTION_ROWS, columns_ahead
+from pallas_kernels.hopper.product import AHEAD_BYTES, FEW_ROWS, columns_ahead
 from pallas_kernels.hopper.schedule import Plan
 from pallas_kernels.speed.chip import H200
 from pallas_kernels.speed.grids import Mass, Prefill, Tokens
@@ -99,7 +99,7 @@ def _product_of_step(rows: int, name: str) -> Product:
     following = product({"rows": rows, "product": names[(names.index(name) + 1) % len(names)]})
     assert found is not None and following is not None
     columns = columns_ahead(following.parts * following.width, following.depth, AHEAD_BYTES)
-    asks = name != "qkv" or rows <= AHEAD_OF_ATTENTION_ROWS
+    asks = name != "qkv" or rows <= FEW_ROWS
     ahead_bytes = 2 * following.parts * following.width * columns
     return dataclasses.replace(found, ahead_bytes=ahead_bytes if asks else 0)
 
