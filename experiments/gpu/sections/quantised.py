@@ -120,7 +120,8 @@ def run(context: Context) -> None:
     entries = []
     for case in cases:
         coded = [_with_scales(n, kernel, case, kind) for n, kernel in able.items() for kind in KINDS]
-        entries.append(Entry(case, [*ours(case), *coded, *([_bundled(case)] if on_gpu else [])]))
+        plain = [c for c in ours(case) if c.name in able]
+        entries.append(Entry(case, [*plain, *coded, *([_bundled(case)] if on_gpu else [])]))
     measured = race(context, "quantised", entries)
     for case, who, mode in list(measured):
         plain, _, kind = who.rpartition(", ")
