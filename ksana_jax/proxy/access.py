@@ -42,8 +42,8 @@ class Access:
 
         Raises:
           APIError: status 401 or 403: its key is missing, or does not suffice, or it asks by a name that is not the
-            proxy's. 404: its path has dot segments, with
-            which a name could reach other paths of a server. 415: it changes something, and may come from any web page.
+            proxy's. 404: its path has dot segments, with which a name could reach other paths of a server. 415: it
+            changes something, and may come from any web page.
         """
         if _DOTS.search(request.path):
             raise APIError(404, f"path {request.path!r:.200} does not exist", code="path_not_found")
