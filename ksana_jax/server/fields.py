@@ -1,6 +1,7 @@
 """The fields of requests: their kinds and limits, what they set, and what is refused. Knows no engine.
 
-Tables of this file are validation and documentation alike (`openapi`). `null` means that a field is absent.
+Tables of this file are validation and documentation alike (`openapi`). `null` means that a field is absent, known or
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ksana_jax.request import (
     MIN_REPETITION_PENALTY,
 )
 from ksana_jax.server.errors import bad_request
-from ksana_jax.server.kinds import Boolean, Ignored, Integer, Kind, ListOf, Number, Only, Text
+from ksana_jax.server.kinds import Boolean, Ignored, Integer, Kind, ListOf, Number, Only, Text, present
 from ksana_jax.server.structures import AnyObject, LogitBias, Messages, Object, Prompts
 
 MAX_N = 64
@@ -99,6 +100,15 @@ COMMON: Fields = {
     "safety_identifier": Field(Ignored("string"), "for your records"),
     "prompt_cache_key": Field(Ignored("string"), "for your records"),
     "priority": Field(Only((0,), "requests have no priorities"), "not supported"),
+    "best_of": Field(Only((1,), "use n"), "not supported"),
+    "use_beam_search": Field(Only((False,), "beams are not served over HTTP"), "not supported"),
+    "length_penalty": Field(Only((1,), "beams are not served over HTTP"), "not supported"),
+    "early_stopping": Field(Only((False,), "beams are not served over HTTP"), "not supported"),
+    "spaces_between_special_tokens": Field(Ignored("boolean"), "a tokenizer's own spaces are kept"),
+    "response_format": Field(Only(({"type": "text"},), "output is plain text"), "not supported"),
+    "logits_processors": Field(Only(([],), "use logit_bias, allowed_token_ids or bad_words"), "not supported"),
+    "return_tokens_as_token_ids": Field(Only((False,), "tokens are shown as texts"), "not supported"),
+    "vllm_xargs": Field(Only(({},), "there are no further arguments"), "not supported"),
 }
 
 COMPLETIONS: Fields = {
@@ -115,8 +125,6 @@ COMPLETIONS: Fields = {
     "echo": Field(Boolean(), "return the prompt before the output", default=False),
     "add_special_tokens": Field(Boolean(), "add the tokens that the model's files specify, usually BOS", default=True),
     "suffix": Field(Only(("",), "text is not inserted"), "not supported"),
-    "best_of": Field(Only((1,), "use n"), "not supported"),
-    "use_beam_search": Field(Only((False,), "beams are not served over HTTP"), "not supported"),
 }
 
 _TOOLS = "calls of tools are not enforced, and stay text in answers"
@@ -142,10 +150,12 @@ CHAT: Fields = {
     "parallel_tool_calls": Field(Ignored("boolean"), "of no effect"),
     "functions": Field(Only(([],), "an older name of tools"), "not supported"),
     "function_call": Field(Only(("none", "auto"), _TOOLS), "of no effect"),
-    "response_format": Field(Only(({"type": "text"},), "output is plain text"), "not supported"),
     "modalities": Field(Only((["text"],), "output is plain text"), "not supported"),
     "audio": Field(Only((), "only text content is supported"), "not supported"),
     "prediction": Field(Only((), "predicted outputs are not supported"), "not supported"),
+    "echo": Field(Only((False,), "the template's text is no part of an answer"), "not supported"),
+    "add_special_tokens": Field(Only((False,), "the chat template writes special tokens"), "not supported"),
+    "mm_processor_kwargs": Field(Only(({},), "only text content is supported"), "not supported"),
     "reasoning_effort": Field(Only((), "the model's template decides"), "not supported"),
 }
 
@@ -170,14 +180,15 @@ def read_fields(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     Raises:
       APIError: status 400: a field is unknown or missing, or its value is not of its kind.
     """
+    body = present(body)
     if unknown := [name for name in body if name not in fields]:
         near = difflib.get_close_matches(unknown[0][:64], fields, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise bad_request(f"field {unknown[0]!r:.80} is unknown{hint}", unknown[0][:80], "unknown_parameter")
     values = {}
     for name, field in fields.items():
-        if (given := body.get(name)) is not None:
-            values[name] = field.kind.read(name, given)
+        if name in body:
+            values[name] = field.kind.read(name, body[name])
         elif field.required:
             raise bad_request(f"{name} is missing", name, "missing_required_parameter")
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ksana_jax import checks
@@ -36,6 +36,16 @@ def _require(name: str, problem: str | None) -> None:
         raise bad_request(problem.replace("True or False", "true or false").replace("None", "null"), _field(name))
 
 
+def present(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object without what is null: null means absent, whatever the key."""
+    return {key: given for key, given in value.items() if given is not None}
+
+
+def as_integer(value: Any) -> Any:
+    """Returns 16 for 16.0, which JSON does not tell apart, and any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _field(name: str) -> str:
     """Returns the field of a name such as stop[2] or stream_options.include_usage."""
     return re.split(r"[.\[]", name, maxsplit=1)[0]
@@ -47,6 +57,7 @@ class Integer:
     high: int
 
     def read(self, name: str, value: Any) -> int:
+        value = as_integer(value)
         _require(name, checks.integer(name, value, self.low, self.high))
         return value
 
@@ -139,7 +150,8 @@ class Only:
     why: str
 
     def read(self, name: str, value: Any) -> None:
-        if not any(type(value) is type(allowed) and value == allowed for allowed in self.values):
+        # 1.0 is 1 in JSON, and True is not.
+        if not any(isinstance(value, bool) is isinstance(same, bool) and value == same for same in self.values):
             raise bad_request(f"{name} is {shown(value)}: {self.why}", _field(name), "unsupported_parameter")
 
     def schema(self) -> dict[str, Any]:

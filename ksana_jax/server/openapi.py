@@ -109,7 +109,8 @@ def document(version: str, guarded: bool = False) -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": body_schema(fields)}}}
         paths[path] = {"post": {**_operation(summary, answer), "requestBody": body}}
         if "stream" in fields:
-            events = {"schema": {"type": "string"}}
+            # Before OpenAPI 3.2, the schema of a stream is read as that of each event.
+            events = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
             paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = events
     return {
         "openapi": "3.1.0",
@@ -142,5 +143,5 @@ def body_schema(fields: Fields) -> dict[str, Any]:
             for name, field in fields.items()
         },
         "required": [name for name, field in fields.items() if field.required],
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},
     }

@@ -11,7 +11,7 @@ import numpy as np
 from ksana_jax import checks
 from ksana_jax.checks import shown
 from ksana_jax.server.errors import bad_request
-from ksana_jax.server.kinds import Kind
+from ksana_jax.server.kinds import Kind, as_integer, present
 from ksana_jax.tokenizers.messages import check_calls, content_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Object:
-    """An object whose keys have kinds and a line of help each; null means absent."""
+    """An object whose keys have kinds and a line of help each."""
 
     keys: Mapping[str, tuple[Kind, str]]
 
@@ -31,11 +31,10 @@ class Object:
         if not isinstance(value, dict):
             raise bad_request(f"{name} is {shown(value)}, must be an object", name)
         found = {}
-        for key, given in value.items():
+        for key, given in present(value).items():
             if key not in self.keys:
                 raise bad_request(f"{name} has unknown key {key!r:.80}, must be of {', '.join(self.keys)}", name)
-            if given is not None:
-                found[key] = self.keys[key][0].read(f"{name}.{key}", given)
+            found[key] = self.keys[key][0].read(f"{name}.{key}", given)
         return found
 
     def schema(self) -> dict[str, Any]:
@@ -43,7 +42,7 @@ class Object:
             key: {"anyOf": [kind.schema(), {"type": "null"}], "description": help}
             for key, (kind, help) in self.keys.items()
         }
-        return {"type": "object", "properties": keys, "additionalProperties": False}
+        return {"type": "object", "properties": keys, "additionalProperties": {"type": "null"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,10 @@ class Prompts:
     def _token_ids(self, name: str, place: str, ids: list[Any]) -> np.ndarray:
         if len(ids) > self.ids:
             raise bad_request(f"{place} has {len(ids):,} token ids, must have at most {self.ids:,}", name)
-        if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) <= self.largest):
+        if float in (types := set(map(type, ids))):
+            ids = [as_integer(token) for token in ids]
+            types = set(map(type, ids))
+        if types - {int} or (ids and not 0 <= min(ids) <= max(ids) <= self.largest):
             index, wrong = next((i, v) for i, v in enumerate(ids) if checks.integer("", v, 0, self.largest))
             raise bad_request(
                 f"{place}[{index}] is {shown(wrong)}, must be a token id from 0 to {self.largest:,}", name
@@ -179,8 +181,8 @@ class Messages:
         if (role := message.get("role")) not in ROLES:
             raise ValueError(f"{place}.role is {shown(role)}, must be one of {', '.join(ROLES)}")
         read: dict[str, Any] = {"role": role}
-        for key, given in message.items():
-            if key in ("role", "content") or given is None:
+        for key, given in present(message).items():
+            if key in ("role", "content"):
                 continue
             if key == "tool_calls" and (role == "assistant" or given == []):
                 check_calls(f"{place}.{key}", given)
@@ -205,7 +207,7 @@ class Messages:
             "type": "object",
             "properties": {"type": {"enum": ["text"]}, "text": text, "cache_control": {}},
             "required": ["type", "text"],
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
         }
         function = {
             "type": "object",
@@ -223,6 +225,6 @@ class Messages:
                 **{key: {"enum": [None, [], ""]} for key in _EMPTY_KEYS},
             },
             "required": ["role"],
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
         }
         return {"type": "array", "items": message, "minItems": 1, "maxItems": self.most}

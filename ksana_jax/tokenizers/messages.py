@@ -63,8 +63,13 @@ def content_text(place: str, content: Any) -> str:
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"{place}[{index}] is of type {kind!r:.60}: only text content is supported")
         # Other services read cache_control; here prefixes are cached without it.
-        if set(part) - {"type", "text", "cache_control"} or not isinstance(part.get("text"), str):
-            raise ValueError(f"{place}[{index}] must have the keys type and text, a string, and no others")
+        others = [key for key in part if key not in ("type", "text", "cache_control") and part[key] is not None]
+        if others:
+            raise ValueError(
+                f"{place}[{index}] has unknown key {others[0]!r:.80}, must be of type, text, cache_control"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{place}[{index}].text is {one_line(repr(part.get('text')), 60)}, must be a string")
         texts.append(part["text"])
     return "\n".join(texts)
 

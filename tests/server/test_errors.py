@@ -18,7 +18,7 @@ WRONG = {
     "presence_penalty": [-2.1, 3],
     "frequency_penalty": [-2.1, 3],
     "repetition_penalty": [0, 101],
-    "max_tokens": [-1, 1.0, "8", True, 2**31],
+    "max_tokens": [-1, 1.5, "8", True, 2**31],
     "seed": [2**63, 0.5, "1"],
     "stop": ["", ["a"] * 17, ["x" * 257], [1], {"a": 1}, "x" * 2**20],
     "stop_token_ids": ["1", [True], [-1], [2**31]],
@@ -37,6 +37,14 @@ WRONG = {
     "echo": [1, "x"],
     "suffix": ["end"],
     "best_of": [2, True],
+    "use_beam_search": [True, 0],
+    "length_penalty": [2],
+    "early_stopping": [True],
+    "spaces_between_special_tokens": [1],
+    "response_format": [{"type": "json_object"}],
+    "logits_processors": [["f"]],
+    "return_tokens_as_token_ids": [True],
+    "vllm_xargs": [{"a": 1}],
     "prompt": [1, [], {}, [[]], [1, "a"], ["a", 1], ["a", [1]], [[1], "a"], [1.5], [True], [-1], [2**31], [[1], []]],
 }
 WRONG_CHAT = {
@@ -67,10 +75,12 @@ WRONG_CHAT = {
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "add_generation_prompt": [1, "yes"],
     "continue_final_message": [1, "yes"],
-    "response_format": [{"type": "json_object"}],
     "chat_template": ["{{ messages }}"],
     "chat_template_kwargs": [[1], "a", {"messages": []}, {"range": 1}],
     "documents": [[{"text": "a"}]],
+    "echo": [True],
+    "add_special_tokens": [True],
+    "mm_processor_kwargs": [{"a": 1}],
     "audio": [{"voice": "alloy"}],
 }
 
@@ -98,7 +108,6 @@ def test_every_field_has_wrong_values_here():
     assert set(COMPLETIONS) - set(WRONG) - never_wrong <= {
         "skip_special_tokens",
         "add_special_tokens",
-        "use_beam_search",
     }
     assert set(CHAT) - set(COMPLETIONS) - set(WRONG_CHAT) <= {
         "parallel_tool_calls",

@@ -35,8 +35,12 @@ def plain(body):
     if isinstance(body.get("prompt"), (str, list)):
         body["prompt"] = "hi" if isinstance(body["prompt"], str) else [1, 2, 3]
     for message in body.get("messages") or ():
-        if content := message.get("content"):
-            message["content"] = "hi" if isinstance(content, str) else [{"type": "text", "text": "hi"}]
+        content = message.get("content")
+        message["content"] = [{"type": "text", "text": "hi"}] if isinstance(content, list) else "hi"
+        if message["role"] != "assistant":
+            message["tool_calls"] = None
+    if all(body.get(name) is None for name in ("prompt", "messages", "tokens")):
+        body["prompt"] = "hi"
     if "tokens" in body:
         body["tokens"] = [1, 2, 3]
     for name in {"max_tokens", "max_completion_tokens"} & body.keys():
