@@ -63,10 +63,10 @@ def number(
     if is_number(value) and (low is None or value >= low) and (above is None or value > above):
         if value <= high and value < below:
             return None
-    limits = [f"from {shown(low)}"] if low is not None else []
-    limits += [f"above {shown(above)}"] if above is not None else []
-    limits += [f"{'to' if low is not None else 'at most'} {shown(high)}"] if high < math.inf else []
-    limits += [f"below {shown(below)}"] if below < math.inf else []
+    limits = [f"from {_limit(low)}"] if low is not None else []
+    limits += [f"above {_limit(above)}"] if above is not None else []
+    limits += [f"{'to' if low is not None else 'at most'} {_limit(high)}"] if high < math.inf else []
+    limits += [f"below {_limit(below)}"] if below < math.inf else []
     joint = " " if low is not None and high < math.inf else " and "
     kind = "a number" if min(high, below) < math.inf else "a finite number"
     return f"{name} is {shown(value)}, must be {kind}{' ' * bool(limits)}{joint.join(limits)}{' or None' * optional}"
@@ -86,9 +86,14 @@ def boolean(name: str, value: Any) -> str | None:
     return None if isinstance(value, bool) else f"{name} is {shown(value)}, must be True or False"
 
 
+def _limit(value: float) -> str:
+    """Formats a limit, which settings of integers and of floats share: 1e4 is 10,000."""
+    return shown(int(value) if float(value).is_integer() else value)
+
+
 def shown(value: Any) -> str:
     """Formats a value for an error message: digits in groups, long values truncated."""
     if is_integer(value):
         return f"{value:,}" if abs(value) < 10**40 else f"an integer of {value.bit_length():,} bits"
-    text = f"{value:,.12g}" if is_number(value) and abs(value) >= 1e4 else repr(value)
+    text = f"{value:,}" if is_number(value) and abs(value) >= 1e4 else repr(value)  # 95,178.0 is no integer
     return text if len(text) <= 80 else text[:77] + "..."

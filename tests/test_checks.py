@@ -24,7 +24,7 @@ from ksana_jax.errors import ConfigError
         (checks.number("x", 0, above=0, high=1), "x is 0, must be a number above 0 and at most 1"),
         (
             checks.number("x", 5.5e7, 1, 1e7, optional=True),
-            "x is 55,000,000, must be a number from 1 to 10,000,000 or None",
+            "x is 55,000,000.0, must be a number from 1 to 10,000,000 or None",
         ),
         (checks.number("x", "1", 0), "x is '1', must be a finite number from 0"),
         (checks.number("x", math.nan), "x is nan, must be a finite number"),

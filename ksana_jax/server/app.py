@@ -44,6 +44,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/metrics", metrics),
         Route("/openapi.json", openapi),
         Route("/v1/models", models),
+        Route("/v1/models/", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ksana_jax.server.auth import OPEN_PATHS
 from ksana_jax.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Fields
 
 _ERROR = {
@@ -43,8 +44,8 @@ _POSTED = {
     "/detokenize": ("Text of token ids", DETOKENIZE, "text"),
 }
 _READ = {
-    "/health": "Whether the engine lives; needs no key",
-    "/ready": "Whether requests are taken; needs no key",
+    "/health": "Whether the engine lives",
+    "/ready": "Whether requests are taken",
     "/v1/models": "Names of the model",
     "/version": "Version of ksana_jax",
     "/openapi.json": "This document",
@@ -105,6 +106,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
 def document(version: str, guarded: bool = False) -> dict[str, Any]:
     """Returns the document (OpenAPI 3.1). guarded: whether requests need a key."""
     paths: dict[str, Any] = {path: {"get": _operation(summary, "any")} for path, summary in _READ.items()}
+    for path in OPEN_PATHS:
+        paths[path]["get"]["security"] = []
     for path, (summary, fields, answer) in _POSTED.items():
         body = {"required": True, "content": {"application/json": {"schema": body_schema(fields)}}}
         paths[path] = {"post": {**_operation(summary, answer), "requestBody": body}}

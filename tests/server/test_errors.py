@@ -145,6 +145,28 @@ def test_unknown_fields_are_refused_with_the_nearest_name(served):
     assert (reply.error["param"], reply.error["code"]) == ("temprature", "unknown_parameter")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/detokenize", {"tokens": [1, 95178.5]}, "tokens[1] is 95,178.5, must be an integer"),
+        ("/v1/completions", {**GOOD, "prompt": [1, 95178.5]}, "prompt[1] is 95,178.5, must be a token id"),
+        ("/v1/completions", {**GOOD, "temperature": 95178.0}, "temperature is 95,178.0, must be a number"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{**MESSAGES[0], "colour": "red"}]},
+            "messages[0] has unknown key 'colour'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "colour": 1}]}]},
+            "messages[0].content[0] has unknown key 'colour'",
+        ),
+    ],
+)
+def test_errors_say_what_was_sent(served, path, body, said):
+    assert served.post(path, **body).error["message"].startswith(said)
+
+
 def test_a_missing_prompt_is_named(served):
     for path, field in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages"), ("/detokenize", "tokens")):
         reply = served.post(path)
@@ -212,6 +234,7 @@ def test_unknown_models_paths_and_methods(served):
     reply = served.post("/v1/completions", **GOOD, model="gpt-5")
     assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
     assert served.ask("GET", "/v1/models/gpt-5").status == 404
+    assert served.ask("GET", "/v1/models/").json == served.ask("GET", "/v1/models").json
     assert served.ask("GET", "/v1/embeddings").error["type"] == "not_found_error"
     reply = served.ask("GET", "/v1/completions")
     assert (reply.status, reply.headers["allow"]) == (405, "POST") and reply.error["code"] == "method_not_allowed"

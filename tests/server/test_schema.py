@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from ksana_jax.server.app import make_app
+from ksana_jax.server.auth import OPEN_PATHS
 from ksana_jax.server.openapi import document
 from tests.server.serving import make_llm
 
@@ -84,9 +85,16 @@ def test_replies_are_as_documented(schema, path, method, mode):
     assert mode is schemathesis.GenerationMode.NEGATIVE or 5 * answered.count(200) >= len(answered), answered
 
 
+def test_what_needs_no_key_says_so_in_the_document():
+    paths = document("1", guarded=True)["paths"]
+    assert document("1", guarded=True)["security"] == [{"key": []}]
+    operations = {path: operation for path, item in paths.items() for operation in item.values()}
+    assert {path for path, operation in operations.items() if operation.get("security") == []} == OPEN_PATHS
+
+
 def test_the_document_has_the_routes_that_answer_with_json(app):
     documented = set(document("1")["paths"])
     routes = {route.path for route in app.routes}
     assert documented - routes == set()
-    others = {"/", "/live", "/kv_events", "/metrics", "/v1/models/{name:path}"}
+    others = {"/", "/live", "/v1/models/", "/kv_events", "/metrics", "/v1/models/{name:path}"}
     assert routes - documented == others
