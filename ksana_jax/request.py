@@ -48,6 +48,9 @@ def _taking_vllm_names(kind: type[T]) -> type[T]:
     return kind
 
 
+_BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+
+
 @_taking_vllm_names
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -69,6 +72,7 @@ class SamplingParams:
       stop: a string or strings that end the output and are not part of it; a special token alone is found even where
         the text leaves it out.
       stop_token_ids: ids that end the output.
+      include_stop_str_in_output: whether the text has the stop string, or the text of the id, that ended it.
       ignore_eos: continue after an end-of-sequence id.
       min_tokens: minimum number of tokens before an end-of-sequence or stop id.
       max_tokens: maximum number of output tokens; None continues to max_model_len.
@@ -100,6 +104,7 @@ class SamplingParams:
     seed: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
@@ -129,7 +134,7 @@ class SamplingParams:
             checks.integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True),
             checks.integer("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH),
             checks.number("length_penalty", self.length_penalty, -10, 10),
-            *(checks.boolean(n, getattr(self, n)) for n in ("ignore_eos", "detokenize", "skip_special_tokens")),
+            *(checks.boolean(name, getattr(self, name)) for name in _BOOLEANS),
         )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")

@@ -148,11 +148,9 @@ Python cannot run within a compiled step; use logit_bias, allowed_token_ids or b
 no guided decoding yet; allowed_token_ids restricts tokens
     guided_decoding = None | {"json": "{}"}
     structured_outputs = None | {"json": "{}"}
-stop strings are not part of the text; stop_reason says which one ended it
-    include_stop_str_in_output = False | True
 a tokenizer's own spaces are kept
     spaces_between_special_tokens = True, False | False
-shorten the prompt_token_ids yourself
+shorten the prompt_token_ids yourself; `ksana serve` takes it with a request
     truncate_prompt_tokens = None, -1 | 8
 `generate` returns complete outputs, `stream` the text so far or, with `delta=True`, its new part
     output_kind = any
@@ -242,7 +240,8 @@ chat_template_kwargs={"enable_thinking": False}
 """,
     SAMPLING: """
 n=2; temperature=0.7; top_k=-1; top_p=0.9; min_p=0.1; repetition_penalty=1.2; presence_penalty=0.5;
-frequency_penalty=0.5; seed=1; stop=["x"]; stop_token_ids=[7]; ignore_eos=True; min_tokens=1; max_tokens=None;
+frequency_penalty=0.5; seed=1; stop=["x"]; stop_token_ids=[7]; include_stop_str_in_output=True;
+ignore_eos=True; min_tokens=1; max_tokens=None;
 logprobs=2; prompt_logprobs=2; detokenize=False; skip_special_tokens=False; logit_bias={5: -100};
 allowed_token_ids=[5, 6]; bad_words=["no"]
 """,

@@ -72,12 +72,18 @@ class Completion:
         if self.logprobs is not None and scores is not None:
             self.logprobs.append(top_logprobs(scores, at, token, self.seq.params.logprobs or 0))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
-        if self._detokenizer is None or not (self.streams or self._stops) or not has_text:
+        included = self.seq.params.include_stop_str_in_output
+        if self._detokenizer is None or not (self.streams or self._stops) or not (has_text or included):
+            return None
+        if not has_text:
+            self._release(self._held_back + self._detokenizer.push([token]))
+            self._held_back = ""
             return None
         if token in self.special_stops and len(self.token_ids) > self.seq.params.min_tokens:
-            self._release(self._held_back + self._detokenizer.flush())
+            stop = self.special_stops[token]
+            self._release(self._held_back + self._detokenizer.flush() + stop * included)
             self._held_back, self._detokenizer = "", None
-            return self.special_stops[token]
+            return stop
         new = self._detokenizer.push([token])
         if self._stops:
             return self._add_text(new)
@@ -95,13 +101,13 @@ class Completion:
         self._new.append(text)
 
     def _add_text(self, new: str) -> str | None:
-        """Releases text that cannot become part of a stop string; cuts at a stop string and returns it."""
+        """Releases text that cannot become part of a stop string; cuts before or after one and returns it."""
         pending = self._held_back + new
         if len(self.token_ids) > self.seq.params.min_tokens:
             found = [(pending.find(s), s) for s in self._stops if s in pending]
             if found:
                 at, stop = min(found)
-                self._release(pending[:at])
+                self._release(pending[: at + len(stop) * self.seq.params.include_stop_str_in_output])
                 self._held_back, self._detokenizer = "", None
                 return stop
         keep = max((_overlap(pending, s) for s in self._stops), default=0)
@@ -121,8 +127,8 @@ class Completion:
             self.token_ids = seq.token_ids[seq.num_prompt :].tolist()
         if self._detokenizer:
             if not (self.streams or self._stops):
-                by_id = seq.finish_reason is FinishReason.STOP
-                self._release(self._detokenizer.push(self.token_ids[:-1] if by_id else self.token_ids))
+                hidden = seq.finish_reason is FinishReason.STOP and not seq.params.include_stop_str_in_output
+                self._release(self._detokenizer.push(self.token_ids[:-1] if hidden else self.token_ids))
             self._release(self._held_back + self._detokenizer.flush())
             self._held_back = ""
 

@@ -38,18 +38,24 @@ async def create(request: Request) -> Response:
     prompt = await chat_prompt(serving, values)
     check_length(model, [prompt], asked, "messages")
     stream, salt = values["stream"], cache_salt(request, values["cache_salt"])
-    head = head_of(model, "chatcmpl", "chat.completion.chunk" if stream else "chat.completion")
+    kind = "chat.completion.chunk" if stream else "chat.completion"
+    head, with_ids = head_of(model, "chatcmpl", kind, values["request_id"]), values["return_token_ids"]
+    ids = {"prompt_token_ids": prompt.ids.tolist()} if with_ids else {}
     streams = await submit(serving, [prompt], params, CHAT, request_id=head["id"], salt=salt, streams=stream)
     if stream:
-        choices = [ChatChoice(index, model.texts, num_top) for index in range(params.n)]
-        chunks = Chunks(head, choices, Usage(len(prompt.ids)), *streams_usage(values))
+        choices = [ChatChoice(index, model.texts, num_top, with_ids) for index in range(params.n)]
+        chunks = Chunks(head, choices, Usage(len(prompt.ids)), *streams_usage(values), ids)
         return TokenStream(streams, chunks.write, chunks.last, serving.settings.ping_s)
-    return await reply(
-        request, streams, lambda outputs: json_response({**head, **_answer(outputs[0], prompt, model, num_top)})
-    )
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        return json_response({**head, **_answer(outputs[0], prompt, model, num_top, with_ids), **ids})
+
+    return await reply(request, streams, answer)
 
 
-def _answer(output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: int | None) -> dict[str, Any]:
+def _answer(
+    output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: int | None, with_ids: bool
+) -> dict[str, Any]:
     """Returns choices and usage of a whole output."""
 
     def scores(one: CompletionOutput) -> dict[str, Any] | None:
@@ -59,10 +65,9 @@ def _answer(output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: 
         {
             "index": one.index,
             "message": {"role": "assistant", "content": one.text},
-            "logprobs": None
-            if num_top is None
-            else chat_logprobs(model.texts, one.token_ids, one.logprobs or (), num_top),
+            "logprobs": scores(one),
             "finish_reason": one.finish_reason,
+            **({"token_ids": one.token_ids} if with_ids else {}),
         }
         for one in output.outputs
     ]

@@ -25,7 +25,7 @@ class Chunks:
     """Writes the events of one stream.
 
     Args:
-      head: the fields of all chunks, such as id and model.
+      head: the fields of all chunks, such as id and model. opening: more fields, of the first chunk.
       choices: one writer for each choice, in their order.
       usage: of the whole request, so far.
       include_usage: whether the last chunk has it. in_each: whether every one has.
@@ -38,10 +38,13 @@ class Chunks:
         usage: Usage,
         include_usage: bool,
         in_each: bool,
+        opening: dict[str, Any] | None = None,
     ):
         self._head, self._choices, self._usage = head, choices, usage
         self._include_usage, self._in_each = include_usage, in_each
-        self._before = f'data: {_json(head)[:-1]},"choices":[{{"index":'
+        self._before, self._before_others = (
+            f'data: {_json(fields)[:-1]},"choices":[{{"index":' for fields in ({**head, **(opening or {})}, head)
+        )
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
         self._cached: dict[int, int] = {}
 
@@ -68,7 +71,8 @@ class Chunks:
         if self._in_each:
             usage.cached = sum(self._cached.values())
             after = f'}}],"usage":{_json(usage.json())}}}\n\n'
-        return "".join(f"{self._before}{piece}{after}" for piece in pieces)
+        first, self._before = self._before, self._before_others
+        return f"{first}{pieces[0]}{after}" + "".join(f"{self._before}{piece}{after}" for piece in pieces[1:])
 
     def last(self) -> str:
         """Returns the event with the usage, if it was asked for."""
@@ -83,11 +87,14 @@ class TextChoice:
 
     Args:
       echo: text before the first one, with its log-probabilities if there are any.
-      logprobs: None for none.
+      logprobs: None for none. token_ids: whether chunks have their token ids, and the first those of the prompt.
     """
 
-    def __init__(self, index: int, logprobs: CompletionLogprobs | None = None, echo: Echo | None = None):
+    def __init__(
+        self, index: int, logprobs: CompletionLogprobs | None = None, echo: Echo | None = None, token_ids: bool = False
+    ):
         self.ended = False
+        self._token_ids, self._started = token_ids, False
         self._index, self._logprobs, self._echo = index, logprobs, echo
 
     def write(self, new: CompletionOutput, output: RequestOutput) -> list[str]:
@@ -96,11 +103,15 @@ class TextChoice:
         arrays = None if self._logprobs is None else self._logprobs.write(new.token_ids, new.logprobs or ())
         if (echo := self._echo) is not None:
             text, arrays, self._echo = echo.text + text, echo.before(arrays, output), None
-        if not text and reason is None and arrays is None:
+        if not text and reason is None and arrays is None and not self._token_ids:
             return []
         scores = "null" if arrays is None else _json(arrays)
         ends = "null" if reason is None else f'"{reason}"'
-        return [f'{self._index},"text":{quoted(text)},"logprobs":{scores},"finish_reason":{ends}']
+        ids = ""
+        if self._token_ids:
+            prompt = "null" if self._started else _json(output.prompt_token_ids)
+            ids, self._started = f',"prompt_token_ids":{prompt},"token_ids":{_json(new.token_ids)}', True
+        return [f'{self._index},"text":{quoted(text)},"logprobs":{scores},"finish_reason":{ends}{ids}']
 
 
 class Echo:
@@ -126,10 +137,11 @@ class ChatChoice:
 
     Args:
       num_top: tokens besides each one, with their log-probabilities; None for no log-probabilities.
+      token_ids: whether chunks have their token ids.
     """
 
-    def __init__(self, index: int, texts: TokenTexts, num_top: int | None):
-        self.ended = False
+    def __init__(self, index: int, texts: TokenTexts, num_top: int | None, token_ids: bool = False):
+        self.ended, self._token_ids = False, token_ids
         self._index, self._texts, self._num_top = index, texts, num_top
         self._started = False
 
@@ -142,8 +154,9 @@ class ChatChoice:
         scores = "null"
         if self._num_top is not None and new.token_ids:
             scores = _json(chat_logprobs(self._texts, new.token_ids, new.logprobs or (), self._num_top))
-        if new.text or scores != "null":
-            pieces.append(self._piece(f'{{"content":{quoted(new.text)}}}', scores))
+        if new.text or scores != "null" or (self._token_ids and new.token_ids):
+            ids = f',"token_ids":{_json(new.token_ids)}' if self._token_ids else ""
+            pieces.append(self._piece(f'{{"content":{quoted(new.text)}}}', scores) + ids)
         if new.finish_reason is not None:
             pieces.append(self._piece("{}", "null", f'"{new.finish_reason}"'))
         return pieces

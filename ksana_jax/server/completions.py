@@ -32,7 +32,7 @@ async def create(request: Request) -> Response:
     check_model(model, values["model"])
     asked = _Asked(values, model, await completion_prompts(serving, values))
     salt = cache_salt(request, values["cache_salt"])
-    head = head_of(model, "cmpl", "text_completion")
+    head = head_of(model, "cmpl", "text_completion", values["request_id"])
     streams = await submit(
         serving,
         asked.prompts,
@@ -90,7 +90,7 @@ class _Asked:
     def choices(self) -> list[TextChoice]:
         """Returns a writer for each choice."""
         return [
-            TextChoice(number * self.params.n + index, *self._writers(prompt))
+            TextChoice(number * self.params.n + index, *self._writers(prompt), self.values["return_token_ids"])
             for number, prompt in enumerate(self.prompts)
             for index in range(self.params.n)
         ]
@@ -130,4 +130,6 @@ class _Asked:
         choice = {"index": index, "text": text, "logprobs": arrays, "finish_reason": completion.finish_reason}
         if self.values["prompt_logprobs"] is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.model.texts, output.prompt_logprobs or ())
+        if self.values["return_token_ids"]:
+            choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
         return choice

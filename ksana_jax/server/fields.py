@@ -71,6 +71,7 @@ SAMPLING: Fields = {
     **_sampling("seed", Integer(-(2**63), 2**63 - 1), "gives the same tokens in any batch"),
     **_sampling("stop", ListOf(Text(MAX_STOP_CHARS, 1), MAX_STOP_STRINGS, or_one=True), "strings that end the output"),
     **_sampling("stop_token_ids", _TOKEN_IDS, "ids that end the output"),
+    **_sampling("include_stop_str_in_output", Boolean(), "the text has the stop string or token that ended it"),
     **_sampling("ignore_eos", Boolean(), "continue after an end-of-sequence id"),
     **_sampling("min_tokens", Integer(0, LARGEST), "tokens before an end-of-sequence or stop id"),
     **_sampling("bad_words", ListOf(Text(256, 1), MAX_BAD_WORDS), "words that are never completed"),
@@ -92,6 +93,11 @@ COMMON: Fields = {
     **SAMPLING,
     "stream": Field(Boolean(), "answer with server-sent events", default=False),
     "stream_options": Field(_STREAM_OPTIONS, "what chunks of a stream have besides text", default={}),
+    "truncate_prompt_tokens": Field(
+        Integer(-1, LARGEST), "the last tokens of the prompt that are kept; -1 keeps what fits with max_tokens"
+    ),
+    "return_token_ids": Field(Boolean(), "return the token ids of the prompt and of each choice", default=False),
+    "request_id": Field(Text(128, 1), "the end of the answer's id; absent takes a random one"),
     "cache_salt": Field(Text(256), "divides the prefix cache of your API key further"),
     "user": Field(Ignored("string"), "for your records"),
     "metadata": Field(Ignored("object"), "for your records"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,7 +76,8 @@ async def submit(
       APIError: 400: one can never be served; 429: the queue is full; 503: the engine takes none.
     """
     serving.expect(len(prompts) * params.n)
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
+    # A client may give one id to several requests that run at once.
+    ids = [f"{request_id}-{number}-{secrets.token_hex(4)}" for number in range(len(prompts))]
     asked = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
     try:
         return await serving.llm.submit_all(asked, params, ids, cache_salt=salt, delta=True, streams=streams)

@@ -25,6 +25,10 @@ class Prompt(NamedTuple):
     ids: np.ndarray
     text: str | None
 
+    def last(self, count: int | None) -> Prompt:
+        """Returns the last `count` tokens as a prompt; all for None."""
+        return self if count is None or count >= len(self.ids) else Prompt(self.ids[len(self.ids) - count :], None)
+
 
 def check_model(model: ServedModel, given: str | None) -> None:
     """Checks that a request asks for the model that is served; raises APIError, status 404."""
@@ -44,11 +48,12 @@ async def completion_prompts(serving: Serving, values: dict[str, Any]) -> list[P
       APIError: status 400: a text is too long to be tokenized, or there is no tokenizer.
     """
     prompts: list[Prompt] = []
+    kept = _num_kept(serving.model, values)
     for given in values["prompt"]:
         if isinstance(given, str):
-            prompts.append(await text_prompt(serving, given, values["add_special_tokens"]))
+            prompts.append((await text_prompt(serving, given, values["add_special_tokens"])).last(kept))
         else:
-            prompts.append(Prompt(given, None))
+            prompts.append(Prompt(given, None).last(kept))
     return prompts
 
 
@@ -79,7 +84,21 @@ async def chat_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
     text = await serving.in_thread(_render, tokenizer, messages, {name: values[name] for name in _TEMPLATE_FIELDS})
     _check_chars(model, text, field="messages")
     # A template writes the special tokens itself.
-    return Prompt(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
+    prompt = Prompt(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
+    return prompt.last(_num_kept(model, values))
+
+
+def _num_kept(model: ServedModel, values: dict[str, Any]) -> int | None:
+    """Returns how many tokens at a prompt's end are kept, None for all; raises APIError."""
+    count = values.get("truncate_prompt_tokens")
+    if count == -1:
+        asked = values.get("max_completion_tokens") or values["max_tokens"] or 1
+        return max(model.max_model_len - asked, 1)
+    if count == 0:
+        raise bad_request(
+            "truncate_prompt_tokens is 0, must be at least 1, or -1 for what fits", "truncate_prompt_tokens"
+        )
+    return count
 
 
 def _tokenizer(model: ServedModel, field: str) -> Tokenizer:

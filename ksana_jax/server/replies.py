@@ -18,10 +18,10 @@ from ksana_jax.server.model import ServedModel
 from ksana_jax.server.sse import until_disconnect
 
 
-def head_of(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
-    """Returns the fields that all chunks of a reply share."""
+def head_of(model: ServedModel, prefix: str, kind: str, request_id: str | None) -> dict[str, Any]:
+    """Returns the fields that all chunks of a reply share; request_id: as the client gives it."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model.name,

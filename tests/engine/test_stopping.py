@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from ksana_jax import SamplingParams
 from tests.engine.small import EOS, complete
 
 
@@ -78,6 +79,19 @@ def test_a_stop_string_that_can_never_match_is_refused(llm):
         complete(llm, stop=["x", "a</s>"])
     assert complete(llm, stop="a</s>", skip_special_tokens=False, max_tokens=2).finish_reason == "length"
     assert complete(llm, stop="é~日", max_tokens=2).finish_reason == "length"  # no tokens of the vocabulary
+
+
+def test_what_ended_the_output_is_part_of_it_where_that_is_asked_for(llm):
+    base, asked = complete(llm), {"include_stop_str_in_output": True}
+    stop = base.text[5:8]
+    assert complete(llm, stop=[stop, "~"], **asked).text == base.text[: base.text.index(stop) + 3]
+    for more in ({}, {"stop": ["~"]}):  # text at the end, and text as it comes
+        ended = complete(llm, stop_token_ids=[base.token_ids[4]], **more, **asked)
+        assert ended.text == llm.tokenizer.decode(ended.token_ids) and ended.finish_reason == "stop"
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[base.token_ids[4]], **asked)
+    assert [output.outputs[0].text for output in llm.stream("x.y", params)][-1] == ended.text
+    forced = {"min_tokens": 2, "max_tokens": 4, "logit_bias": {EOS: 100.0}, "stop": "</s>"}
+    assert complete(llm, **forced, **asked).text == complete(llm, **forced).text + "</s>"
 
 
 def test_of_several_stop_strings_the_earliest_in_the_text_wins(llm):
