@@ -1,7 +1,7 @@
 """vLLM's keywords: their names here, or why they are not supported. No jax.
 
 One table feeds the keywords that `LLM`, `generate` and `SamplingParams` accept, their errors, and
-docs/coming-from-vllm.md (`python -m ksana_jax.vllm_names` prints it).
+docs/coming-from-vllm.md (`python -m ksana_jax.vllm_flags` prints it).
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ there are no further arguments
 }
 
 
-def _read(where: str, table: str) -> Iterator[Name]:
+def read_table(where: str, table: str) -> Iterator[Name]:
+    """Yields the names of a table such as those of MISSING."""
     note = ""
     for line in table.strip().splitlines():
         if line.startswith(" "):
@@ -178,7 +179,7 @@ def _values(text: str) -> Collection[Any]:
     return ANY if text == "any" else ast.literal_eval(f"({text},)")
 
 
-NAMES = (*RENAMED, *(name for where, table in MISSING.items() for name in _read(where, table)))
+NAMES = (*RENAMED, *(name for where, table in MISSING.items() for name in read_table(where, table)))
 
 
 def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[st
             close = nearest(name, [*known, *table])
             raise ConfigError(f"{where} has no setting {name!r}" + (f"; the nearest is {close!r}" if close else ""))
         elif not table[name].here:
-            _refuse_unless_neutral(table[name], value)
+            refuse_unless_neutral(table[name], value)
             continue
         else:
             name, value = table[name].here, table[name].value(value)
@@ -213,7 +214,8 @@ def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[st
     return found
 
 
-def _refuse_unless_neutral(entry: Name, value: Any) -> None:
+def refuse_unless_neutral(entry: Name, value: Any) -> None:
+    """Raises ConfigError for a value that asks for something else than what happens here anyway."""
     # Types must match too: True is not 1 here.
     if entry.neutral is not ANY and not any(type(value) is type(n) and value == n for n in entry.neutral):
         raise ConfigError(f"{entry.where} does not support {entry.name}={value!r:.60}: {entry.note}")
@@ -271,7 +273,7 @@ Other differences:
 
 
 def page() -> str:
-    """Returns docs/coming-from-vllm.md."""
+    """Returns docs/coming-from-vllm.md up to the flags of `vllm serve`, which `vllm_flags` adds."""
     lines = [_HEAD]
     for where in (LLM, GENERATE, CHAT, SAMPLING):
         lines += [f"## {where}", "", "| vLLM | here | |", "|---|---|---|"]
@@ -289,12 +291,8 @@ def _line(entry: Name, text: str) -> str:
         what = f"`{entry.here}={entry.value(value)!r}`"
     else:
         try:
-            _refuse_unless_neutral(entry, value)
+            refuse_unless_neutral(entry, value)
             what = "no effect"
         except ConfigError:
             what = "refused"
     return f"| `{entry.name}={text}` | {what} | {entry.note} |"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -8,7 +8,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.errors import ConfigError
-from ksana_jax.vllm_names import page
+from ksana_jax.vllm_flags import page
 from tests.engine.small import Letters, make_llm
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from-vllm.md"
@@ -40,7 +40,7 @@ def check(make, code: str, here: str, sentence: str):
 
 
 def test_the_page_is_what_the_table_makes():
-    assert PAGE.read_text() == page(), "python -m ksana_jax.vllm_names > docs/coming-from-vllm.md"
+    assert PAGE.read_text() == page(), "python -m ksana_jax.vllm_flags > docs/coming-from-vllm.md"
     assert len(rows("LLM")) > 50 and len(rows("LLM.generate")) > 8 and len(rows("SamplingParams")) > 25
     assert len(rows("LLM.chat")) > 8
 

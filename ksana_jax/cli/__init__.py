@@ -71,7 +71,6 @@ COMMANDS = (
     fetching.fetch,
     text.generate,
     chat.chat,
-    serving.serve,
     hosts.follow,
     machine.plan,
     training.train,
@@ -79,6 +78,8 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
+
+app.command(cls=groups.ServeCommand)(serving.serve)
 
 # Their arguments may be those of another command.
 for command in (tracing.trace, routing.route):

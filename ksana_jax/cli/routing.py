@@ -198,7 +198,7 @@ def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:
     from ksana_jax.experiments.dotted import dotlist
 
     app = groups.group("")
-    app.command(cls=groups.Command)(serving.serve)
+    app.command(cls=groups.ServeCommand)(serving.serve)
     try:
         with typer.main.get_command(app).make_context("ksana serve", [model, *given]) as context:
             return dotlist(context.params["settings"] or [])

@@ -26,6 +26,14 @@ def serve(
     settings: Settings = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KSANA_API_KEY",
+            help="a key that clients must send; other users of the machine can read it, unlike those of a file",
+            show_default="no key",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
     ] = None,
@@ -72,12 +80,15 @@ def serve(
         raise ImportError(f"ksana serve needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.server.running import listen
     from ksana_jax.server.running import serve as run
-    from ksana_jax.server.settings import ServerSettings, read_api_keys
+    from ksana_jax.server.settings import ServerSettings, api_keys_of, read_api_keys
 
     given = ServerSettings(
         host=host,
         port=port,
-        api_keys=() if api_key_file is None else read_api_keys(api_key_file),
+        api_keys=(
+            *(() if api_key is None else api_keys_of(api_key, "--api-key")),
+            *(() if api_key_file is None else read_api_keys(api_key_file)),
+        ),
         served_model_names=tuple(served_model_name or ()),
         max_num_queued_reqs=max_num_queued_reqs,
         max_num_queued_tokens=max_num_queued_tokens,

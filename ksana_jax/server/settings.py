@@ -79,13 +79,18 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"API keys cannot be read from {path}: {system_reason(error)}") from None
+    return api_keys_of(text, str(path))
+
+
+def api_keys_of(text: str, source: str) -> tuple[str, ...]:
+    """Returns the keys of a text as `read_api_keys` does; source: for errors."""
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         if not (key := line.strip()) or key.startswith("#"):
             continue
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ConfigError(f"{path}: the key in line {number} must be printable ASCII without spaces")
+            raise ConfigError(f"{source}: the key in line {number} must be printable ASCII without spaces")
         keys.append(key)
     if not keys:
-        raise ConfigError(f"{path} has no API key: write one a line")
+        raise ConfigError(f"{source} has no API key: write one a line")
     return tuple(keys)

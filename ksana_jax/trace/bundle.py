@@ -32,6 +32,7 @@ FORMAT = 1
 PROFILED_STEPS = 64
 # Environment variables that change what XLA and jax compile, or how fast it runs.
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "OMP_NUM_THREADS", "JAX_", "KSANA_")
+_SECRETS = ("_KEY", "_TOKEN")
 
 
 @dataclasses.dataclass
@@ -158,8 +159,14 @@ def about_machine(command: str, began: float) -> dict[str, Any]:
         "command": command,
         "time": began,
         "environment": environment(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
+        "variables": variables(),
     }
+
+
+def variables() -> dict[str, str]:
+    """Returns the environment variables that a bundle carries: no keys and tokens, which must not travel with it."""
+    given = sorted(os.environ.items())
+    return {name: value for name, value in given if name.startswith(VARIABLES) and not name.endswith(_SECRETS)}
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from ksana_jax.ops.linear import choose_linear
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.step.contract import StepShape
 from ksana_jax.trace import tracing
+from ksana_jax.trace.bundle import variables
 from ksana_jax.trace.parts import PARTS
 from tests.engine.small import make_llm
 from tests.trace.pages import Page
@@ -109,3 +110,11 @@ def test_a_browser_without_a_network_shows_the_page_as_it_was_written(bundle, tm
     # Had a tag been closed in the wrong place, the browser would have moved what follows.
     for mark in ("<rect", "<tr>", "<svg", "<h2>", "<h3>"):
         assert shown.count(mark) == page.read_text().count(mark) > 0
+
+
+def test_a_bundle_has_no_secrets(monkeypatch):
+    monkeypatch.setenv("KSANA_HIDE", "")
+    before = variables()
+    for name in ("KSANA_API_KEY", "KSANA_JOB_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    assert variables() == before and "KSANA_HIDE" in before
