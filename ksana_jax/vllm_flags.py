@@ -1,11 +1,13 @@
 """Flags of `vllm serve` as settings of `ksana serve`: --max-model-len 512 is max_model_len=512. No jax.
 
-Flags of the engine are the keywords of `vllm_names`, with dashes; those of the server are below.
+Flags of the engine are the keywords of `vllm_names`, with dashes; those of the server are below. `page` returns
+docs/coming-from-vllm.md, which has the fields of requests too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Iterator, Sequence
 
 from ksana_jax import vllm_names
@@ -96,6 +98,50 @@ _FLAGS = """--max-model-len 512; --max-model-len=512; --dtype bfloat16; --kv-cac
 --tokenizer ksana-tiny; --speculative-config.method ngram"""
 
 
+# Fields of requests, as JSON, by endpoint.
+_FIELDS = {
+    "/v1/completions": """
+"n": 2; "temperature": 0.7; "top_p": 0.9; "top_k": 5; "min_p": 0.1; "max_tokens": 16.0; "seed": 1; "stop": ["x"];
+"stop_token_ids": [7]; "include_stop_str_in_output": true; "ignore_eos": true; "min_tokens": 1;
+"presence_penalty": 0.5; "frequency_penalty": 0.5; "repetition_penalty": 1.2; "logit_bias": {"5": -100};
+"allowed_token_ids": [5, 6]; "bad_words": ["no"]; "skip_special_tokens": false; "logprobs": 2; "prompt_logprobs": 2;
+"echo": true; "add_special_tokens": false; "truncate_prompt_tokens": 8; "return_token_ids": true; "request_id": "a1";
+"cache_salt": "a"; "stream": true; "stream_options": {"include_usage": true}; "user": "a";
+"spaces_between_special_tokens": false; "kv_transfer_params": null; "best_of": 1; "best_of": 4;
+"use_beam_search": true; "length_penalty": 1.0; "suffix": "a"; "priority": 0; "priority": 1;
+"response_format": {"type": "text"}; "response_format": {"type": "json_object"}; "logits_processors": ["f"];
+"return_tokens_as_token_ids": true; "vllm_xargs": {"a": 1}
+""",
+    "/v1/chat/completions": """
+"max_completion_tokens": 8; "logprobs": true; "add_generation_prompt": false; "continue_final_message": true;
+"chat_template_kwargs": {"enable_thinking": false}; "tools": [{"type": "function", "function": {"name": "add"}}];
+"tool_choice": "none"; "tool_choice": "required"; "parallel_tool_calls": true; "echo": false; "echo": true;
+"add_special_tokens": true; "documents": [{"text": "a"}]; "chat_template": "{{ messages }}";
+"mm_processor_kwargs": {"a": 1}; "reasoning_effort": "low"
+""",
+}
+
+
+def _field_lines(path: str) -> Iterator[str]:
+    from ksana_jax.server.errors import APIError
+    from ksana_jax.server.fields import CHAT, COMPLETIONS
+    from ksana_jax.server.kinds import Ignored, Only
+
+    fields = CHAT if "chat" in path else COMPLETIONS
+    for text in map(str.strip, _FIELDS[path].split(";")):
+        [(name, value)] = json.loads(f"{{{text}}}").items()
+        kind, what, why = fields[name].kind if value is not None else None, "the same", ""
+        if kind is None or isinstance(kind, (Ignored, Only)):
+            what = "no effect"
+        if isinstance(kind, Only):
+            why = kind.why
+            try:
+                kind.read(name, value)
+            except APIError:
+                what = "refused"
+        yield f"| `{text}` | {what} | {why} |"
+
+
 def page() -> str:
     """Returns docs/coming-from-vllm.md."""
     lines = [
@@ -119,6 +165,8 @@ def page() -> str:
             except ConfigError:
                 what = "refused"
             lines.append(f"| `{flag}` | {what} | {entry.note} |")
+    for path in _FIELDS:
+        lines += ["", f"## POST {path}", "", "| vLLM | here | |", "|---|---|---|", *_field_lines(path)]
     return "\n".join([*lines, ""])
 
 
