@@ -31,6 +31,11 @@ def is_number(value: Any) -> bool:
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
+def are_integers(values: Collection[Any], low: int, high: int) -> bool:
+    """Whether all values are ints from low to high. Takes 50 ns a value, `integer` 1 us."""
+    return set(map(type, values)) <= {int} and (not values or low <= min(values) <= max(values) <= high)
+
+
 def integer(name: str, value: Any, low: int = 1, high: int | None = None, *, optional: bool = False) -> str | None:
     """Returns the problem with a setting that must be an integer in a range, or None.
 

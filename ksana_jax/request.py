@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ksana_jax import checks, refusals, vllm_names
@@ -31,7 +31,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # see CompletionOutput.error
 
 
-def _check_ids(name: str, ids: Iterable[Any]) -> None:
+def _check_ids(name: str, ids: Collection[Any]) -> None:
+    if checks.are_integers(ids, 0, 2**31 - 1):
+        return
     checks.require(*(checks.integer(name, token, 0, 2**31 - 1) for token in ids))
 
 

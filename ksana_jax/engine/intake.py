@@ -108,7 +108,7 @@ class Intake:
         if params.allowed_token_ids is not None:
             bad = {ids[0] for ids in bad_words if len(ids) == 1}
             ends = set(self._stop_ids(params)) if params.min_tokens else set()
-            if not set(params.allowed_token_ids) - bad - ends:
+            if (bad | ends).issuperset(params.allowed_token_ids):
                 raise ValueError("allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them")
         return bad_words
 
@@ -180,11 +180,18 @@ class Intake:
         num_question: int = 0,
     ) -> Sequence:
         params, count = request.params, len(request.prompt_token_ids)
+        if index == 0:
+            stop_ids = self._stop_ids(params)
+        else:  # lists of 100,000 ids are read once a request, not for each completion
+            before = request.completions[-1].seq
+            stop_ids, params = before.stop_ids, before.params
+            if params.prompt_logprobs is not None:
+                params = dataclasses.replace(params, prompt_logprobs=None)
         return Sequence(
             seq_id=next(self._seq_ids),
             token_ids=token_ids,
-            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
-            stop_ids=self._stop_ids(params),
+            params=params,
+            stop_ids=stop_ids,
             max_len=params.max_len(count, self.scheduler.max_model_len),
             seed=seed,
             owner=request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ async def create(request: Request) -> Response:
     """Answers a request for chat completions; see `fields.CHAT`."""
     serving = serving_of(request)
     model, _ = serving.model, serving.llm
-    values = read_fields(await read_object(request, serving.settings, serving.in_thread), CHAT)
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=CHAT))
     check_model(model, values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
         raise bad_request(f"top_logprobs is {values['top_logprobs']}, must be 0 without logprobs", "top_logprobs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -28,7 +29,7 @@ async def create(request: Request) -> Response:
     """Answers a request for completions; see `fields.COMPLETIONS`."""
     serving = serving_of(request)
     model, _ = serving.model, serving.llm
-    values = read_fields(await read_object(request, serving.settings, serving.in_thread), COMPLETIONS)
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=COMPLETIONS))
     check_model(model, values["model"])
     asked = _Asked(values, model, await completion_prompts(serving, values))
     salt = cache_salt(request, values["cache_salt"])

@@ -130,6 +130,8 @@ class ListOf:
             raise bad_request(
                 f"{name} has {len(value):,} entries, must have {self.low:,} to {self.high:,}", _field(name)
             )
+        if isinstance(self.kind, Integer) and checks.are_integers(value, self.kind.low, self.kind.high):
+            return value
         return [self.kind.read(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:

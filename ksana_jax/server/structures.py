@@ -130,10 +130,9 @@ class Prompts:
     def _token_ids(self, name: str, place: str, ids: list[Any]) -> np.ndarray:
         if len(ids) > self.ids:
             raise bad_request(f"{place} has {len(ids):,} token ids, must have at most {self.ids:,}", name)
-        if float in (types := set(map(type, ids))):
+        if float in set(map(type, ids)):
             ids = [as_integer(token) for token in ids]
-            types = set(map(type, ids))
-        if types - {int} or (ids and not 0 <= min(ids) <= max(ids) <= self.largest):
+        if not checks.are_integers(ids, 0, self.largest):
             index, wrong = next((i, v) for i, v in enumerate(ids) if checks.integer("", v, 0, self.largest))
             raise bad_request(
                 f"{place}[{index}] is {shown(wrong)}, must be a token id from 0 to {self.largest:,}", name

@@ -5,6 +5,8 @@ lm-evaluation-harness takes them for a tokenizer of its own (`tokenizer_backend=
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,7 +21,7 @@ async def tokenize(request: Request) -> Response:
     """Answers with the token ids of a text or a conversation."""
     serving = serving_of(request)
     model = serving.model
-    values = read_fields(await read_object(request, serving.settings, serving.in_thread), TOKENIZE)
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=TOKENIZE))
     check_model(model, values["model"])
     if (values["prompt"] is None) == (values["messages"] is None):
         raise bad_request("give prompt or messages, one of them", "prompt")
@@ -31,18 +33,22 @@ async def tokenize(request: Request) -> Response:
         prompt = await chat_prompt(serving, values)
     else:
         prompt = await text_prompt(serving, values["prompt"], values["add_special_tokens"] is not False)
-    tokens = prompt.ids.tolist()
-    names = [model.texts.name_of(token) for token in tokens] if values["return_token_strs"] else None
-    return json_response(
-        {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": names}
-    )
+
+    def answer() -> Response:
+        tokens = prompt.ids.tolist()
+        names = [model.texts.name_of(token) for token in tokens] if values["return_token_strs"] else None
+        return json_response(
+            {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": names}
+        )
+
+    return await serving.in_thread(answer)
 
 
 async def detokenize(request: Request) -> Response:
     """Answers with the text of token ids, special tokens included."""
     serving = serving_of(request)
     model = serving.model
-    values = read_fields(await read_object(request, serving.settings, serving.in_thread), DETOKENIZE)
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=DETOKENIZE))
     check_model(model, values["model"])
     if model.tokenizer is None:
         raise bad_request(f"model {model.name} has no tokenizer")
