@@ -26,6 +26,19 @@ def serve(
     settings: Settings = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="without keys on this machine alone: names, separated by commas, by which clients may ask",
+            show_default="localhost and addresses",
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(
+            help="origins of web pages that may ask (CORS), separated by commas; * for all", show_default="its own"
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +98,8 @@ def serve(
     given = ServerSettings(
         host=host,
         port=port,
+        allowed_hosts=_split(allowed_hosts),
+        allowed_origins=_split(allowed_origins),
         api_keys=(
             *(() if api_key is None else api_keys_of(api_key, "--api-key")),
             *(() if api_key_file is None else read_api_keys(api_key_file)),
@@ -101,6 +116,10 @@ def serve(
     engine = dotlist(settings or [])
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
+
+
+def _split(given: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
 def _read_template(model: str, given: str) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import re
-from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from ksana_jax.proxy.settings import ProxySettings
 from ksana_jax.server.auth import salt_of_key
 from ksana_jax.server.errors import APIError
+from ksana_jax.server.hosts import check_host, is_loopback, is_private
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 # Paths of operators, and the headers by which a proxy before this one says that it asks for another machine.
@@ -29,7 +27,7 @@ class Access:
         self._admin_keys = [key.encode() for key in settings.admin_keys]
         self._salts = {key: salt_of_key(key) for key in self._keys}
         # Whoever reaches a proxy that listens for others may also use its name; one with keys tells pages nothing.
-        private = settings.host == "localhost" or _is_loopback(settings.host)
+        private = is_private(settings.host)
         self._hosts = {host.lower() for host in settings.allowed_hosts} if private and not self._keys else None
 
     @property
@@ -48,7 +46,7 @@ class Access:
         if _DOTS.search(request.path):
             raise APIError(404, f"path {request.path!r:.200} does not exist", code="path_not_found")
         if self._hosts is not None and request.path not in OPEN_PATHS:
-            _check_host(request, self._hosts)
+            check_host(request.host, self._hosts)
         admin = ADMIN_PATH.fullmatch(request.path) is not None
         if admin and self._admin_keys:
             self._key_of(request, self._admin_keys, "admin")
@@ -74,42 +72,13 @@ class Access:
         return same[0]
 
 
-def _check_host(request: web.Request, allowed: Collection[str]) -> None:
-    """Checks that a request is for this machine, by localhost, an address or an allowed name: a page whose name leads
-    here (DNS rebinding) asks by its own."""
-    try:
-        host = "" if "@" in request.host else urlsplit(f"//{request.host}").hostname or ""
-    except ValueError:  # half a bracket
-        host = ""
-    if not (host == "localhost" or _is_address(host) or host in allowed):
-        raise APIError(
-            403,
-            f"Host is {request.host!r:.80}, must be localhost or an address; --allowed-hosts adds names",
-            code="host_not_allowed",
-        )
-
-
 def _check_local(request: web.Request) -> None:
     """Checks that an operator without a key asks from this machine, and not through another proxy."""
-    _check_host(request, ())
-    if not _is_loopback(request.remote or "") or any(name in request.headers for name in FORWARDED):
+    check_host(request.host)
+    if not is_loopback(request.remote or "") or any(name in request.headers for name in FORWARDED):
         raise APIError(
             403,
             f"{request.path!r:.80} is answered without an admin key only on the proxy's machine: start it with "
             "--admin-key-file",
             code="admin_key_required",
         )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(text.partition("%")[0]))
-    except ValueError:
-        return False
-
-
-def _is_loopback(text: str) -> bool:
-    if not _is_address(text):
-        return False
-    address = ipaddress.ip_address(text.partition("%")[0])
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

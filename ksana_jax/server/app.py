@@ -8,6 +8,7 @@ import secrets
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,6 +20,7 @@ from ksana_jax.server import chat, completions, page, tokens
 from ksana_jax.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.server.errors import APIError, json_response
 from ksana_jax.server.generation import as_api_error
+from ksana_jax.server.hosts import CheckPages, is_private
 from ksana_jax.server.kv_events import kv_events
 from ksana_jax.server.metrics import CONTENT_TYPE
 from ksana_jax.server.model import ServedModel
@@ -27,6 +29,8 @@ from ksana_jax.server.prompts import check_model
 from ksana_jax.server.settings import ServerSettings
 from ksana_jax.server.state import Serving, serving_of
 
+# Headers of answers that pages of other origins may read.
+_EXPOSED = ("x-request-id", "retry-after")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -54,11 +58,17 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/kv_events", kv_events),
         *page.routes(),
     ]
+    # What has a key is no page's; pages that may ask send their own request for leave before, without the key.
+    hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None
+    checks = [] if settings.api_keys else [Middleware(CheckPages, hosts=hosts, origins=settings.allowed_origins)]
+    cors = {"allow_origins": settings.allowed_origins, "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
     app = Starlette(
         routes=routes,
         middleware=[
             Middleware(RequestIds),
             Middleware(LimitHeaders, most=settings.max_header_bytes),
+            *checks,
+            *([Middleware(CORSMiddleware, **cors, expose_headers=_EXPOSED)] if settings.allowed_origins else []),
             Middleware(RequireKey, keys=settings.api_keys, open_paths=OPEN_PATHS | {page.PAGE_PATH}),
             Middleware(Errors),
         ],

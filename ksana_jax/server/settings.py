@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from ksana_jax import checks
 from ksana_jax.errors import ConfigError, system_reason
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +18,9 @@ class ServerSettings:
 
     Args:
       host, port: address to listen on; port 0 takes a free one.
+      allowed_hosts: names by which clients may ask a server without keys that listens on this machine alone, besides
+        localhost and addresses.
+      allowed_origins: origins of web pages that may ask, such as https://chat.example; "*" allows all.
       api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
       served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
         name under which it was loaded.
@@ -32,6 +38,8 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     served_model_names: tuple[str, ...] = ()
     max_num_queued_reqs: int | None = None
@@ -59,6 +67,9 @@ class ServerSettings:
             checks.integer("max_header_bytes", self.max_header_bytes, 1024),
             error=ConfigError,
         )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins has {origin!r:.80}, must be * or as https://chat.example:8443")
         for name in self.served_model_names:
             if not (name and name.isprintable() and len(name) <= 256):
                 raise ConfigError(f"served_model_name is {name!r:.60}, must be 1 to 256 printable characters")

@@ -156,7 +156,7 @@ def test_nothing_is_counted_before_somebody_looks():
 
 
 def test_a_server_that_loads_says_so():
-    with TestClient(make_app(None, ServerSettings())) as client:
+    with TestClient(make_app(None, ServerSettings()), "http://localhost") as client:
         assert client.get("/live").json() == {"status": "loading"} and client.get("/").status_code == 200
 
 

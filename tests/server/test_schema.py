@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
 from ksana_jax.server.app import make_app
 from ksana_jax.server.auth import OPEN_PATHS
 from ksana_jax.server.openapi import document
+from ksana_jax.server.settings import ServerSettings
 from tests.server.serving import make_llm
 
 CHECKS = [
@@ -52,7 +53,7 @@ def plain(body):
 @pytest.fixture(scope="module")
 def app():
     llm = make_llm()
-    yield make_app(llm)
+    yield make_app(llm, ServerSettings(allowed_hosts=("testserver",)))
     llm.close()
 
 
