@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        help="settings of the engine as in YAML, such as block_size=8 enable_prefix_caching=true pattern.window=112",
+        help="settings of the engine as in YAML, such as block_size=8 enable_prefix_caching=false pattern.window=112",
         show_default=False,
     ),
 ]
@@ -63,11 +63,13 @@ def serve(
     ] = None,
     max_num_queued_reqs: Annotated[
         int | None,
-        typer.Option(help="completions that may wait or run; more are told 429", show_default="4 x max_num_seqs"),
+        typer.Option(
+            help="completions that may wait or run; more are told 429", show_default="4 x max_num_seqs, at least 1024"
+        ),
     ] = None,
     max_num_queued_tokens: Annotated[
         int | None,
-        typer.Option(help="prompt tokens that may wait to be computed", show_default="30 seconds of prefill"),
+        typer.Option(help="prompt tokens that may wait to be computed", show_default="600 seconds of prefill"),
     ] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
     client_timeout: Annotated[
@@ -113,9 +115,17 @@ def serve(
         kv_cache_metrics_sample=kv_cache_metrics_sample,
     )
     template = None if chat_template is None else _read_template(model, chat_template)
-    engine = dotlist(settings or [])
+    engine = _with_cache(dotlist(settings or []))
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
+
+
+def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings with a prefix cache, unless they say otherwise: each turn of a chat repeats the last.
+
+    Eviction moves tokens within blocks, which a cache would share.
+    """
+    return settings if settings.get("kv_eviction") else {"enable_prefix_caching": True, **settings}
 
 
 def _split(given: str | None) -> tuple[str, ...]:

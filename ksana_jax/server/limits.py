@@ -8,9 +8,10 @@ from ksana_jax import checks
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
 
-# Defaults: sequences per row of the engine, and seconds that it takes to compute the queued prompts.
-SEQUENCES_PER_ROW = 4
-QUEUED_PREFILL_S = 30.0
+# Defaults: sequences per row of the engine, and at least; seconds that it takes to compute the queued prompts. They let
+# in a benchmark that sends a few hundred requests at once. OpenAI's client waits 600 s for an answer.
+SEQUENCES_PER_ROW, MIN_SEQUENCES = 4, 1024
+QUEUED_PREFILL_S = 600.0
 # Steps with prefills before their rate is known, and steps after which an old one weighs 1/e of a new one.
 _MIN_STEPS = 8
 _MEMORY_STEPS = 50
@@ -61,9 +62,9 @@ class QueueLimits:
 
     Args:
       max_num_queued_reqs: sequences that wait and run, n for a request with n completions; None takes 4 for each of the
-        engines' max_num_seqs.
+        engines' max_num_seqs, and at least 1024.
       max_num_queued_tokens: prompt tokens of requests without a first token. None takes what the engines compute in
-        30 s, as measured; until then there is no limit.
+        600 s, as measured; until then there is no limit.
 
     A request that exceeds a limit by itself is accepted when there is no other.
 
@@ -79,7 +80,7 @@ class QueueLimits:
         num_replicas = len(llm.replicas.replicas)
         rows = llm.config.max_num_seqs * num_replicas
         self._llm = llm
-        self.max_num_queued_reqs = max_num_queued_reqs or SEQUENCES_PER_ROW * rows
+        self.max_num_queued_reqs = max_num_queued_reqs or max(SEQUENCES_PER_ROW * rows, MIN_SEQUENCES)
         self._max_num_queued_tokens = max_num_queued_tokens
         self._rates = [PrefillRate() for _ in range(num_replicas)]
         llm.admission = self.admit

@@ -24,8 +24,9 @@ class ServerSettings:
       api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
       served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
         name under which it was loaded.
-      max_num_queued_reqs: completions that may wait or run at once; None takes four times max_num_seqs.
-      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 30 seconds of prefill.
+      max_num_queued_reqs: completions that may wait or run at once; None takes four times max_num_seqs, and
+        at least 1024.
+      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.

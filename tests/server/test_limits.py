@@ -132,15 +132,30 @@ def test_a_request_beyond_a_limit_by_itself_is_accepted_when_there_is_no_other()
     asyncio.run(main())
 
 
+def test_a_burst_of_a_few_hundred_requests_is_accepted_by_default():
+    async def main():
+        async with AsyncLLM.around(make_engine(num_blocks=256, max_num_seqs=8, max_model_len=128)) as llm:
+            limits = QueueLimits(llm)
+            for seed in range(12):  # the rate is known
+                await (await llm.submit(prompt_of(5, seed), asking(1))).result()
+            assert limits.prefill_tokens_per_s is not None
+            limits._rates[0]._seconds = limits._rates[0]._tokens / 500  # a model of billions of parameters on a CPU
+            assert limits.prefill_tokens_per_s == 500
+            streams = await asyncio.gather(*(llm.submit(prompt_of(100, seed), asking(1)) for seed in range(400)))
+            assert len(streams) == 400
+
+    asyncio.run(main())
+
+
 def test_the_limits_follow_from_rows_and_the_measured_rate_by_default():
     async def main():
         async with AsyncLLM.around(engine_of(0)) as llm:
             limits = QueueLimits(llm)
-            assert limits.max_num_queued_reqs == 4 * 2
+            assert limits.max_num_queued_reqs == 1024
             assert limits.max_num_queued_tokens is None and limits.retry_after_s == 1
             for observe in llm.observers:
                 observe(StepNews(0, records=[step(i, i + 1, 4) for i in range(10)]))
-            assert limits.prefill_tokens_per_s == pytest.approx(4) and limits.max_num_queued_tokens == 120
+            assert limits.prefill_tokens_per_s == pytest.approx(4) and limits.max_num_queued_tokens == 600 * 4
             slow(llm.engine, 0.05)
             streams = await llm.submit_all([prompt_of(10, seed) for seed in range(3)], asking(1))
             assert limits.retry_after_s == 8  # 30 tokens at 4 a second

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ksana_jax.cli.serving import _load
+from ksana_jax.cli.serving import _load, _with_cache
 from ksana_jax.errors import ConfigError
 from ksana_jax.server.running import Running, listen
 from ksana_jax.server.settings import ServerSettings
@@ -182,6 +182,13 @@ def said(process: subprocess.Popen, what: str) -> str:
         if what in line:
             return line
     raise AssertionError("".join(lines))
+
+
+def test_prefixes_are_cached_unless_the_settings_say_otherwise():
+    assert _with_cache({"block_size": 8}) == {"enable_prefix_caching": True, "block_size": 8}
+    assert _with_cache({"kv_eviction": None}) == {"enable_prefix_caching": True, "kv_eviction": None}
+    for settings in ({"enable_prefix_caching": False}, {"kv_eviction": {"method": "snapkv"}}):
+        assert _with_cache(settings) == settings
 
 
 @pytest.mark.soak
