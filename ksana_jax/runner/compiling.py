@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger("ksana_jax")
 
@@ -26,6 +28,8 @@ class Observer(Protocol):
 
 # Empty unless somebody traces: see `ksana_jax.trace`.
 observers: list[Observer] = []
+# Called by `compile_all` with the number of the function that it waits for, from 1, and of all.
+watchers: list[Callable[[int, int], None]] = []
 
 
 def lower(function: Any, *arguments: Any) -> Any:
@@ -56,14 +60,21 @@ def compile_all(functions: Mapping[Any, Callable[[], Any]], workers: int) -> dic
     All are traced by the calling thread, whose jax settings may be its own.
     """
     if workers == 1:
-        return {key: compiled(key, lower) for key, lower in functions.items()}
+        return {key: compiled(key, lower) for key, lower in _watched(functions)}
     with ThreadPoolExecutor(workers) as pool:
         try:
             compiling = {key: pool.submit(_traced(key, lower)) for key, lower in functions.items()}
-            return {key: future.result() for key, future in compiling.items()}
+            return {key: future.result() for key, future in _watched(compiling)}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _watched(functions: Mapping[Any, T]) -> Iterator[tuple[Any, T]]:
+    for number, item in enumerate(functions.items(), 1):
+        for watcher in watchers:
+            watcher(number, len(functions))
+        yield item
 
 
 def _traced(key: Any, lower: Callable[[], Any]) -> Callable[[], Callable]:

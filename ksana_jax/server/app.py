@@ -167,7 +167,9 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Answers 200 while new requests are taken, 503 while the model loads, or the server shuts down."""
-    status = serving_of(request).status
+    serving = serving_of(request)
+    if (status := serving.status) == "loading":
+        return json_response({"status": status, "progress": serving.progress}, 503)
     return json_response({"status": status}, 200 if status == "ready" else 503)
 
 

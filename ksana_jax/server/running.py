@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -23,14 +24,18 @@ from starlette.types import ASGIApp
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.errors import ConfigError, system_reason
+from ksana_jax.runner import compiling
 from ksana_jax.server.app import make_app
 from ksana_jax.server.protocol import protocol_class
 from ksana_jax.server.settings import ServerSettings
 from ksana_jax.server.state import Serving
+from ksana_jax.units import byte_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds for events that end aborted streams to reach their clients, and between looks at the engine's health.
+# Seconds for events that end aborted streams to reach their clients, between words on compiling, and between looks at
+# the engine's health.
 LAST_WORDS_S = 5.0
+PROGRESS_S = 5.0
 WATCH_S = 0.5
 
 logger = logging.getLogger("ksana_jax")
@@ -111,7 +116,7 @@ class Running:
         self._load, self._settings, self._listener = load, settings, listener
         self.app = make_app(None, settings)
         self._serving: Serving = self.app.state.serving
-        self._signals = 0
+        self._signals, self._told_s = 0, 0.0
 
     async def run(self) -> int:
         """Serves until the end; returns the exit code."""
@@ -120,6 +125,7 @@ class Running:
         self._server = http_server(self.app, self._settings)
         with self._handling_signals():
             self._serving.lag.start()
+            _say(f"listening on {self._url()}, loading the model")
             listening = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 return await self._serve_model()
@@ -156,9 +162,9 @@ class Running:
             os._exit(0)
         llm = loading.result()
         self._serving.begin(llm)
-        host, port, *_ = self._listener.getsockname()
-        shown = f"[{host}]" if ":" in host else host
-        _say(f"serving {self._serving.model.name} on http://{shown}:{port}")
+        for line in _memory(llm):
+            _say(line)
+        _say(f"serving {self._serving.model.name} on {self._url()}")
         while not self._stopping.is_set() and llm.is_alive:
             await asyncio.wait((stopping,), timeout=WATCH_S)
         stopping.cancel()
@@ -169,15 +175,29 @@ class Running:
         await self._drain(llm)
         return 0
 
+    def _url(self) -> str:
+        host, port, *_ = self._listener.getsockname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _compiling(self, number: int, count: int) -> None:
+        """Tells how far compiling is, on standard error every few seconds; in the thread that loads."""
+        self._serving.progress = f"compiling {number} of {count}"
+        if number in (1, count) or time.monotonic() - self._told_s > PROGRESS_S:
+            self._told_s = time.monotonic()
+            _say(self._serving.progress)
+
     def _loaded(self) -> asyncio.Future[AsyncLLM]:
         """Returns the engine of another thread, a daemon, for which a process that ends does not wait."""
         found: asyncio.Future[AsyncLLM] = self._loop.create_future()
 
         def load() -> None:
+            compiling.watchers.append(self._compiling)
             try:
                 llm, error = self._load(), None
             except BaseException as raised:
                 llm, error = None, raised
+            finally:
+                compiling.watchers.remove(self._compiling)
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(_resolve, found, llm, error)
 
@@ -197,6 +217,19 @@ class Running:
         if num := llm.stats().num_requests:
             _say(f"aborting {num} requests")
         await llm.aclose()
+
+
+def _memory(llm: AsyncLLM) -> list[str]:
+    """Returns a line on the memory of a model; none for an engine without one."""
+    if llm.llm is None:
+        return []
+    plan, config = llm.llm.memory_plan, llm.config
+    dtype = config.kv_cache_dtype
+    if dtype == "auto":
+        dtype = str(next(iter(llm.llm.runner.cache.leaves.values())).dtype)
+    tokens = llm.stats().num_blocks * config.block_size
+    pool = f"KV pool {byte_size(plan.pool_bytes)} for {tokens:,} tokens in {dtype}"
+    return [f"memory: weights {byte_size(plan.weights_bytes)}, {pool}"]
 
 
 def _resolve(future: asyncio.Future, result: object, error: BaseException | None) -> None:

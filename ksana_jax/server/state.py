@@ -36,6 +36,7 @@ class Serving:
 
     Attributes:
       draining: whether the server is ending, and refuses new requests.
+      progress: what is done while the model loads, such as "compiling 3 of 12".
       metrics, limits: of the engine, once it is loaded.
       lag: of the event loop; whoever runs the loop starts it.
     """
@@ -47,6 +48,7 @@ class Serving:
     def __init__(self, settings: ServerSettings):
         self.settings = settings
         self.draining = False
+        self.progress = "loading"
         self.lag = LoopLag()
         self._llm: AsyncLLM | None = None
         self._model: ServedModel | None = None

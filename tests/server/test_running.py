@@ -1,6 +1,7 @@
 """The server's life: loading, draining, signals, failures of the engine."""
 
 import asyncio
+import functools
 import os
 import queue
 import signal
@@ -10,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from ksana_jax.cli.serving import _load, _with_cache
 from ksana_jax.errors import ConfigError
+from ksana_jax.runner import compiling
 from ksana_jax.server.running import Running, listen
 from ksana_jax.server.settings import ServerSettings
 from tests.fakes import FULLY, reference_tokens
@@ -189,6 +192,36 @@ def test_prefixes_are_cached_unless_the_settings_say_otherwise():
     assert _with_cache({"kv_eviction": None}) == {"enable_prefix_caching": True, "kv_eviction": None}
     for settings in ({"enable_prefix_caching": False}, {"kv_eviction": {"method": "snapkv"}}):
         assert _with_cache(settings) == settings
+
+
+def test_a_server_says_what_it_does_until_it_serves(capfd):
+    told, may_end = [], threading.Event()
+    llm, settings = make_llm(), ServerSettings(port=0)
+
+    def load():
+        def lower(key):
+            if key == 2:
+                told.append(server.ask("GET", "/ready"))
+            return jax.jit(lambda x: x + key).lower(1.0)
+
+        assert may_end.wait(10)
+        compiling.compile_all({key: functools.partial(lower, key) for key in (1, 2, 3)}, workers=1)
+        return llm
+
+    listener = listen(settings)
+    running = Running(load, settings, listener)
+    thread = threading.Thread(target=lambda: asyncio.run(running.run()))
+    thread.start()
+    server = Served(llm, running, listener.getsockname()[1], thread, [0])
+    reply = server.ask("GET", "/ready")
+    assert (reply.status, reply.json) == (503, {"status": "loading", "progress": "loading"})
+    may_end.set()
+    wait_for(lambda: server.ask("GET", "/ready").json == {"status": "ready"})
+    assert server.stop() == 0 and not compiling.watchers
+    assert told[0].json == {"status": "loading", "progress": "compiling 2 of 3"}
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == f"ksana: listening on http://127.0.0.1:{server.port}, loading the model"
+    assert said[1:3] == ["ksana: compiling 1 of 3", "ksana: compiling 3 of 3"]
 
 
 @pytest.mark.soak
