@@ -32,7 +32,7 @@ def is_number(value: Any) -> bool:
 
 
 def are_integers(values: Collection[Any], low: int, high: int) -> bool:
-    """Whether all values are ints from low to high. Takes 50 ns a value, `integer` 1 us."""
+    """Whether all values are ints from low to high. Much quicker than `integer` for each."""
     return set(map(type, values)) <= {int} and (not values or low <= min(values) <= max(values) <= high)
 
 
