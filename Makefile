@@ -8,6 +8,8 @@ TARGET ?= h200
 AOT_VENV ?= .venv-aot
 # Other engines, for benchmarks.
 PEERS_VENV ?= .venv-peers
+# Clients of others, for the server.
+CLIENTS_VENV ?= .venv-clients
 # Arguments of pip for them, such as where it finds builds of torch for CPUs.
 PIP_ARGS ?=
 # Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
@@ -25,7 +27,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo real serve run-serve test bench peers docs ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
-  soak-tests soak-least soak-warpgroups-lives
+  soak-tests soak-least soak-warpgroups-lives soak-clients
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
@@ -35,15 +37,16 @@ help:
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of the emulator's tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
-	@echo "              SHARD=1/3: one part of three of the tests), and the tests on the least machine"
-	@echo "make soak-least  the latter alone: without AVX-512, without a C++ compiler, with one core"
+	@echo "              SHARD=1/3: one part of three of the tests), the tests on the least machine and, without SHARD, clients"
+	@echo "make soak-least  the tests on the least machine alone: without AVX-512, without a C++ compiler, with one core"
+	@echo "make soak-clients  clients of others against the server, installed into $(CLIENTS_VENV) in their newest versions"
 	@echo "make bench    run the benchmarks of the README, into runs/bench, within 20 minutes; with other engines"
 	@echo "              if they are there       (ARGS=\"--readme README.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
 	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
 	@echo "make lint     run ruff and pyright"
 	@echo "make format   format the code"
-	@echo "make clean    remove $(VENV), $(AOT_VENV), $(PEERS_VENV) and the caches"
+	@echo "make clean    remove $(VENV), $(AOT_VENV), $(PEERS_VENV), $(CLIENTS_VENV) and the caches"
 	@echo "All commands use the environment VENV=$(VENV), created with PYTHON=$(PYTHON) (3.11 or later) if it does not exist."
 
 demo: $(READY)
@@ -126,6 +129,9 @@ run-soak: $(READY)
 	@$(VENV)/bin/ksana fetch smollm2 || echo "== tests of the pretrained model are skipped" >&2
 	@$(TOGETHER) soak-tests soak-warpgroups-lives
 	@$(MAKE) --no-print-directory soak-least
+ifeq ($(strip $(SHARD)),1/1)
+	@$(MAKE) --no-print-directory soak-clients
+endif
 
 soak-tests:
 	@echo "== tests marked as soak"
@@ -147,6 +153,21 @@ soak-warpgroups-lives:
 	@echo "== simulated lives"
 	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 
+# They need other versions than constraints.txt pins, and of the package only the server, which runs in its own environment.
+soak-clients: $(READY) $(CLIENTS_VENV)/.ready
+	@echo "== clients of others against the server"
+	@$(CLIENTS_VENV)/bin/python -m tests.clients --server $(RUN)
+
+$(CLIENTS_VENV)/.ready: pyproject.toml
+	@echo "== installing clients of others into $(CLIENTS_VENV): 0.8 GB, about two minutes"
+	@$(PYTHON) -m venv "$(CLIENTS_VENV)"
+	@$(CLIENTS_VENV)/bin/python -c 'import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")' \
+	  > "$(CLIENTS_VENV)/requirements.txt"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/bin/python -m pip install -qq $(PIP_ARGS) --upgrade \
+	  --requirement "$(CLIENTS_VENV)/requirements.txt"
+	@touch $@
+
 lint: $(READY)
 	@echo "== ruff check"
 	@$(RUN) -m ruff check --quiet .
@@ -160,7 +181,7 @@ format: $(READY)
 	@$(RUN) -m ruff format .
 
 clean:
-	@for venv in "$(VENV)" "$(AOT_VENV)" "$(PEERS_VENV)"; do \
+	@for venv in "$(VENV)" "$(AOT_VENV)" "$(PEERS_VENV)" "$(CLIENTS_VENV)"; do \
 	  if [ -f "$$venv/pyvenv.cfg" ]; then echo "== removing $$venv"; rm -rf "$$venv"; fi; \
 	done
 	@rm -rf .pytest_cache .ruff_cache .hypothesis .cache build docs/_build ksana_jax.egg-info

@@ -5,12 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.main import get_command
 
 from ksana_jax import AttentionPattern, cli
@@ -21,6 +23,7 @@ from ksana_jax.loading.tensor_files import SafetensorsTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.sources.catalogue import FETCHABLE
 from ksana_jax.units import byte_size
+from tests.clients import CLIENTS
 from tests.reference import literal
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +126,15 @@ def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
         assert (re.findall(r"`(\w+)`", named), set(stored.split(", "))) == ([*families], set(types))
     for name, wanted in FETCHABLE.items():
         assert byte_size(wanted.num_bytes) in rows[name]
+
+
+def test_the_page_on_serving_and_the_extra_name_the_clients_that_make_soak_runs():
+    section = (DOCS / "serving.md").read_text(encoding="utf-8").split("\n## Clients\n")[1].split("\n## ")[0]
+    [listed] = re.findall(r"newest versions of (.*?) against", section, re.S)
+    rows = {line.split()[1] for line in section.splitlines() if line.startswith("| ")}
+    assert re.split(r", | and\s", listed) == [*CLIENTS] and rows >= CLIENTS.keys()
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["clients"]
+    assert sorted(Requirement(text).name for text in extra) == sorted(CLIENTS)
 
 
 def test_the_experiment_of_the_page_on_commands_is_one():
