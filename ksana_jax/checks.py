@@ -93,7 +93,7 @@ def boolean(name: str, value: Any) -> str | None:
 
 def _limit(value: float) -> str:
     """Formats a limit, which settings of integers and of floats share: 1e4 is 10,000."""
-    return shown(int(value) if float(value).is_integer() else value)
+    return shown(value) if is_integer(value) else f"{value:,.12g}"
 
 
 def shown(value: Any) -> str:
