@@ -259,8 +259,8 @@ Other differences:
 - `use_tqdm` is off by default, so that scripts and notebooks that call `generate` often stay quiet. `use_tqdm=True`
   draws a progress bar on standard error.
 - `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
-- `enable_prefix_caching` is off by default in `LLM`, because a measurement that repeats its prompts would measure the cache;
-  `ksana serve` has it on.
+- `enable_prefix_caching` is off by default in `LLM`, because a measurement that repeats its prompts would measure the
+  cache; `ksana serve` has it on.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
 - `revision="v1"` and `gguf_file="model-Q4_0.gguf"` belong to a name of the Hugging Face hub, and can be part of it:
   `LLM("org/name@v1/model-Q4_0.gguf")`, see [models.md](models.md).
