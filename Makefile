@@ -159,7 +159,7 @@ soak-clients: $(READY) $(CLIENTS_VENV)/.ready
 	@$(CLIENTS_VENV)/bin/python -m tests.clients --server $(RUN)
 
 $(CLIENTS_VENV)/.ready: pyproject.toml
-	@echo "== installing clients of others into $(CLIENTS_VENV): 0.8 GB, about two minutes"
+	@echo "== installing clients of others into $(CLIENTS_VENV): 1.2 GB, about two minutes"
 	@$(PYTHON) -m venv "$(CLIENTS_VENV)"
 	@$(CLIENTS_VENV)/bin/python -c 'import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")' \

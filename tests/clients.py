@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODEL, PROMPT, QUESTION = "ksana-tiny", "Once upon a time", "hello"
+MODEL, PROMPT, QUESTION = "ksana-tiny", "Once upon a time", "def main("
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NUM_TOKENS = 12
