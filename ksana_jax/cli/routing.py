@@ -53,13 +53,7 @@ def route(
     ] = "approximate",
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
-    allowed_hosts: Annotated[
-        str | None,
-        typer.Option(
-            help="without keys on this machine alone: names, separated by commas, by which clients may ask",
-            show_default="localhost and addresses",
-        ),
-    ] = None,
+    allowed_hosts: serving.AllowedHosts = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
     ] = None,
@@ -148,7 +142,7 @@ def route(
     settings = ProxySettings(
         host=host,
         port=port,
-        allowed_hosts=tuple(name.strip() for name in (allowed_hosts or "").split(",") if name.strip()),
+        allowed_hosts=serving.split_names(allowed_hosts),
         policy=read_setting("policy", policy),
         prefix_file=prefix_file,
         index=index,

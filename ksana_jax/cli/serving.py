@@ -19,6 +19,13 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+AllowedHosts = Annotated[
+    str | None,
+    typer.Option(
+        help="without keys on this machine alone: names, separated by commas, by which clients may ask",
+        show_default="localhost and addresses",
+    ),
+]
 
 
 def serve(
@@ -26,13 +33,7 @@ def serve(
     settings: Settings = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
-    allowed_hosts: Annotated[
-        str | None,
-        typer.Option(
-            help="without keys on this machine alone: names, separated by commas, by which clients may ask",
-            show_default="localhost and addresses",
-        ),
-    ] = None,
+    allowed_hosts: AllowedHosts = None,
     allowed_origins: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +44,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="KSANA_API_KEY",
-            help="a key that clients must send; other users of the machine can read it, unlike those of a file",
+            help="a key that clients must send; other users of the machine can read it, so a file is safer",
             show_default="no key",
         ),
     ] = None,
@@ -100,8 +101,8 @@ def serve(
     given = ServerSettings(
         host=host,
         port=port,
-        allowed_hosts=_split(allowed_hosts),
-        allowed_origins=_split(allowed_origins),
+        allowed_hosts=split_names(allowed_hosts),
+        allowed_origins=split_names(allowed_origins),
         api_keys=(
             *(() if api_key is None else api_keys_of(api_key, "--api-key")),
             *(() if api_key_file is None else read_api_keys(api_key_file)),
@@ -128,7 +129,8 @@ def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
     return settings if settings.get("kv_eviction") else {"enable_prefix_caching": True, **settings}
 
 
-def _split(given: str | None) -> tuple[str, ...]:
+def split_names(given: str | None) -> tuple[str, ...]:
+    """Returns names that commas separate."""
     return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 

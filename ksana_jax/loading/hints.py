@@ -44,7 +44,7 @@ def prefix_hint(embed: str, names: Collection[str]) -> str:
         if name.endswith(f".{embed}"):
             extra = name.removesuffix(embed)
             return (
-                f"names of tensors begin with {extra!r:.80}, as those of a larger model or a wrapper; save the "
+                f"names of tensors begin with {extra!r:.80}, as in a larger model or a wrapper; save the "
                 "language model by itself"
             )
     return ""

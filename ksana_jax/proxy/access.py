@@ -26,7 +26,7 @@ class Access:
         self._keys = [key.encode() for key in settings.api_keys]
         self._admin_keys = [key.encode() for key in settings.admin_keys]
         self._salts = {key: salt_of_key(key) for key in self._keys}
-        # Whoever reaches a proxy that listens for others may also use its name; one with keys tells pages nothing.
+        # A proxy that listens for other machines is asked by its name; one with keys answers no page.
         private = is_private(settings.host)
         self._hosts = {host.lower() for host in settings.allowed_hosts} if private and not self._keys else None
 

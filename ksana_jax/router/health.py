@@ -34,7 +34,7 @@ class HealthSettings:
       probe_every_s: time between two probes. max_missed: probes in a row without an answer after which it is dead.
       warm_s: time in which the share of a server that was dead grows to the whole.
 
-    The defaults of probes are those of SGLang's router. It also has a circuit breaker, which counts failed requests;
+    Probes have the defaults of SGLang's router. It also has a circuit breaker, which counts failed requests;
     here only probes count, because a client can send requests that every server fails.
     """
 

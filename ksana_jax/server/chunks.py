@@ -87,7 +87,7 @@ class TextChoice:
 
     Args:
       echo: text before the first one, with its log-probabilities if there are any.
-      logprobs: None for none. token_ids: whether chunks have their token ids, and the first those of the prompt.
+      logprobs: None for none. token_ids: whether chunks have their token ids; the first chunk also has the prompt's.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def run(context: Context) -> None:
 
 
 def compilers() -> dict[str, Any]:
-    """Every ptxas that XLA may take, with its version, that of Mosaic GPU, and what tells XLA where to look."""
+    """Every ptxas that XLA may take, with its version; the one that Mosaic GPU takes; where XLA is told to look."""
     flags = os.environ.get("XLA_FLAGS", "")
     data_dir = next((f.split("=", 1)[1] for f in flags.split() if f.startswith("--xla_gpu_cuda_data_dir=")), "")
     places = [data_dir, os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
