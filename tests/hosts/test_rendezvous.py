@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -98,7 +99,7 @@ def test_stray_connections_are_refused_and_the_job_goes_on(said):
 
 
 def test_connections_that_send_nothing_or_a_byte_now_and_then_keep_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 3)
     own = settings(3)
     with started((gather, own[0])) as [leading], contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(own[0])) for _ in range(4)]
@@ -106,15 +107,15 @@ def test_connections_that_send_nothing_or_a_byte_now_and_then_keep_nobody_waitin
         began = time.monotonic()
         first, second = reach(own[1], ()), reach(own[2], ())
         close(*leading.result(), first, second)
-        assert time.monotonic() - began < 0.4
+        assert time.monotonic() - began < 2.5
         cut = False
-        while not cut and time.monotonic() - began < 5:
+        while not cut and time.monotonic() - began < 9:
             try:
                 dripping.sendall(b"k")
             except OSError:
                 cut = True
             time.sleep(0.02)
-        assert cut and time.monotonic() - began >= 0.5
+        assert cut and time.monotonic() - began >= 2.9
         for connection in silent:
             connection.settimeout(5)
             while connection.recv(1000):
@@ -210,7 +211,10 @@ def test_another_number_of_processes_is_refused():
 def test_a_process_id_is_given_once():
     own = settings(3)
     with started((gather, own[0])) as [leading]:
-        first, again = reach(own[1], ()), reach(own[1], ())
+        one, other = reach(own[1], ()), reach(own[1], ())
+        # Each is greeted in a thread, and either may be first.
+        [ready], _, _ = select.select([one.channel.socket, other.channel.socket], [], [], 10)
+        first, again = (other, one) if ready is one.channel.socket else (one, other)
         assert "process_id 1 of 3 is " in refused(again)
         second = reach(own[2], ())
         peers = leading.result()
