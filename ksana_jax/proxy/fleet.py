@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import io
 import logging
 import random
 import time
@@ -74,8 +75,9 @@ class Server:
           path: percent-encoded, and sent as it is.
         """
         url = yarl.URL(self.url + path, encoded=True)
+        data = None if body is None else io.BytesIO(body)  # bytes of more than 1 MiB would hold up the event loop
         return self._fleet.session.request(
-            method, url, data=body, headers=headers, timeout=self._fleet.no_limit, allow_redirects=False
+            method, url, data=data, headers=headers, timeout=self._fleet.no_limit, allow_redirects=False
         )
 
 

@@ -27,7 +27,7 @@ def refusal(path, function=load_model) -> str:
             lambda name: name.removeprefix("model."),
             "lack the prefix 'model.', as AutoModel saves them",
         ),
-        (lambda name: f"base_model.{name}", "begin with 'base_model.', as those of a larger model or a wrapper"),
+        (lambda name: f"base_model.{name}", "begin with 'base_model.', as in a larger model or a wrapper"),
         (lambda name: f"language_model.{name}", "begin with 'language_model.'"),
     ],
 )

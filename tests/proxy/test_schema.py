@@ -88,7 +88,9 @@ def test_a_proxy_answers_as_its_server(urls, path, method, mode):
         ("completions", '{"prompt": [1], "cache_salt": "\\ud800"}', None),
         ("chat/completions", '{"prompt": "x"}', "prompt"),
         ("chat/completions", '{"messages": [3]}', "messages"),
+        ("completions", f'{{"prompt": "{"a" * 2**21}"}}', "prompt"),
     ],
+    ids=lambda given: str(given)[:40],
 )
 def test_a_body_that_its_server_refuses_gets_the_same_answer_with_the_field(urls, path, body, field):
     own, passed = (
