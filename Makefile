@@ -35,7 +35,7 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
-	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of the emulator's tests)"
+	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
 	@echo "              SHARD=1/3: one part of three of the tests), the tests on the least machine and, without SHARD, clients"
 	@echo "make soak-least  the tests on the least machine alone: without AVX-512, without a C++ compiler, with one core"
@@ -113,7 +113,7 @@ else
 endif
 
 judge-kernels:
-	@$(RUN) -m pytest -v -s tests/compile_check/test_kernels.py
+	@$(RUN) -m pytest -v -s $(if $(filter-out 1/1,$(SHARD)),--shard-cases $(SHARD)) tests/compile_check/test_kernels.py
 
 emulate-kernels:
 	@echo "== the compiled Hopper kernels in a PTX emulator, and steps planned for a GPU"

@@ -32,6 +32,7 @@ DEVICE = "KSANA_TEST_DEVICE"
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
+    parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
     parser.addoption("--device", help='runs the tests on another device: "loopback", or the setting `device` as JSON')
 
 
@@ -71,7 +72,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def _is_of(name, shard):
-    """Whether a test or a file is in a part: by its name, so that it stays there whatever others there are."""
+    """Whether a test, file, or case is in a part: by its name, so that it stays there whatever others there are."""
     number, of = map(int, shard.split("/"))
     return zlib.crc32(name.encode()) % of == number - 1
 
@@ -95,6 +96,13 @@ def pytest_report_header(config):
     device = os.environ.get(DEVICE, os.environ["JAX_PLATFORMS"])
     without = ", ".join(processor.hidden())
     return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {device}" + f" without {without}" * bool(without)
+
+
+@pytest.fixture
+def case_chosen(request):
+    """Whether a case of the compiler report is in the part that `--shard-cases` names; None where it names none."""
+    shard = request.config.getoption("--shard-cases")
+    return shard and (lambda case: _is_of(str(case), shard))
 
 
 @pytest.fixture(autouse=True)
