@@ -68,6 +68,7 @@ class Live:
             },
             "pool": _pool(engines),
             "prefix_cache": {
+                "enabled": any(engine.memory.prefixes.enabled for engine in engines),
                 "queried_tokens": sum(c.queried_tokens for c in counters),
                 "hit_tokens": sum(c.hit_tokens for c in counters),
             },

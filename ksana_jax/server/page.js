@@ -161,9 +161,10 @@ function showPrefixes(cache) {
     return queried ? growth((look) => look.prefix_cache.hit_tokens, at, seconds) / queried : null;
   };
   const recent = share(looks.length - 1, MINUTE);
-  const text = recent === null ? "-" : percent(recent);
+  const text = !cache.enabled ? "off" : recent === null ? "-" : percent(recent);
   const total = cache.queried_tokens ? percent(cache.hit_tokens / cache.queried_tokens) : "none looked up";
-  show("prefix", { recent: text, total: `In the last minute. Since the start of the engine: ${total}` });
+  const note = `In the last minute. Since the start of the engine: ${total}`;
+  show("prefix", { recent: text, total: cache.enabled ? note : "enable_prefix_caching=true turns it on" });
   const line = looks.map((_, at) => share(at, SHORT)).map((value) => (value === null ? null : 100 * value));
   chart("prefix", [line], { top: 100, unit: " %", label: `prefix cache hits in the last minute: ${text}` });
 }

@@ -155,6 +155,12 @@ def test_nothing_is_counted_before_somebody_looks():
         assert counting(server) == 1
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whether_prefixes_are_cached_is_among_the_numbers(enabled):
+    with serving(make_fake(caching=enabled)) as server:
+        assert server.ask("GET", "/live").json["prefix_cache"]["enabled"] is enabled
+
+
 def test_a_server_that_loads_says_so():
     with TestClient(make_app(None, ServerSettings()), "http://localhost") as client:
         assert client.get("/live").json() == {"status": "loading"} and client.get("/").status_code == 200
@@ -314,6 +320,20 @@ def test_nothing_is_wider_than_the_window(width, tmp_path):
         assert (tmp_path / "page.png").stat().st_size > 10_000
 
     assert browse(scenario) == []
+
+
+@soaking
+def test_the_chat_is_above_the_fold_numbers_are_whole_and_a_cache_that_is_off_says_so():
+    async def scenario(tab, server):
+        await tab.look(1280, 900)
+        await tab.until(READY)
+        await tab.until("document.querySelector('#prefix [data-value=recent]').textContent === 'off'")
+        bottom = "document.querySelector('#send').getBoundingClientRect().bottom"
+        assert await tab.run(f"{bottom} <= innerHeight")
+        broken = "[...document.querySelectorAll('.value')].filter((one) => one.getClientRects().length > 1).length"
+        assert await tab.run(broken) == 0
+
+    assert browse(scenario, make_fake(caching=False)) == []
 
 
 @soaking
