@@ -216,9 +216,9 @@ def _failures(requests: Sequence[RequestTimes], done: Sequence[RequestTimes], er
 
 def growth(done: Sequence[RequestTimes]) -> str:
     """Says by how much the TTFT of finished requests grows, in the order in which they were sent; empty if it does
-    not."""
+    not, or if all were sent at once."""
     half = len(done) // 2
-    if not half:
+    if len({r.sent_s for r in done}) < 2:
         return ""
     waits = np.array([r.ttft_s for r in sorted(done, key=lambda r: (r.sent_s, r.index))])
     first, second = waits[:half].mean(), waits[half:].mean()

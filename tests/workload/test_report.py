@@ -60,6 +60,8 @@ def test_a_growing_queue_is_a_failure():
     assert run([0.1 * i for i in range(20)]) == [
         "the queue grows: mean TTFT 0.45 s in the first half, 1.45 s in the second"
     ]
+    # Of requests that come at once, the last ones wait the longest.
+    assert summarise([RequestTimes(i, 0.0, float(i), i + 1.0, 8, 2) for i in range(20)])["failures"] == []
     # Twice a fraction of a millisecond is noise.
     assert run([1e-4] * 10 + [2e-4] * 10) == []
 
