@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
+MAX_STOP_IDS = 1024
 MIN_REPETITION_PENALTY = 1e-6
 MAX_BAD_WORDS = 256
 
@@ -73,7 +74,7 @@ class SamplingParams:
       seed: gives the same tokens in any batch; None derives one from the engine's seed.
       stop: a string or strings that end the output and are not part of it; a special token alone is found even where
         the text leaves it out.
-      stop_token_ids: ids that end the output.
+      stop_token_ids: ids that end the output, at most 1,024 different ones.
       include_stop_str_in_output: whether the text has the stop string, or the text of the id, that ended it.
       ignore_eos: continue after an end-of-sequence id.
       min_tokens: minimum number of tokens before an end-of-sequence or stop id.
@@ -177,7 +178,10 @@ class SamplingParams:
                 raise ValueError(f"stop has {text!r:.60}, each must be a string of 1 to 256 characters")
         if stops and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
-        _check_ids("stop_token_ids", self.stop_token_ids or ())
+        ids = self.stop_token_ids or ()
+        _check_ids("stop_token_ids", ids)
+        if (count := len(set(ids))) > MAX_STOP_IDS:  # every step compares its tokens with each
+            raise ValueError(f"stop_token_ids has {count:,} different ids, at most {MAX_STOP_IDS:,} are supported")
 
     def _check_bias(self):
         bias = {} if self.logit_bias is None else self.logit_bias

@@ -96,6 +96,12 @@ def test_stop_ids_that_cannot_be_are_refused(ids):
         SamplingParams(stop_token_ids=ids)
 
 
+def test_stop_ids_are_bounded_by_how_many_differ():
+    SamplingParams(stop_token_ids=[*range(1024), 5, 5])
+    with pytest.raises(ValueError, match=r"^stop_token_ids has 1,025 different ids, at most 1,024 are supported$"):
+        SamplingParams(stop_token_ids=list(range(1025)))
+
+
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
