@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from ksana_jax import vllm_names
@@ -47,6 +48,9 @@ SERVER = {entry.name: entry for entry in read_table(SERVE, _SERVER)}
 _ENGINE = {entry.name: entry for entry in NAMES if entry.where == LLM}
 _CONFIG = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 _MODEL = ("tokenizer", "load_format", "revision")
+# Numbers that vLLM also takes as 32K or 1.5m.
+_SIZES = ("max_model_len", "max_num_batched_tokens")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def as_settings(arguments: Sequence[str], own: Collection[str]) -> Iterator[str]:
@@ -72,10 +76,17 @@ def as_settings(arguments: Sequence[str], own: Collection[str]) -> Iterator[str]
             value = "true"
         elif not equals and (value := next(rest, None)) is None:
             raise ConfigError(f"{flag} needs a value, such as {flag}=VALUE")
+        if name in _SIZES:
+            value = _plain(value)
         if name in SERVER:
             refuse_unless_neutral(SERVER[name], {"true": True, "false": False}.get(value, value))
         else:
             yield f"{name}={value}"
+
+
+def _plain(size: str) -> str:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", size)
+    return size if found is None else str(int(float(found[1]) * _UNITS[found[2]]))
 
 
 def _known(name: str) -> bool:
@@ -91,11 +102,11 @@ def _is_switch(name: str) -> bool:
     return bool(switches) and (True in switches or None not in entry.neutral)
 
 
-_FLAGS = """--max-model-len 512; --max-model-len=512; --dtype bfloat16; --kv-cache-dtype fp8; --max-num-seqs 8;
---max-num-batched-tokens 64; --block-size 16; --enable-prefix-caching; --no-enable-prefix-caching; --seed 1;
---gpu-memory-utilization 0.9; --num-gpu-blocks-override 64; --swap-space 4; --tensor-parallel-size 2; -tp 2;
---pipeline-parallel-size 1; --enforce-eager; --enable-chunked-prefill; --no-trust-remote-code; --load-format dummy;
---tokenizer ksana-tiny; --speculative-config.method ngram"""
+_FLAGS = """--max-model-len 512; --max-model-len=512; --max-model-len 32K; --dtype bfloat16;
+--kv-cache-dtype fp8; --max-num-seqs 8; --max-num-batched-tokens 25.6k; --block-size 16; --enable-prefix-caching;
+--no-enable-prefix-caching; --seed 1; --gpu-memory-utilization 0.9; --num-gpu-blocks-override 64; --swap-space 4;
+--tensor-parallel-size 2; -tp 2; --pipeline-parallel-size 1; --enforce-eager; --enable-chunked-prefill;
+--no-trust-remote-code; --load-format dummy; --tokenizer ksana-tiny; --speculative-config.method ngram"""
 
 
 # Fields of requests, as JSON, by endpoint.

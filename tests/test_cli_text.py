@@ -126,6 +126,9 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, tal
 def test_chat_with_a_model_without_a_template_says_so(ksana):
     code, out, error = ksana("chat", "ksana-tiny", stdin="hello\n")
     assert (code, out) == (2, "") and "ksana-tiny has no chat template" in error
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    code, out, error = ksana("chat", "ksana-tiny", *GREEDY, "--chat-template", template, stdin="hello\n")
+    assert code == 0 and out.strip() and not error
 
 
 def as_input(data: bytes) -> io.TextIOWrapper:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax import interrupts
-from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
+from ksana_jax.cli.options import ChatTemplate, MaxTokens, Model, TextOptions, read_template, takes_text_options
 from ksana_jax.cli.text import decoded_input, print_stream
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
@@ -21,6 +21,7 @@ def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
     max_tokens: MaxTokens = 512,
+    chat_template: ChatTemplate = None,
     *,
     options: TextOptions,
 ) -> None:
@@ -31,9 +32,11 @@ def chat(
     from ksana_jax.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(model)
+    if chat_template is not None:
+        tokenizer.set_templates({"default": read_template(model, chat_template)}, "--chat-template")
     if tokenizer.chat_template is None:  # fails before the weights are read
         why = tokenizer.no_template or f"{model} has no chat template"
-        raise ValueError(f"{why}; `ksana generate` works without one")
+        raise ValueError(f"{why}; `ksana generate` works without one, and --chat-template gives one")
     params = options.sampling_params(max_tokens)
     # The prefix cache saves recomputing earlier turns.
     llm = options.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)

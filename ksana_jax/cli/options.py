@@ -50,6 +50,13 @@ Distributed = Annotated[
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="what formats conversations: a Jinja file or text, or the name of one of the model's templates",
+        show_default="the model's default",
+    ),
+]
 
 
 def read_setting(name: str, text: str | None) -> Any:
@@ -61,6 +68,32 @@ def read_setting(name: str, text: str | None) -> Any:
     from ksana_jax.experiments.dotted import dotlist
 
     return None if text is None else dotlist([f"{name}={text}"])[name]
+
+
+def read_template(model: str, given: str) -> str:
+    """Returns the chat template that a `ChatTemplate` names.
+
+    Raises:
+      ConfigError: it is neither a template, nor a file in UTF-8, nor the name of one of the model's templates.
+    """
+    from ksana_jax.errors import ConfigError, system_reason
+    from ksana_jax.tokenizers import find_tokenizer
+
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        tokenizer = find_tokenizer(model)
+        named = {} if tokenizer is None else tokenizer.chat_templates
+        if given in named:
+            return named[given]
+        names = f"; the model's templates are {', '.join(named)}" if named else ""
+        raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}{names}") from None
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start:,} is not UTF-8"
+        raise ConfigError(f"the chat template cannot be read from {path}: {reason}") from None
 
 
 @dataclasses.dataclass(frozen=True)

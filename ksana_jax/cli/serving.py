@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ksana_jax.cli.options import Model
+from ksana_jax.cli.options import ChatTemplate, Model, read_template
 
 if TYPE_CHECKING:
     from ksana_jax.engine.async_llm import AsyncLLM
@@ -55,13 +55,7 @@ def serve(
         list[str] | None,
         typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="what formats conversations: a Jinja file or text, or the name of one of the model's templates",
-            show_default="the model's default",
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
     max_num_queued_reqs: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +109,7 @@ def serve(
         kv_cache_metrics=kv_cache_metrics,
         kv_cache_metrics_sample=kv_cache_metrics_sample,
     )
-    template = None if chat_template is None else _read_template(model, chat_template)
+    template = None if chat_template is None else read_template(model, chat_template)
     engine = _with_cache(dotlist(settings or []))
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
@@ -132,27 +126,6 @@ def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
 def split_names(given: str | None) -> tuple[str, ...]:
     """Returns names that commas separate."""
     return tuple(name.strip() for name in (given or "").split(",") if name.strip())
-
-
-def _read_template(model: str, given: str) -> str:
-    from ksana_jax.errors import ConfigError, system_reason
-    from ksana_jax.tokenizers import find_tokenizer
-
-    if "{{" in given or "{%" in given:
-        return given
-    path = Path(given)
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        tokenizer = find_tokenizer(model)
-        named = {} if tokenizer is None else tokenizer.chat_templates
-        if given in named:
-            return named[given]
-        names = f"; the model's templates are {', '.join(named)}" if named else ""
-        raise ConfigError(f"the chat template cannot be read from {path}: {system_reason(error)}{names}") from None
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start:,} is not UTF-8"
-        raise ConfigError(f"the chat template cannot be read from {path}: {reason}") from None
 
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:

@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax import cli
 from ksana_jax.cli import routing
-from ksana_jax.cli.serving import _read_template
+from ksana_jax.cli.options import read_template
 from ksana_jax.proxy import running, spawning
 from ksana_jax.proxy.models import SameModel
 from tests.proxy.harness import scene
@@ -85,7 +85,7 @@ def test_the_servers_chat_template_is_a_file_a_text_or_a_name(monkeypatch, capsy
     monkeypatch.setattr("ksana_jax.tokenizers.find_tokenizer", lambda model: SimpleNamespace(chat_templates=named))
     (path := tmp_path / "template.jinja").write_text("{{ messages }}")
     for given, source in ((path, "{{ messages }}"), ("{{ 1 }}", "{{ 1 }}"), ("rag", "{{ documents }}")):
-        assert _read_template("a model", str(given)) == source
+        assert read_template("a model", str(given)) == source
     told = error_of(capsys, "serve", "ksana-tiny", "--chat-template", "tools")
     assert told.endswith("; the model's templates are rag, tool_use")
 
