@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from typer.main import get_command
 
 from ksana_jax import AttentionPattern, cli
+from ksana_jax.config import EngineConfig
 from ksana_jax.experiments.config import plan
 from ksana_jax.gguf_file import TYPES
 from ksana_jax.loading.gguf_config import ARCHITECTURES
@@ -135,6 +136,19 @@ def test_the_page_on_serving_and_the_extra_name_the_clients_that_make_soak_runs(
     assert re.split(r", | and\s", listed) == [*CLIENTS] and rows >= CLIENTS.keys()
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["clients"]
     assert sorted(Requirement(text).name for text in extra) == sorted(CLIENTS)
+
+
+def test_the_defaults_on_the_page_on_serving_are_the_engine_s():
+    text = (DOCS / "serving.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text.split("| setting | default |\n")[1].split("\n\n")[0], re.M))
+    found = EngineConfig()
+    assert {name: rows[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")} == {
+        "max_num_seqs": str(found.max_num_seqs),
+        "max_num_batched_tokens": str(found.max_num_batched_tokens),
+        "block_size": str(found.block_size),
+    }
+    assert rows["memory_bytes"].startswith("2 GiB") and found.memory_bytes == 2 << 30
+    assert (found.max_model_len, found.dtype, found.kv_cache_dtype) == (None, "f32", "auto")
 
 
 def test_the_experiment_of_the_page_on_commands_is_one():

@@ -22,8 +22,6 @@ from ksana_jax.server.replies import head_of, reply, streams_usage
 from ksana_jax.server.state import cache_salt, serving_of
 from ksana_jax.server.token_stream import TokenStream
 
-DEFAULT_MAX_TOKENS = 16
-
 
 async def create(request: Request) -> Response:
     """Answers a request for completions; see `fields.COMPLETIONS`."""

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.errors import ConfigError, system_reason
+from ksana_jax.ops.pool import EXACT_CODECS
 from ksana_jax.runner import compiling
 from ksana_jax.server.app import make_app
 from ksana_jax.server.protocol import protocol_class
@@ -226,7 +227,7 @@ def _memory(llm: AsyncLLM) -> list[str]:
     plan, config = llm.llm.memory_plan, llm.config
     dtype = config.kv_cache_dtype
     if dtype == "auto":
-        dtype = str(next(iter(llm.llm.runner.cache.leaves.values())).dtype)
+        dtype = EXACT_CODECS[str(next(iter(llm.llm.runner.cache.leaves.values())).dtype)]
     tokens = llm.stats().num_blocks * config.block_size
     pool = f"KV pool {byte_size(plan.pool_bytes)} for {tokens:,} tokens in {dtype}"
     return [f"memory: weights {byte_size(plan.weights_bytes)}, {pool}"]

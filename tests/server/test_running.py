@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from ksana_jax.cli.serving import _load, _with_cache
+from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.errors import ConfigError
 from ksana_jax.runner import compiling
-from ksana_jax.server.running import Running, listen
+from ksana_jax.server.running import Running, _memory, listen
 from ksana_jax.server.settings import ServerSettings
 from tests.fakes import FULLY, reference_tokens
 from tests.server.serving import Letters, Served, make_llm, serving, text_of
@@ -222,6 +224,13 @@ def test_a_server_says_what_it_does_until_it_serves(capfd):
     said = capfd.readouterr().err.splitlines()
     assert said[0] == f"ksana: listening on http://127.0.0.1:{server.port}, loading the model"
     assert said[1:3] == ["ksana: compiling 1 of 3", "ksana: compiling 3 of 3"]
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("f32", "f32"), ("bf16", "bf16")])
+def test_the_line_on_memory_names_the_dtype_of_keys_and_values_as_settings_do(dtype, said):
+    llm = AsyncLLM("ksana-tiny", num_blocks=8, block_size=16, max_model_len=128, dtype=dtype)
+    assert re.fullmatch(rf"memory: weights [\d.]+ MiB, KV pool .+ for 128 tokens in {said}", *_memory(llm))
+    asyncio.run(llm.aclose())
 
 
 @pytest.mark.soak
