@@ -60,7 +60,19 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     ]
     patterns = per_layer(config.pattern, config.num_layers)
     facts += [Fact("attention", value, source) for value in _by_layer(patterns, str)]
+    if scores := _scores(config):
+        facts.append(Fact("scores", ", ".join(scores), source))
     return facts + _dtypes(path, config)
+
+
+def _scores(config: ModelConfig) -> list[str]:
+    """Returns how scores differ from q k / sqrt(head_dim) and plain logits; empty for most models."""
+    said = []
+    if config.attention_scale is not None and config.attention_scale != config.head_dim**-0.5:
+        said.append(f"attention scale {config.attention_scale:.6g} instead of {config.head_dim**-0.5:.6g}")
+    caps = {"attention": config.soft_cap, "logits": config.logit_soft_cap}
+    said += [f"soft cap {cap:g} of {name}" for name, cap in caps.items() if cap is not None]
+    return said + ["trained attention sinks"] * (config.sinks is not None)
 
 
 def ending_files(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[int, list[str]]:

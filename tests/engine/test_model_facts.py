@@ -47,6 +47,13 @@ def test_each_end_of_a_text_is_shown_with_the_files_that_name_it(folder):
     ]
 
 
+def test_scales_and_caps_of_scores_are_shown_where_a_model_has_them():
+    assert found(GOLDEN / "gemma2-gqa-window-tied", "scores") == [
+        ("attention scale 0.204124 instead of 0.25, soft cap 3 of attention, soft cap 12 of logits", "config.json")
+    ]
+    assert found(GOLDEN / "llama-mha", "scores") == []
+
+
 def ends(path):
     config, tokenizer = load_config(path), find_tokenizer(path)
     shown = ending_files(path, config, tokenizer)
