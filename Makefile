@@ -19,7 +19,6 @@ LIVES ?= 1000
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
 # Part of the tests on the least machine, in whole files.
-LEAST_SHARD ?= $(SHARD)
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -141,7 +140,7 @@ soak-tests:
 soak-least: $(READY)
 	@echo "== the tests on a machine without AVX-512, without a C++ compiler and with one core"
 	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=10 \
-	  --shard-files $(LEAST_SHARD) --ignore tests/pallas_kernels --ignore tests/compile_check \
+	  --shard-files $(SHARD) --ignore tests/pallas_kernels --ignore tests/compile_check \
 	  --ignore tests/planner/test_step_memory.py tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
