@@ -18,7 +18,6 @@ EXTRAS ?= dev,docs
 LIVES ?= 1000
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
-# Part of the tests on the least machine, in whole files.
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
