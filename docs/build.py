@@ -19,6 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 CONTENTS = {
     "Using it": [
         "docs/concepts.md",
+        "docs/python.md",
         "docs/eviction.md",
         "docs/commands.md",
         "docs/models.md",
@@ -36,6 +37,8 @@ CONTENTS = {
         "README.md",
         "docs/status.md",
         "docs/results.md",
+        "docs/benchmarks.md",
+        "docs/architecture.md",
         "CONTRIBUTING.md",
         "pallas_kernels/README.md",
         "CHANGELOG.md",

@@ -1,11 +1,19 @@
 """The examples run as they are, and their index has them all. Jupyter is not needed: code cells are plain Python."""
 
+import importlib
 import json
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
+import yaml
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.experiments.config import plan
+from ksana_jax.experiments.report import read_report, write_tables
+from ksana_jax.kv.eviction.base import Cached
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -44,3 +52,47 @@ def test_the_index_of_examples_names_every_file():
     index = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert {name for name in files if f"]({name})" in index} == files
+
+
+README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+KEYDIFF = EXAMPLES / "keydiff"
+
+
+def test_the_readme_shows_the_method_and_the_table_that_follows_from_its_records(tmp_path):
+    code = (KEYDIFF / "keydiff.py").read_text()
+    assert f"```python\n{code[code.index('import') :]}```" in README
+    write_tables(read_report(KEYDIFF / "results"), tmp_path)
+    table = (tmp_path / "table.md").read_text()
+    assert table == (KEYDIFF / "results/table.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert "<!-- keydiff -->\n" + "\n".join(rows) + "\n<!-- /keydiff -->" in README
+
+
+@pytest.fixture
+def keydiff(monkeypatch):
+    monkeypatch.syspath_prepend(str(KEYDIFF))
+    return importlib.import_module("keydiff").KeyDiff
+
+
+def test_the_method_of_the_readme_ranks_keys_as_its_paper_defines(keydiff):
+    keys = np.random.default_rng(0).normal(size=(2, 3, 2, 9, 8)).astype(np.float32)
+    num_tokens = np.array([9, 6])
+    keys[1, ..., 6:, :] = np.nan  # unused slots hold anything
+    cached = Cached(keys, None, None, None, num_tokens, None, num_tokens, None)
+    found = keydiff().priority(cached, np)
+    for at in np.ndindex(2, 3, 2):
+        used = keys[at][: num_tokens[at[0]]].astype(np.float64)
+        used /= np.linalg.norm(used, axis=-1, keepdims=True)
+        anchor = used.mean(axis=0)
+        similarity = used @ anchor / np.linalg.norm(anchor)
+        assert (np.argsort(-found[at][: len(used)]) == np.argsort(similarity)).all()
+
+
+def test_the_method_of_the_readme_serves_a_model_and_its_file_is_an_experiment(keydiff):
+    rows = yaml.safe_load((KEYDIFF / "keydiff.yaml").read_text())
+    assert [row.label for row in plan(rows).rows][-1] == "KeyDiff"
+    eviction = {**rows["variants"][-1]["engine.kv_eviction"], "budget": 16}
+    llm = LLM("ksana-tiny", max_model_len=128, num_blocks=32, block_size=4, query_tile=4, kv_eviction=eviction)
+    [output] = llm.generate("def main(" * 6, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 12 and llm.engine.memory.device.pool.num_used == 0
+    llm.close()
