@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo real serve run-serve test bench peers docs ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test bench peers docs size ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-lives soak-clients
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make real     the same on a pretrained model, SmolLM2-135M, fetched first: 94 MiB, Apache-2.0"
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make size     lines of each room, beside the commit that .ci/size.base names"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
@@ -95,6 +96,9 @@ peers:
 
 docs: $(READY)
 	@$(RUN) docs/build.py
+
+size:
+	@.ci/size
 
 # Parts that leave a core idle for a time run beside each other, as many as there are test processes.
 TOGETHER := $(MAKE) --no-print-directory -j $(WORKERS) --output-sync=target
