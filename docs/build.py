@@ -18,6 +18,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 # The table of contents: captions, and the pages under them.
 CONTENTS = {
     "Using it": [
+        "docs/tutorial.md",
         "docs/concepts.md",
         "docs/python.md",
         "docs/eviction.md",

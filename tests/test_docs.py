@@ -138,6 +138,32 @@ def test_the_page_on_serving_and_the_extra_name_the_clients_that_make_soak_runs(
     assert sorted(Requirement(text).name for text in extra) == sorted(CLIENTS)
 
 
+def test_the_tutorial_works_by_copy_and_paste(tmp_path, monkeypatch, capsys):
+    page = DOCS / "tutorial.md"
+    method, check, engine = blocks(page, "python")
+    (tmp_path / "value_norm.py").write_text(method)
+    (tmp_path / "value_norm.yaml").write_text(*blocks(page, "yaml"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert commands(page)[0] == ["run", "value_norm.yaml"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(commands(page)[0])
+    assert not ended.value.code
+    table = (tmp_path / "runs/value_norm/table.md").read_text()
+    assert re.findall(r"^\| (.+?) \|", table, re.M)[2:] == [
+        "full",
+        "sinks + window",
+        "attention alone",
+        "times the norm",
+    ]
+    checks = {}
+    exec(check, checks)
+    checks["test_priority_is_attention_times_the_norm_of_the_value"]()
+    capsys.readouterr()
+    exec(engine, {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_the_defaults_on_the_page_on_serving_are_the_engine_s():
     text = (DOCS / "serving.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text.split("| setting | default |\n")[1].split("\n\n")[0], re.M))
