@@ -19,6 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 CONTENTS = {
     "Using it": [
         "docs/tutorial.md",
+        "docs/extend.md",
         "docs/concepts.md",
         "docs/python.md",
         "docs/eviction.md",

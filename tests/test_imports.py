@@ -21,7 +21,7 @@ HOST_HALF = "kv sequence step speculative scheduler"
 DEVICE_HALF = "native models ops sampling parallel runner loading"
 ENGINE = "planner draft_models engine"
 AROUND_IT = "simulator probe inspect compile_check training"
-FRONT = "ksana_jax evaluation server proxy experiments bench trace align vllm_flags cli __main__"
+FRONT = "ksana_jax evaluation server proxy experiments bench trace align vllm_flags cli extend __main__"
 ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, TRAFFIC, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
 
 

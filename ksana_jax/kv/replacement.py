@@ -15,7 +15,7 @@ from typing import Protocol
 from ksana_jax.plugins import resolve
 
 
-class Cached(Protocol):
+class CachedBlock(Protocol):
     """Attributes of a cached block that a policy may use.
 
     inserted, last_use: counters that rise with each use of the cache. num_uses: number of hits.
@@ -30,30 +30,30 @@ class Cached(Protocol):
 
 
 # (block, age) -> priority; age is the first number of the priority of the block replaced last, initially 0.
-ReplacementPolicy = Callable[[Cached, float], tuple[float, ...]]
+ReplacementPolicy = Callable[[CachedBlock, float], tuple[float, ...]]
 
 
-def lru(block: Cached, age: float) -> tuple[float, ...]:
+def lru(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the least recently used block; among blocks last used together, the deepest."""
     return (block.last_use, -block.depth)
 
 
-def lfu(block: Cached, age: float) -> tuple[float, ...]:
+def lfu(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the least often used block; among equals, the least recently used."""
     return (block.num_uses, block.last_use, -block.depth)
 
 
-def fifo(block: Cached, age: float) -> tuple[float, ...]:
+def fifo(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the block that was inserted first."""
     return (block.inserted, -block.depth)
 
 
-def newest_subtree_first(block: Cached, age: float) -> tuple[float, ...]:
+def newest_subtree_first(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the block that was inserted last, regardless of hits: old shared prefixes stay (as in KsanaLLM)."""
     return (-block.inserted, -block.depth)
 
 
-def cost_aware(block: Cached, age: float) -> tuple[float, ...]:
+def cost_aware(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the block with the lowest recomputation cost x number of uses (all blocks have one size), with ageing.
 
     Once-popular blocks age: the priority of a new block starts at that of the block replaced last.

@@ -26,7 +26,7 @@ class Node:
       parent: node of the preceding block; None for the root of a salt, which has no tokens.
       tokens: int32 bytes of the block's tokens.
       depth: number of blocks before it; its text position is depth * B.
-      cost, inserted, last_use, num_uses: see `replacement.Cached`.
+      cost, inserted, last_use, num_uses: see `replacement.CachedBlock`.
       group: the group of layers whose keys and values it holds.
 
     Attributes:
