@@ -85,7 +85,7 @@ def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> f
     """Returns the microseconds that the bytes of a product take at least, if each block of threads computes `tiles`
     times 64 columns and reads all rows again; with 0, those of the matrices alone."""
     weights = 2 * parts * width * depth
-    us = weights / (H200.copy_bytes_per_s * H200.streaming) * 1e6
+    us = weights / H200.weight_bytes_per_s * 1e6
     if not tiles:
         return us
     blocks, again = width // (tiles * ROWS), 2 * rows * depth

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("baseline.json")
+# Microseconds of the same shapes on an H200, by case; `experiments.gpu.measured` writes them.
+MEASURED = Path(__file__).with_name("measured.json")
 README = Path(__file__).parents[1] / "README.md"
 ALLOWED = 1.05
 _TABLES = ("computed speed", "computed steps")
@@ -36,6 +38,12 @@ def versions() -> dict[str, str]:
 def stored() -> dict[str, Any]:
     """The stored predictions: "versions", and "cases" by name."""
     return json.loads(PATH.read_text()) if PATH.exists() else {"versions": {}, "cases": {}}
+
+
+@functools.cache
+def measured() -> dict[str, dict[str, float]]:
+    """The measured microseconds of shapes, by case."""
+    return json.loads(MEASURED.read_text())
 
 
 def key(row: Mapping[str, Any]) -> str:
@@ -102,20 +110,20 @@ def table(cases: Mapping[str, Any]) -> str:
     for name, case in cases.items():
         if not case["kernels"]:
             continue
-        kernels, shapes = list(case["kernels"].values()), case["shapes"]
+        kernels, shapes, took = list(case["kernels"].values()), case["shapes"], measured().get(name, {})
         first = max(kernels, key=lambda kernel: kernel["instructions"])
-        cells = [_cell(shapes[shape]) if shape in shapes else "" for shape in _SHAPES]
+        cells = [_cell(shapes[shape], took.get(shape)) if shape in shapes else "" for shape in _SHAPES]
         if not any(cells):  # of other shapes: all of them in the first column
-            cells[0] = "; ".join(f"{shape}: {_cell(numbers)}" for shape, numbers in shapes.items())
+            cells[0] = "; ".join(f"{shape}: {_cell(numbers, took.get(shape))}" for shape, numbers in shapes.items())
         limit = next(iter(shapes.values()))["limit"]
         numbers = f"{first['instructions']:,} | {first['cycles']:,} of {first['blocks']} blocks"
         lines.append(f"| {name} | {numbers} | {' | '.join(cells)} | {limit} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(numbers: Mapping[str, Any]) -> str:
+def _cell(numbers: Mapping[str, Any], took_us: float | None) -> str:
     rate = f"{numbers['tflops']:,.0f} TFLOP/s" if numbers["tflops"] else f"{numbers['share']:.2f}"
-    return f"{numbers['us']:,.0f} us, {rate}"
+    return f"{numbers['us']:,.0f} us, {rate}" + (f", × {took_us / numbers['us']:.2f}" if took_us else "")
 
 
 def table_of_steps(steps: Sequence[Mapping[str, Any]]) -> str:

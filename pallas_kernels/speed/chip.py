@@ -1,8 +1,9 @@
 """What the model of speed knows of Hopper: rates, latencies and sizes, each with its source. No kernels.
 
 *Guide*: NVIDIA's CUDA programming guide, results per clock and multiprocessor of compute capability 9.0. *Hopper*:
-"Benchmarking and dissecting the NVIDIA Hopper GPU architecture", arXiv:2402.13499, measured on an H100. *Assumed*: not
-measured as far as we know, or measured for something else.
+"Benchmarking and dissecting the NVIDIA Hopper GPU architecture", arXiv:2402.13499, measured on an H100. *Record*: the
+records of `experiments/gpu/h200`, an H200 on 26 November 2026. *Assumed*: not measured as far as we know, or measured
+for something else.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ class Chip:
     num_cores: int = 132
     # Boost clock of an H200 SXM.
     clock_hz: float = 1.98e9
-    # With the tensor cores busy the chip draws all its power and slows down: a large matrix product in bfloat16 gets
-    # 790 TFLOP/s, of 876 at this clock. The clock is assumed.
-    tensor_clock_hz: float = 1.62e9
-    # A large copy, read and written bytes together, of nominal 4.8 TB/s. Measured on an H200 by a user of this project.
-    copy_bytes_per_s: float = 4.3e12
-    # Share of it that reading alone, in pieces, gets at best. FA3's decode on an H200: 3.98 TB/s, 0.92 of copy
-    # (tile-ai/TileOPs pull request 2136). No kernel is assumed to do better.
-    streaming: float = 0.92
+    # Rate of a bfloat16 product of 8192^3, of 1,070 TFLOP/s at the boost clock. Record: 713 and 703 in two processes,
+    # with a clock of 1,725 and of 1,965 MHz by nvidia-smi. Prefill drew up to 680 of 700 W.
+    product_flops: float = 708e12
+    # A large copy, read and written bytes together, of nominal 4.8 TB/s. Record: 3.99 and 3.92 in two processes.
+    copy_bytes_per_s: float = 3.95e12
+    # Keys and values that decode reads. Record: 64 rows of 4k take 125.5 us longer than 32, for 537 MB; the same from
+    # 8 rows of 8k on. Memory that is only read need not change direction, as for a copy. cuDNN on dense copies: 4.64.
+    read_bytes_per_s: float = 4.28e12
+    # Weights that products of few rows read. Record: with it the four products of a layer of Llama-8B with 8 rows are
+    # computed 2 % faster than they were. XLA's product with the vocabulary, of 1.05 GB: 4.17.
+    weight_bytes_per_s: float = 3.96e12
     # Of the L2, 50 MB, where an array lies that a launch before has just written. Chips and Cheese, "Nvidia's H100",
     # 2023: 5.5 TB/s, measured on an H100 PCIe with fewer multiprocessors.
     l2_bytes_per_s: float = 5.5e12
@@ -59,9 +63,12 @@ class Chip:
     launch_us: float = 1.3
 
     @property
-    def bytes_per_cycle(self) -> float:
-        """Of device memory, all multiprocessors together."""
-        return self.copy_bytes_per_s / self.clock_hz
+    def tensor_clock_hz(self) -> float:
+        """The clock at which tensor cores that are always busy would give `product_flops`.
+
+        No kernel is assumed to get more of them: what power takes and what waits take of that product is not known.
+        """
+        return self.product_flops / (self.num_cores * self.tensor_flops)
 
     def us(self, cycles: float) -> float:
         return cycles / self.clock_hz * 1e6

@@ -21,7 +21,7 @@ class Prefill:
       kernel: its name. tile: queries of a tile. heads: blocks of threads of one tile.
       num_heads, head_dim: of the queries, for the operations.
       piece: keys of a turn. part: keys of a masked turn.
-      lengths: of the rows, by the name of the shape.
+      rows: queries, the last ones of a row, and its length, by the name of the shape.
       longest_first: tiles with most keys run first; else in the order of their positions.
     """
 
@@ -32,22 +32,21 @@ class Prefill:
     head_dim: int
     piece: int
     part: int
-    lengths: Mapping[str, int]
+    rows: Mapping[str, tuple[int, int]]
     longest_first: bool = True
 
     def predict(self, machines: Mapping[str, Machine], chip: Chip) -> list[Prediction]:
-        """Predicts each length."""
-        # Power limits the clock of kernels that keep the tensor cores busy.
+        """Predicts each row."""
         slow = dataclasses.replace(chip, clock_hz=chip.tensor_clock_hz)
-        return [self._of_length(name, n, machines[self.kernel], slow) for name, n in self.lengths.items()]
+        return [self._of_row(name, *row, machines[self.kernel], slow) for name, row in self.rows.items()]
 
-    def _of_length(self, name: str, length: int, machine: Machine, chip: Chip) -> Prediction:
+    def _of_row(self, name: str, queries: int, length: int, machine: Machine, chip: Chip) -> Prediction:
         blocks = machine.resident
         timing, masked = machine.turn(chip, blocks), machine.simulated("masked", chip, blocks, chip.l1_latency)
         arrival = chip.dram_latency + chip.tma_latency
         start = machine.once("before", chip, blocks, chip.l2_latency) + arrival
         end = machine.once("after", chip, blocks, chip.l2_latency)
-        tiles = [(begin, min(begin + self.tile, length)) for begin in range(0, length, self.tile)]
+        tiles = [(begin, min(begin + self.tile, length)) for begin in range(length - queries, length, self.tile)]
         durations = []
         for begin, until in reversed(tiles) if self.longest_first else tiles:
             whole = (begin + 1) // self.piece  # pieces that all queries see
@@ -56,14 +55,14 @@ class Prefill:
             durations += [start + turns + end] * self.heads
         compute = lists.makespan(durations, blocks * chip.num_cores)
         # Keys and values of as many heads as a tile has, read once; rows of the queries and of the output.
-        num_bytes = 4 * self.head_dim * length * (self.heads + self.num_heads)
+        num_bytes = 4 * self.head_dim * (self.heads * length + self.num_heads * queries)
         terms = {
-            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "memory": num_bytes / chip.read_bytes_per_s * 1e6,
             "compute": chip.us(compute),
             "launches": chip.launch_us,
         }
         us = sum_of(terms)
-        flops = 4 * self.num_heads * self.head_dim * length * (length + 1) // 2
+        flops = 4 * self.num_heads * self.head_dim * queries * (2 * length - queries + 1) // 2
         return Prediction(name, us, limit_of(terms, timing), terms, tflops=flops / us / 1e6)
 
 
@@ -90,7 +89,7 @@ class Mass:
         timing, start, compute, end = walk(machines[self.kernel], work, chip)
         num_bytes = sum(work.pieces) * self.piece_bytes
         terms = {
-            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "memory": num_bytes / chip.read_bytes_per_s * 1e6,
             "compute": chip.us(compute),
             "start and end": chip.us(start + end),
             "launches": chip.launch_us,
@@ -122,7 +121,7 @@ class Tokens:
         waves = -(-tokens // (blocks * chip.num_cores))
         num_bytes = tokens * self.token_bytes
         terms = {
-            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "memory": num_bytes / chip.copy_bytes_per_s * 1e6,
             "compute": chip.us(waves * timing.cycles),
             "launches": chip.launch_us,
         }

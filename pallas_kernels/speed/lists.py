@@ -20,8 +20,8 @@ DECODE: dict[str, tuple[int, ...]] = {
     "1x32k": (32768,),
     "256x512": (512,) * 256,
 }
-# A causal prefill, by its length.
-PREFILL: dict[str, int] = {"causal 8k": 8192}
+# Queries of a prefill, the last ones of a row, and the row's length.
+PREFILL: dict[str, tuple[int, int]] = {"causal 8k": (8192, 8192), "chunk of 512 at 4k": (512, 4096)}
 # Tokens of a step whose keys and values are written.
 WRITES: dict[str, int] = {"8k tokens": 8192, "64 tokens": 64}
 

@@ -157,7 +157,7 @@ class Attention:
         timing, start, compute, end = walk(machine, work, chip)
         num_bytes = sum(work.pieces) * self.piece_bytes
         terms = {
-            "memory": chip.us(num_bytes / (chip.bytes_per_cycle * chip.streaming)),
+            "memory": num_bytes / chip.read_bytes_per_s * 1e6,
             "compute": chip.us(compute),
             "start and end": chip.us(start + end),
             "merge": chip.us(self.merge.cycles(merge, work, chip)),

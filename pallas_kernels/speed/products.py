@@ -55,7 +55,7 @@ class Product:
         of_core = waves * resident * (row_bytes + self.weight_bytes / blocks)
         start, end = self.start_us(machine, chip), self.end_us(machine, chip)
         bounds = {
-            "memory": (self.weight_bytes - cached_bytes) / (chip.copy_bytes_per_s * chip.streaming) * 1e6,
+            "memory": (self.weight_bytes - cached_bytes) / chip.weight_bytes_per_s * 1e6,
             "L2": (self.weight_bytes + blocks * row_bytes) / chip.l2_bytes_per_s * 1e6,
             "multiprocessor": chip.us(of_core / chip.core_bytes_per_cycle),
         }
@@ -118,4 +118,4 @@ class Ahead:
 
     @property
     def _bytes_per_us(self) -> float:
-        return self.chip.copy_bytes_per_s * self.chip.streaming / 1e6
+        return self.chip.weight_bytes_per_s / 1e6

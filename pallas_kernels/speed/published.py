@@ -45,7 +45,9 @@ def cases(target: aot.Target) -> list[Case]:
     """The settings that have been published."""
     found = []
     for keys in PUBLISHED:
-        model = Prefill("entry", 128, HEADS, HEADS, HEAD_DIM, keys, keys, {"causal 4k": LENGTH}, longest_first=False)
+        model = Prefill(
+            "entry", 128, HEADS, HEADS, HEAD_DIM, keys, keys, {"causal 4k": (LENGTH, LENGTH)}, longest_first=False
+        )
         lower = functools.partial(_lower, keys=keys)
         found.append(Case(NAME, {"block_kv": keys}, lower, speed=model))
     return found

@@ -172,14 +172,14 @@ def product_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
     Args:
       cached_bytes: of its weights that are in the L2.
     """
-    flops = launch.flops / (chip.tensor_flops * chip.num_cores * chip.clock_hz) * 1e6
+    flops = launch.flops / chip.product_flops * 1e6
     return max(memory_us(launch, chip, cached_bytes), flops) + chip.us(chip.dram_latency)
 
 
 def memory_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
     """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2, as do cached bytes
     of its arguments."""
-    of_memory = (launch.argument_bytes - cached_bytes) / (chip.copy_bytes_per_s * chip.streaming)
+    of_memory = (launch.argument_bytes - cached_bytes) / chip.weight_bytes_per_s
     return max(of_memory, (launch.argument_bytes + launch.passed_bytes) / chip.l2_bytes_per_s) * 1e6
 
 

@@ -99,9 +99,9 @@ def test_a_product_takes_its_weights_or_its_operations():
     _, product = read_launches(HLO, THUNKS)
     gigabyte = dataclasses.replace(product, argument_bytes=10**9)
     start = H200.us(H200.dram_latency)
-    assert steps.product_us(gigabyte, H200) == pytest.approx(1e9 / (0.92 * 4.3e12) * 1e6 + start)
+    assert steps.product_us(gigabyte, H200) == pytest.approx(1e9 / 3.96e12 * 1e6 + start)
     many = dataclasses.replace(gigabyte, flops=10**12)
-    assert steps.product_us(many, H200) == pytest.approx(1e12 / (132 * 4096 * 1.98e9) * 1e6 + start)
+    assert steps.product_us(many, H200) == pytest.approx(1e12 / 708e12 * 1e6 + start)
 
 
 def test_a_small_kernel_takes_its_instructions_its_turns_and_its_waves():
@@ -243,7 +243,7 @@ def test_shared_blocks_are_read_once_for_a_group():
 def test_a_product_takes_its_weights_and_the_rows_that_its_blocks_read_again():
     machine = Machine(find_parts(function(*LOOP)), resident=1, warpgroups=1)
     few, many = Product(8, 14_336, 4096), Product(64, 14_336, 4096)
-    weights_us = 2 * 14_336 * 4096 / (0.92 * 4.3e12) * 1e6
+    weights_us = 2 * 14_336 * 4096 / 3.96e12 * 1e6
     found = few.of_machine(machine, H200)
     assert found.terms["memory"] == pytest.approx(weights_us) and found.limit == "memory"
     assert found.us == pytest.approx(sum(found.terms.values()) - found.terms["compute"])
@@ -256,7 +256,7 @@ def test_a_product_takes_its_weights_and_the_rows_that_its_blocks_read_again():
 
 
 def test_weights_asked_for_ahead_come_while_memory_has_nothing_to_do():
-    per_us = 0.92 * 4.3e6
+    per_us = 3.96e6
 
     def found(asked, launches, start_us=0.5, end_us=0.3):
         ahead = Ahead(H200)
