@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.gpu import others
 from experiments.gpu.computed import computed_us, names_of
 from experiments.gpu.context import read_records
 from pallas_kernels.speed import baseline
@@ -123,7 +124,7 @@ def _row(cells: Sequence[str]) -> str:
 def with_tables(readme: str) -> str:
     """Returns the text of a README with the tables of the stored records that it has a place for."""
     records = read_records(RECORDS)
-    for name, make in (("measured", table),):
+    for name, make in (("measured", table), ("measured by others", others.table)):
         begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
         made = make(records)
         readme = re.sub(f"(?<={begin}).*(?={end})", lambda _, made=made: f"\n{made}\n\n", readme, flags=re.DOTALL)
