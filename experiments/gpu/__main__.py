@@ -2,7 +2,7 @@
 
 Measures ceilings, checks and times every kernel of `pallas_kernels` beside its peers, then the engine. One Hopper GPU,
 jax 0.11 and torch; nothing is downloaded. At most 9 minutes. Writes DIR/results.json after every section, and last
-prints the table, which is also DIR/table.txt.
+prints the table, which is also DIR/table.txt, and writes DIR/gpu-DEVICE-TIME.json, which `ksana report` imports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.gpu import driver, plan
+from experiments.gpu import bundle, driver, plan
 from experiments.gpu.table import table
 
 # All that a run writes: some machines give back few files.
@@ -61,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (out / name).unlink(missing_ok=True)
+    for path in (*(out / name for name in FILES), *out.glob(bundle.NAMED)):
+        path.unlink(missing_ok=True)
     options = ["--peer-python", args.peer_python, "--shard", args.shard, *(["--tiny"] if args.tiny else [])]
     # Whoever ends this run still gets the table of what there is.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -71,9 +71,12 @@ def main(argv: list[str] | None = None) -> int:
         driver.run_all(chosen, out, total_s=args.seconds, options=options)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    text = table(driver.load(out / "results.json"))
+    results = driver.load(out / "results.json")
+    text = table(results)
     (out / "table.txt").write_text(text + "\n")
     print(f"{text}\n{time.monotonic() - began:.0f} s; all records are in {out}/results.json", flush=True)
+    if results["records"]:
+        print(f"to send in, or to see with `ksana report`: {bundle.write(results, out)}", flush=True)
     return 0
 
 

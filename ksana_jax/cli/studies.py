@@ -71,14 +71,18 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="folders that `ksana run` wrote", show_default=False)],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="folders that `ksana run` wrote, or bundles of measurements on a GPU", show_default=False),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="folder for table and figure", show_default="the run's; none for several runs")
     ] = None,
 ) -> None:
     """Redraws the table and figure of a run from its records, or combines several runs in one table.
 
-    Runs that scored different texts are refused, because their numbers are not comparable.
+    Runs that scored different texts are refused, because their numbers are not comparable. A bundle, which
+    `python -m experiments.gpu` writes, is imported first: its records are written to a folder beside it, or to --out.
     """
     from ksana_jax.experiments.command import report_and_show
 

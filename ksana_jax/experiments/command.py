@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ksana_jax.compilation_cache import cache_use
 from ksana_jax.experiments import comparison_tables, plain_json, progress, tables
+from ksana_jax.experiments.bundles import import_bundle
 from ksana_jax.experiments.combine import combine
 from ksana_jax.experiments.compare import compare
 from ksana_jax.experiments.config import load
@@ -68,12 +69,14 @@ def run_and_report(
 
 
 def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
-    """Prints the report of a folder, or of several side by side, and writes tables and figure.
+    """Prints the report of a folder, or of several side by side, and writes tables and figure. A file is a bundle of
+    `python -m experiments.gpu`, which becomes a folder first.
 
     Args:
       out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
     """
     one = len(folders) == 1
+    folders = [import_bundle(path, out if one else None) if path.is_file() else path for path in folders]
     made = read_report(folders[0]) if one else combine(folders)
     out = folders[0] if one and out is None else out
     if out is not None:
@@ -82,7 +85,8 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
     files = write_tables(made, out) if out is not None else []
     show(made)
     if out is not None:
-        files += draw(made, out) + ["records.jsonl", "run.json"] * (out == folders[0])
+        kept = ("records.jsonl", "run.json") if out == folders[0] else ()
+        files += draw(made, out) + [name for name in kept if (out / name).exists()]
         Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
 
 
