@@ -1,4 +1,4 @@
-"""Machines that steps can be compiled for without being there: GPUs by their description, TPUs by libtpu's."""
+"""Compilation targets that need no attached device: GPUs by their description, TPUs by libtpu's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Big Little Decoder: a small model decodes as long as it is sure, and a large one corrects it where it is far off.
+"""Big Little Decoder: a small model decodes while confident; a large model corrects it where they disagree.
 
 Source: Kim et al., arXiv:2302.07863. Lossy: texts are not those of the large model alone, unless the rollback threshold
 is 0.

@@ -94,7 +94,7 @@ class DeviceTier(Tier):
             self.save(node)
 
     def save(self, node: Node) -> None:
-        """Copies a node's content to the host as well, if it is not there yet and there is room."""
+        """Copies a node to the host tier unless it is already there or the tier is full."""
         if self._host is None or node.at[HOST] >= 0:
             return
         slot = self._host.take_slot()

@@ -72,7 +72,7 @@ class HostTier(Tier):
             self._to_disk.append(node)
 
     def moves_made(self) -> None:
-        """Takes note that the pending moves have been made."""
+        """Marks the pending moves as complete."""
         if self._to_disk:
             for node in self._to_disk:
                 if node.at[HOST] >= 0:

@@ -65,7 +65,7 @@ class KVGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What tells this group's blocks from those of others in cache keys."""
+        """Distinguishes this group's blocks in prefix-cache keys."""
         return f"{self.residual} of {self.layers}" if self.residual else repr(self.layers)
 
 

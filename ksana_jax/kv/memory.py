@@ -102,7 +102,7 @@ class KVMemory:
         self._listeners.append(listener)
 
     def unlisten(self, listener: CacheListener) -> None:
-        """Tells a listener no more."""
+        """Unregisters a listener."""
         self._listeners.remove(listener)
 
     def reset(self, host_data: np.ndarray | None) -> None:

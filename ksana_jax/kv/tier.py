@@ -128,7 +128,7 @@ class Tier:
             self._consider(self.node_of[block])
 
     def touch(self, node: Node) -> None:
-        """Takes note that a node's priority may have changed."""
+        """Updates a node whose priority may have changed."""
         if node.at[self.level] >= 0:
             self._consider(node)
 

@@ -15,7 +15,7 @@ from ksana_jax.parallel.specs import EVERYWHERE
 
 
 class AbsentDevice(Placement):
-    """One device that is not there."""
+    """One device that is not attached."""
 
     def params(self, config: ModelConfig, params: Params, embedding_device: str = "device") -> Params:
         return self.everywhere(params)

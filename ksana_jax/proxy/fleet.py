@@ -197,7 +197,7 @@ class Fleet:
         return sum(server.weight > 0 for server in self.servers.values())
 
     def died(self, server: Server, why: str = "") -> None:
-        """Takes note that a server is dead: the router forgets it, and its requests go elsewhere or end.
+        """Marks a server as dead: the router forgets it, and its requests go elsewhere or end.
 
         Args:
           why: shown with a warning; empty for a server that was removed on purpose.

@@ -1,4 +1,4 @@
-"""Costs of a machine that is not there: the larger of two bounds, by published rates. Nothing of it is measured.
+"""Costs of a machine that is not attached: the larger of two bounds, by published rates. Nothing is measured.
 
 Source: Williams et al., CACM 2009. Weights are read once in a step, keys and values once for each row.
 """

@@ -22,7 +22,7 @@ class StepSize(NamedTuple):
     num_tokens: tokens computed, without padding; num_chunked: those of them in chunks. num_attended: sum over these
     tokens of the cached tokens up to each, see `StepInput`. num_rows: sequences.
     num_saved, num_copied, num_loaded: blocks that move to the host, on the device and from the host.
-    after_chunk: whether the step before it had chunks: its arrays then are built anew, and caches hold other things.
+    after_chunk: whether the step before it had chunks: its arrays are then rebuilt, and CPU caches are cold.
     """
 
     shape: StepShape

@@ -1,4 +1,4 @@
-"""A trace for a machine that is not there: steps are compiled for it ahead of time, and their bounds computed."""
+"""An ahead-of-time trace for a target that is not attached: compiled steps and their computed bounds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compile_engine(
     if config.kv_eviction is not None:
         raise ConfigError(f"{trial.label}: bounds are not known for an engine with kv_eviction")
     if config.dtype == "auto":
-        raise ConfigError("dtype is auto, must be given for a machine that is not there: engine.dtype=bf16")
+        raise ConfigError("dtype is auto, must be given for a target that is not attached: engine.dtype=bf16")
     if config.operators.prefer != "speed":
         raise ConfigError(
             f"operators.prefer is {config.operators.prefer!r}, must be speed: nothing was measured on an absent machine"
@@ -171,7 +171,7 @@ def logged(log: CompilationLog) -> Iterator[None]:
 
 
 def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callable[[str], None]) -> None:
-    """Compiles the engines of an experiment for a machine that is not there, and writes the bundle.
+    """Compiles the engines of an experiment for a target that is not attached, and writes the bundle.
 
     Args:
       name: of the target. say: called with a line for each engine.

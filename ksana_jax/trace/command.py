@@ -17,7 +17,7 @@ from ksana_jax.trace.replay import make_llm, replay
 
 
 def trace_target(words: Sequence[str], target: str, out: Path) -> None:
-    """Compiles an experiment's engines for a machine that is not there, and writes the bundle.
+    """Compiles an experiment's engines for a target that is not attached, and writes the bundle.
 
     Args:
       words: the experiment and its overrides.
