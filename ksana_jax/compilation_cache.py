@@ -17,7 +17,7 @@ from ksana_jax.processor import machine
 MAX_CACHE_BYTES = 2 * 2**30
 
 # Everything is cached, however small or quick to compile: a step consists of a dozen small functions.
-_SETTINGS = {
+WRITES_ALL = {
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
@@ -52,7 +52,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     except OSError as error:
         warnings.warn(f"compiled steps are not kept for other processes: {error}", stacklevel=2)
         return
-    settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
+    settings = {"jax_compilation_cache_dir": str(folder), **WRITES_ALL}
     if jax is None:
         for name, value in settings.items():
             os.environ.setdefault(name.upper(), str(value))

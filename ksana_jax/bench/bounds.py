@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.dtypes import DTYPE_BYTES
 from ksana_jax.processor import num_cores
 
@@ -93,7 +94,7 @@ def _matrix_rate(dtype: str) -> float:
     from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 
     kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
-    a, platform = jnp.ones((_WIDTH, _WIDTH), kind), jax.default_backend()
+    a, platform = jnp.ones((_WIDTH, _WIDTH), kind), platform_of()
     found = []
     for implementation in LINEAR_IMPLEMENTATIONS:
         if implementation.why_not(platform, a.dtype.name) is None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.devices.features import ALL_FEATURES, RBG, THREEFRY, THREEFRY_WORDS, Features, rbg_bits, threefry
+from ksana_jax.devices.platforms import is_of, platform_of
 from ksana_jax.devices.starting import started
 from ksana_jax.devices.tuning import KNOWN, tuning
 
@@ -26,7 +27,7 @@ class Capabilities:
     """What a device can do.
 
     Args:
-      platform, kind: as jax names them.
+      platform: see `platform_of`. kind: as the device names it.
       shares_host_memory: whether it computes on the host's memory, as a CPU does.
       staging: memory that copies between it and NumPy arrays should cross: "pinned_host" or "none".
       memory_bytes: its memory: what it reports, or else what the setting `device` says; None if neither does.
@@ -68,11 +69,12 @@ def _shares_host_memory(device: Any) -> bool:
 
 @functools.cache
 def _found(device: Any) -> Capabilities:
-    known, shares = device.platform in KNOWN, _shares_host_memory(device)
+    platform, shares = platform_of(device), _shares_host_memory(device)
+    known = platform in KNOWN
     kinds = {memory.kind for memory in device.addressable_memories()}
     compiled = None if known else _compiled(device)
     return Capabilities(
-        platform=device.platform,
+        platform=platform,
         kind=device.device_kind,
         shares_host_memory=shares,
         staging=staging_memory(kinds, shares),
@@ -107,7 +109,7 @@ def _lowered(argument: Any) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Donation is not implemented", UserWarning)
+        warnings.filterwarnings("ignore", "Some donated buffers|Donation is not implemented", UserWarning)
         yield
 
 
@@ -128,7 +130,8 @@ def stored_as_bits(device: Any) -> Container[str]:
     """Returns the types that a pool stores as unsigned integers of the same bits: those of which a compiler would
     convert the whole pool at each scatter. On platforms that this project has not met, a type is tried when it is first
     asked for."""
-    return tuning(device.platform).stored_as_bits if device.platform in KNOWN else _TriedBits(device)
+    platform = platform_of(device)
+    return tuning(platform).stored_as_bits if platform in KNOWN else _TriedBits(device)
 
 
 class _TriedBits(Container[str]):
@@ -159,14 +162,14 @@ def features(device: Any) -> Features:
     """Returns what programs are made of on a device: what the setting `device` says, and else, on platforms that this
     project has not met, what is found by trying. The answer is kept."""
     target = started()
-    said = {} if target is None or target.platform != device.platform else target.features
+    said = {} if target is None or not is_of(device, target.platform) else target.features
     return _features(device, tuple(sorted(said.items())))
 
 
 @functools.cache
 def _features(device: Any, said: tuple[tuple[str, Any], ...]) -> Features:
-    told = dict(said)
-    if device.platform in KNOWN:
+    told, platform = dict(said), platform_of(device)
+    if platform in KNOWN:
         return dataclasses.replace(ALL_FEATURES, **told)
     trials: dict[str, Callable[[], Any]] = {
         "dynamic_loops": lambda: _works(device, _count_up, np.int32(1000), 32),
@@ -177,7 +180,7 @@ def _features(device: Any, said: tuple[tuple[str, Any], ...]) -> Features:
     }
     found = Features(**{name: told[name] if name in told else trial() for name, trial in trials.items()})
     for what in found.missing:
-        logger.warning("%s (%s): %s", device.platform, device.device_kind, what)
+        logger.warning("%s (%s): %s", platform, device.device_kind, what)
     return found
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ksana_jax import processor
+from ksana_jax.devices.platforms import is_of, platform_of
 from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
 from ksana_jax.errors import ConfigError
 from ksana_jax.forks import check_jax
@@ -67,10 +68,10 @@ def _check(target: DeviceTarget) -> None:
         target.plugin != INSTALLED
         or target.donation is not None
         or target.features
-        or not _is_of(device, target.platform)
+        or not is_of(device, target.platform)
     ):
         raise ConfigError(
-            f"device is {target}, and jax has already started on {device.platform} ({device.device_kind}): "
+            f"device is {target}, and jax has already started on {platform_of(device)} ({device.device_kind}): "
             "the first use of jax, such as jax.devices() or an array, must come after the engine or `use_device`"
         )
 
@@ -105,8 +106,8 @@ def _start(target: DeviceTarget) -> None:
     except Exception as error:  # a plugin may raise anything
         jax.config.update("jax_platforms", before)
         raise ConfigError(_why(target, error)) from error
-    if not _is_of(device, target.platform):
-        raise ConfigError(f"device is {target}, and jax found none: it has started on {device.platform}")
+    if not is_of(device, target.platform):
+        raise ConfigError(f"device is {target}, and jax found none: it has started on {platform_of(device)}")
 
 
 def _why(target: DeviceTarget, error: Exception) -> str:
@@ -129,19 +130,18 @@ def _line(error: Exception) -> str:
     )
 
 
-def _is_of(device: Any, platform: str) -> bool:
-    """Whether a device is of a platform, which may be given by jax's name of its plugin or by that of its kind."""
-    names = {"cuda": "gpu", "rocm": "gpu"}
-    return device.platform in (platform, names.get(platform))
-
-
 def _allow_donation(target: DeviceTarget, by_default: bool) -> None:
-    """Has jax donate arrays to a platform that is not in its own list, or take it off the list."""
+    """Has jax donate arrays to a platform that is not in its own list, or take it off the list.
+
+    The list has names that clients give themselves. A plugin that calls itself "cpu" is in it, together with jax's CPU.
+    """
+    import jax
     from jax._src.interpreters import mlir
 
     platforms: list[str] = mlir._platforms_with_donation
+    name = jax.devices()[0].platform
     wanted = by_default if target.donation is None else target.donation
-    if wanted and target.platform not in platforms:
-        platforms.append(target.platform)
-    elif target.donation is False and target.platform in platforms:
-        platforms.remove(target.platform)
+    if wanted and name not in platforms:
+        platforms.append(name)
+    elif target.donation is False and name in platforms:
+        platforms.remove(name)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
@@ -105,7 +106,7 @@ class Prepared:
         cost = recompute_cost(model, num_params(model), config.block_size)
         index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
         config = dataclasses.replace(config, num_blocks=num_blocks)
-        return DeviceHalf(config, layout, str(placement.device.platform), runner, index, plan)
+        return DeviceHalf(config, layout, platform_of(placement.device), runner, index, plan)
 
 
 def prepare(

@@ -18,6 +18,8 @@ import jax
 
 from ksana_jax.compilation_cache import cache_folder
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.devices.capabilities import capabilities
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import array_dtype
@@ -192,12 +194,13 @@ def device_and_versions() -> dict[str, str]:
     from jaxlib.version import __version__ as jaxlib_version
 
     device, native = jax.local_devices()[0], "none"
-    kind = machine() if device.platform == "cpu" else device.device_kind
-    if device.platform == "cpu":
+    is_processor = capabilities(device).shares_host_memory
+    kind = machine() if is_processor else device.device_kind
+    if is_processor:
         from ksana_jax.native.build import library, why_missing
 
         native = native if why_missing() else library().stem
-    return {"device": f"{device.platform} {kind}", "jax": jax.__version__, "jaxlib": jaxlib_version, "C++": native}
+    return {"device": f"{platform_of(device)} {kind}", "jax": jax.__version__, "jaxlib": jaxlib_version, "C++": native}
 
 
 def _digest(what: Any) -> str:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.processor import num_cores
 
 _PACKAGES = (
@@ -34,7 +35,7 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         **host_environment(),
-        "backend": device.platform,
+        "backend": platform_of(device),
         "device": device.device_kind,
         "num_devices": jax.device_count(),
         "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,6 +21,7 @@ import numpy as np
 
 from ksana_jax import checks
 from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.dtypes import canonical_dtype
 from ksana_jax.errors import LoadError
@@ -73,7 +74,7 @@ def auto_dtype(model: str | os.PathLike[str]) -> str:
         values = read_json(path)
         name = "dtype" if values.get("dtype") is not None else "torch_dtype"  # transformers 5, and before
         dtype = "f32" if values.get(name) is None else canonical_dtype(values[name], f"{path}: {name}")
-    return "f32" if dtype in tuning(jax.default_backend()).slow_dtypes else dtype
+    return "f32" if dtype in tuning(platform_of()).slow_dtypes else dtype
 
 
 def load_model(

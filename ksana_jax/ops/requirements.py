@@ -8,6 +8,7 @@ import jax
 
 from ksana_jax import patterns
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import EXACT, KVLayout
 
@@ -15,7 +16,8 @@ from ksana_jax.kv.layout import EXACT, KVLayout
 class Requirements(NamedTuple):
     """Hardware, shapes and patterns that an implementation must support.
 
-    platform: "cpu", "gpu", "tpu", ... compute_capability: of an NVIDIA GPU, (9, 0) for Hopper; None elsewhere.
+    platform: "cpu", "gpu", "tpu" or a plugin's, see `platform_of`. compute_capability: of an NVIDIA GPU, (9, 0) for
+      Hopper; None elsewhere.
     dtype: NumPy's name of the type in which keys and values are stored. codec: how they are encoded in it, see
       `KVLayout`. query_dtype: NumPy's name of the queries' type; None where it is dtype.
     num_repositioned_sinks: maximum number of repositioned sinks.
@@ -55,7 +57,7 @@ class Requirements(NamedTuple):
         found = getattr(device, "compute_capability", None)
         mixed = any(leaf.name == EXACT for leaf in layout.leaves)
         return cls(
-            device.platform,
+            platform_of(device),
             None if found is None else _version(found),
             layout.leaf("kv").dtype,
             config.num_heads,

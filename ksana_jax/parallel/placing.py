@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ksana_jax.config import ConfigError
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement, TensorParallel
 from ksana_jax.processor import num_cores
 
@@ -36,17 +37,17 @@ def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_
                 asked = f"data_parallel_size {num_replicas} x tensor_parallel_size {num_devices} needs as many devices"
             raise ConfigError(f"{asked}, {where} {_counted(devices, local * num_replicas)}")
         found += devices[replica * local : (replica + 1) * local]
-    if found[0].platform == "cpu" and local > 1:
+    if platform_of(found[0]) == "cpu" and local > 1:
         _check_threads(num_devices, local * num_replicas)
     return Placement(found[0]) if num_devices == 1 else TensorParallel(found)
 
 
 def _counted(devices: Sequence[Any], needed: int) -> str:
     """Returns how many devices there are, and on a CPU how there are as many as needed."""
-    hint = ""
-    if devices[0].platform == "cpu":
+    platform, hint = platform_of(devices[0]), ""
+    if platform == "cpu":
         hint = f"; the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={needed} makes more"
-    return f"{len(devices)} devices ({devices[0].platform}){hint}"
+    return f"{len(devices)} devices ({platform}){hint}"
 
 
 def _check_threads(num_devices: int, needed: int) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from ksana_jax.config import ConfigError
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.units import GIB, MIB
 
 
@@ -74,14 +75,13 @@ def find_device(name: str | int) -> Device:
 
 def compile_target(device: Device):
     """Returns the `aot.Target` for compiling steps for a device; None if that is impossible, or for this machine."""
-    import jax
 
     from pallas_kernels import aot
 
     if device.target is None or aot.missing():
         return None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else XLA warns that it has no GPU to measure on
-    if jax.default_backend() != "cpu":
+    if platform_of() != "cpu":
         return None
     return aot.target(device.target)
 

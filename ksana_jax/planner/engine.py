@@ -10,6 +10,7 @@ import jax
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.capabilities import capabilities
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.parallel.shares import local_layout, local_model
 from ksana_jax.planner.devices import physical_bytes, this_device
@@ -70,7 +71,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = Buckets.of(config, jax.local_devices()[0].platform).largest()
+        largest = Buckets.of(config, platform_of()).largest()
         measured = step_bytes(
             model,
             largest,

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ksana_jax.config import MAX_TOKENS, ConfigError
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.parallel.absent import only_compile
 from ksana_jax.parallel.shares import local_model
 from ksana_jax.planner.devices import compile_target, find_device
@@ -154,7 +154,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         max_model_len=found.context,
     )
     target = compile_target(find_device(found.device))
-    shapes = Buckets.of(engine, "gpu" if target else jax.devices()[0].platform).all_shapes()
+    shapes = Buckets.of(engine, "gpu" if target else platform_of()).all_shapes()
     measured = step_bytes(
         local_model(config, asked.tensor_parallel_size),
         shapes,

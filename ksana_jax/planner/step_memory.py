@@ -19,6 +19,7 @@ import jax
 from ksana_jax.compilation_cache import without_cache
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.capabilities import stored_as_bits
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
@@ -108,7 +109,7 @@ NO_STEP = StepCost((Line(0, 0, 0, 0),), "nothing")
 def described(target: aot.Target | None = None) -> str:
     """Names the device that steps are compiled for: an absent GPU, or this process's device."""
     device = aot.device(target) if target else jax.local_devices()[0]
-    return f"{device.platform} ({device.device_kind}), jax {jax.__version__}"
+    return f"{platform_of(device)} ({device.device_kind}), jax {jax.__version__}"
 
 
 def program_bytes(compiled: Any) -> int | None:
@@ -185,7 +186,7 @@ def step_bytes(
         exact=kv_full_precision_layers,
         kv_eviction=kv_eviction,
     )
-    platform = (aot.device(target) if target else jax.local_devices()[0]).platform
+    platform = platform_of(aot.device(target) if target else None)
     if config.num_layers <= ONE_MORE or tuning(platform).layers_of_program:
         return compiled(config)
     # One layer stands for those in full precision.
@@ -258,10 +259,9 @@ def _known_bytes(compiled: Any) -> int:
     """
     found = program_bytes(compiled)
     if found is None:
-        platform = jax.local_devices()[0].platform
         raise ConfigError(
-            f"the compiler of {platform} does not say how much memory a step takes: give num_blocks or memory_bytes in "
-            "place of memory_fraction"
+            f"the compiler of {platform_of()} does not say how much memory a step takes: give num_blocks or "
+            "memory_bytes in place of memory_fraction"
         )
     return found
 

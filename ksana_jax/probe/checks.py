@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,10 +14,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ksana_jax.compilation_cache import WRITES_ALL
 from ksana_jax.devices.capabilities import capabilities, features, stored_as_bits
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.probe.findings import Finding, tried
 from ksana_jax.probe.operations import OPERATIONS, WITHOUT, error_of
 
@@ -25,7 +31,9 @@ TRANSFERRED += ("float8_e4m3fn", "float8_e5m2")
 def identity() -> Iterator[Finding]:
     device = jax.devices()[0]
     client: Any = device.client
-    yield Finding("platform", None, f"{device.platform} ({device.device_kind}), {jax.device_count()} devices")
+    name = platform_of(device)
+    itself = "" if device.platform == name else f", whose client calls itself {device.platform}"
+    yield Finding("platform", None, f"{name} ({device.device_kind}), {jax.device_count()} devices{itself}")
     yield Finding("version", None, " ".join(str(client.platform_version).split()))
     minor = getattr(client, "pjrt_c_api_minor_version", None)
     yield Finding("PJRT C API", None, "none: built into jaxlib" if minor is None else f"0.{minor}")
@@ -82,10 +90,12 @@ def transfers() -> Iterator[Finding]:
 
 
 def donation() -> Iterator[Finding]:
-    from jax._src.interpreters import mlir
+    def told() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # jax warns that it does not
+            jax.jit(lambda x: x + 1, donate_argnums=0).lower(jnp.ones(4))
 
-    listed = jax.devices()[0].platform in (*mlir._platforms_with_donation, "gpu")
-    yield Finding("jax tells the device of it", listed, "", "set device.donation if the plugin supports it")
+    yield tried("jax tells the device of it", told, "set device.donation if the plugin supports it")
 
     def taken_over() -> str:
         assert capabilities().donates, "the argument is still there"
@@ -125,14 +135,19 @@ def programs() -> Iterator[Finding]:
         )
         np.testing.assert_array_equal(again(jnp.ones((8, 8))), np.full((8, 8), 8.0))
 
+    def cached() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, value in {**WRITES_ALL, "jax_compilation_cache_dir": folder}.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            jax.jit(lambda x: x @ x + 1).lower(jnp.ones((8, 8))).compile()
+            assert any(Path(folder).iterdir()), "nothing was written"
+
     yield tried("memory_analysis", sized, "num_blocks or memory_bytes, in place of memory_fraction")
     yield tried("cost_analysis", cost, "traces and rooflines lack the operations of programs")
     yield tried("as_text", lambda: f"{len(compiled.as_text() or ''):,} characters", "traces lack the programs' text")
     yield tried("serialisation", kept, "each start compiles")
-    cached = jax.devices()[0].platform in ("cpu", "gpu", "tpu", "neuron")
-    yield Finding(
-        "jax's compilation cache", cached, "", "each start compiles: jax keeps programs of some platforms only"
-    )
+    yield tried("jax's compilation cache", cached, "each start compiles: jax keeps programs of some platforms only")
 
 
 def running() -> Iterator[Finding]:

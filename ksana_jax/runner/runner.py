@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.config import ModelConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
@@ -99,7 +100,7 @@ class Runner:
         self.config, self.layout, self.placement = config, layout, placement
         self.params = placement.params(config, params, embedding_device)
         self.embeds_on_host = embedding_device == "host"
-        self.platform = placement.device.platform
+        self.platform = platform_of(placement.device)
         self._tuning = tuning(self.platform)
         dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
         self._local, local_layout = placement.local_model(config), placement.local_layout(layout)

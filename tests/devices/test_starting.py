@@ -50,6 +50,27 @@ def test_a_library_is_loaded_and_given_its_options(tmp_path):
     """)
 
 
+def test_a_device_is_the_backend_that_was_registered_whatever_it_calls_itself(tmp_path):
+    path = tmp_path / "plugin.so"
+    child(f"""
+    plugin = LoopbackPlugin("cpu")
+    open("{path}", "wb").write(stub_library(ctypes.addressof(plugin.api)))
+    setting = {{"platform": "acc", "plugin": "{path}", "donation": False, "features": {{"generator": "rbg"}}}}
+    use_device(setting)
+    import jax
+    from ksana_jax.devices.capabilities import capabilities, features
+    from ksana_jax.devices.platforms import platform_of
+    outlives_python(jax.devices()[0].client)
+    device, cpu = jax.devices()[0], jax.devices("cpu")[0]
+    assert device.platform == cpu.platform == "cpu" and device.client is not cpu.client
+    assert [platform_of(), platform_of(device), platform_of(cpu)] == ["acc", "acc", "cpu"]
+    # What it can do is asked of it, and what the setting says of it is not said of jax's CPU.
+    assert features(device).generator == "rbg" and features(cpu).generator == "threefry"
+    assert not capabilities(device).donates
+    assert not capabilities(device).shares_host_memory and capabilities(cpu).shares_host_memory
+    """)
+
+
 def test_an_installed_plugin_is_found_by_its_platform(tmp_path):
     package = tmp_path / "jax_plugins" / "vendor"
     package.mkdir(parents=True)
