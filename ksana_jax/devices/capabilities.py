@@ -46,7 +46,8 @@ class Capabilities:
 
 def capabilities(device: Any = None) -> Capabilities:
     """Returns what a device can do, by default the first one of this process. The answer is kept."""
-    return _found(jax.local_devices()[0] if device is None else device)
+    with jax.ensure_compile_time_eval():  # asked while a step is traced, too
+        return _found(jax.local_devices()[0] if device is None else device)
 
 
 def staging_memory(kinds: Collection[str], shares_host_memory: bool) -> str:

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ksana_jax import processor
+from ksana_jax.devices.custom_calls import connect
 from ksana_jax.devices.platforms import is_of, platform_of
 from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
 from ksana_jax.errors import ConfigError
@@ -49,6 +50,8 @@ def use_device(setting: Any) -> None:
             return _check(target)
         plugin = _register(target)
         _start(target)
+        for name in xla_bridge.expand_platform_alias(target.platform):
+            connect(name)  # for custom calls that packages register with jax.ffi
         _allow_donation(target, by_default=plugin is not None)
         _started = target
         logger.info("started %s", target)

@@ -6,7 +6,10 @@ import ctypes
 import functools
 
 import jax
+from jax._src import xla_bridge
 
+from ksana_jax.devices.capabilities import capabilities
+from ksana_jax.devices.custom_calls import connect
 from ksana_jax.native.build import library
 
 # Of activations: those in which products, norms and layers compute.
@@ -17,8 +20,8 @@ STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
 
 @functools.cache
 def target(symbol: str) -> str:
-    """Makes a function of the library known to jax; returns the name of the custom call, which is that of this very
-    library: programs that jax has kept on disk call no other.
+    """Makes a function of the library known to the platforms of this process that it can compute for; returns the name
+    of the custom call, which is that of this very library: programs that jax has kept on disk call no other.
 
     Raises:
       CannotBuild: the library cannot be compiled here.
@@ -26,5 +29,22 @@ def target(symbol: str) -> str:
     path = library()
     name = f"{symbol}_{path.stem}"
     loaded = ctypes.cdll.LoadLibrary(str(path))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
+    for platform in xla_bridge.backends():
+        if why_not_reached(platform) is None:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform=platform)
     return name
+
+
+def why_not_reached(platform: str) -> str | None:
+    """Returns why functions of the library cannot be registered with a platform, or compute for it; None if they can.
+
+    Args:
+      platform: see `devices.platforms.platform_of`.
+    """
+    if platform not in xla_bridge.backends():
+        return f"needs a CPU, this is {platform}"
+    if reason := connect(platform):
+        return reason
+    if not capabilities(xla_bridge.backends()[platform].local_devices()[0]).shares_host_memory:
+        return f"needs a device that computes on the host's memory; {platform} has its own"
+    return None

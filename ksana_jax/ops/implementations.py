@@ -60,8 +60,6 @@ def _not_triton(needs: Requirements) -> str | None:
 
 
 def _not_native(needs: Requirements) -> str | None:
-    if needs.platform != "cpu":
-        return f"needs a CPU, {_device(needs)}"
     from ksana_jax.ops import native_kernels
 
     return native_kernels.unsupported(needs)

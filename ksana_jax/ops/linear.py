@@ -124,16 +124,14 @@ def _not_packed(platform: str, dtype: str) -> str | None:
 
 
 def _not_native(platform: str, dtype: str) -> str | None:
-    if platform != "cpu":
-        return f"needs a CPU, this is {platform}"
     if "avx512f" not in processor.features():
         return "needs a CPU with AVX-512, for which its tiles are made"
-    from ksana_jax.native.build import why_missing
+    from ksana_jax.native.callers import why_not_called
     from ksana_jax.native.target import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native products have {' or '.join(DTYPES)}"
-    return why_missing()
+    return why_not_called(platform)
 
 
 _NEEDS = "a CPU with AVX-512 and a C++ compiler"

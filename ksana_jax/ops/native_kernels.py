@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ksana_jax.native.callers import why_not_called
 from ksana_jax.native.kernel import KERNEL
 from ksana_jax.ops.kernels import Kernels, lacks
 from ksana_jax.ops.requirements import Requirements
@@ -16,4 +17,4 @@ def unsupported(needs: Requirements) -> str | None:
         return f"keys and values are stored as {needs.codec}; the native kernel reads {', '.join(CODECS)}"
     if needs.query_dtype is None:
         needs = needs._replace(query_dtype={"uint16": "bfloat16"}.get(needs.dtype, needs.dtype))
-    return lacks(NATIVE, needs)
+    return why_not_called(needs.platform) or lacks(NATIVE, needs)

@@ -20,17 +20,15 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     They take 0.2 to 0.5 of the time of XLA's for up to 32 rows, and 0.4 to 1.7 of it for 512 (rows of 64 to 1,000, both
     types, two busy cores of Zen 4, jax 0.10.2).
     """
-    if platform != "cpu":
-        return f"needs a CPU, this is {platform}"
     native = [kind for kind, norm in NORMS.items() if norm.plus_one is not None]
     if unknown := [kind for kind in kinds if kind not in native]:
         return f"norms are {', '.join(unknown)}; native norms are {' or '.join(native)}"
-    from ksana_jax.native.build import why_missing
+    from ksana_jax.native.callers import why_not_called
     from ksana_jax.native.target import DTYPES
 
     if dtype not in DTYPES:
         return f"activations are {dtype}; native norms have {' or '.join(DTYPES)}"
-    return why_missing()
+    return why_not_called(platform)
 
 
 class NormImplementation(NamedTuple):

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ksana_jax.compilation_cache import WRITES_ALL
 from ksana_jax.devices.capabilities import capabilities, features, stored_as_bits
 from ksana_jax.devices.platforms import platform_of
+from ksana_jax.native.callers import why_not_called
 from ksana_jax.probe.findings import Finding, tried
 from ksana_jax.probe.operations import OPERATIONS, WITHOUT, error_of
 
@@ -219,6 +220,11 @@ def optional() -> Iterator[Finding]:
         with jax.enable_x64(True):
             assert np.asarray(jax.jit(lambda x: x * 2)(np.ones(3))).dtype == np.float64
 
+    def called() -> None:
+        if reason := why_not_called(platform_of()):
+            raise NotImplementedError(reason)
+
+    yield tried("custom calls into C++", called, "native attention, products and norms are left to XLA")
     yield tried("callbacks to Python", callback, unused)
     yield tried("dlpack", lambda: jax.dlpack.from_dlpack(jnp.ones(3)).shape, unused)
     yield tried("float64", wide, unused)

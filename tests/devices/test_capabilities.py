@@ -46,6 +46,16 @@ def test_what_a_cpu_has_is_known_without_trying():
     assert "bfloat16" in stored_as_bits(jax.devices()[0])
 
 
+def test_a_device_may_be_asked_first_while_a_step_is_traced():
+    child("""
+    import jax, numpy as np
+    from ksana_jax.devices.capabilities import capabilities
+    found = []
+    jax.jit(lambda x: found.append(capabilities()) or x + 1)(np.ones(3))
+    assert found[0].shares_host_memory and found[0] is capabilities()
+    """)
+
+
 def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_traced():
     child("""
     use_device({"platform": "npu", "plugin": "loopback", "options": {"lacks_operations": ["dynamic while", "xor"]}})
