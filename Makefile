@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo real serve run-serve test bench peers docs size ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test plugin bench peers docs size ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-lives soak-clients
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make size     lines of each room, beside the commit that .ci/size.base names"
+	@echo "make plugin   fetch a PJRT plugin that others have built, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
@@ -69,10 +70,14 @@ ready: $(READY)
 ready-aot:
 	@$(MAKE) --no-print-directory ready VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
-test: $(READY)
+test: $(READY) plugin
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(ARGS)
+
+# A PJRT plugin that others have built, into .cache/. Where it cannot be had, tests on it are skipped.
+plugin: $(READY)
+	@$(RUN) -m tests.devices.plugin
 
 bench: $(READY)
 	@$(RUN) -m ksana_jax.bench.suite --peers "$(PEERS_VENV)" $(ARGS)

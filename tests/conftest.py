@@ -18,6 +18,7 @@ from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.errors import ConfigError
 from ksana_jax.kv.disk import failpoints
 from tests import mappings
+from tests.devices.plugin import DEVICE as PLUGIN
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -33,7 +34,7 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
-    parser.addoption("--device", help='runs the tests on another device: "loopback", or the setting `device` as JSON')
+    parser.addoption("--device", help="runs the tests on another device: loopback, plugin, or `device` as JSON")
 
 
 def pytest_configure(config):
@@ -46,7 +47,8 @@ def pytest_configure(config):
         raise pytest.UsageError(str(error)) from None
     if given := config.getoption("--device"):
         loopback = {"platform": "npu", "plugin": "loopback", "options": {"pinned_host": True}}
-        os.environ[DEVICE] = json.dumps(loopback) if given == "loopback" else given
+        named = {"loopback": json.dumps(loopback), "plugin": json.dumps(PLUGIN)}
+        os.environ[DEVICE] = named.get(given, given)
     if setting := os.environ.get(DEVICE):
         _start(json.loads(setting))
     # Environment variables rather than jax.config: they reach the commands that tests start, and jax stays unimported.

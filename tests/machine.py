@@ -4,6 +4,7 @@ import pytest
 
 from ksana_jax.native.build import why_missing
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from tests.devices import plugin
 
 
 def _needs(what: str, missing: str | None) -> pytest.MarkDecorator:
@@ -17,3 +18,5 @@ no_native_products = next(i for i in LINEAR_IMPLEMENTATIONS if i.name == "packed
 compiled = _needs("a C++ compiler", no_compiler)
 # Products with weights in C++ as well, and so all that `numerics: invariant` takes of a model that C++ can compute.
 native_products = _needs("native products", no_native_products)
+# A PJRT plugin of others, which `make test` fetches.
+real_plugin = _needs("OpenXLA's CPU plugin", plugin.why_missing())
