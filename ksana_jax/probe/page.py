@@ -1,13 +1,18 @@
-"""Writes docs/new-accelerator.md: `python -m ksana_jax.probe.page > docs/new-accelerator.md`."""
+"""Writes docs/new-accelerator.md: `python -m ksana_jax.probe.page PLUGIN.so > docs/new-accelerator.md`.
+
+The plugin is the one of the page, which `make plugin` fetches.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import jax
 
 from ksana_jax.devices.loopback.abi import ARGUMENTS
 from ksana_jax.devices.loopback.operations import DYNAMIC_WHILE
 from ksana_jax.probe.report import probe
-from ksana_jax.probe.stablehlo import DEVICE, engine_operations
+from ksana_jax.probe.stablehlo import engine_operations
 from ksana_jax.probe.withheld import ENDS, without_functions, without_operations_in_a_process
 
 _HEAD = """# Bringing up a new accelerator
@@ -35,9 +40,109 @@ The engine runs on any device that jax has a PJRT plugin for. This page is for w
    which takes over where threefry's bits are wrong or cannot be computed, they are those of the device's own
    generator, and repeat on devices of that kind only.
 6. **Bring kernels as a package.** An entry point of the group `ksana_jax.attention` adds an implementation of
-   attention to those that the engine chooses from: see `ksana_jax.ops.implementations.Implementation`.
+   attention to those that the engine chooses from: see `ksana_jax.ops.implementations.Implementation`. It calls C++
+   by `jax.ffi`, registered with `platform="npu"`: the engine has jaxlib pass that on to the FFI extension of the
+   plugin's PJRT C API. The engine's own C++ operators take the same way, onto any device that computes on the host's
+   memory.
 
-## Without a device
+A device is the backend that jax has registered: the plugin may give its client, its devices and their kind any name.
+
+## Every step without hardware
+
+OpenXLA's own CPU plugin is somebody else's compiled code behind the real C API. The package `lammps-jax-pjrt-cpu`
+(Apache-2.0, Linux on x86-64) has it as a library that runs programs of jax 0.11.2 or older; `make plugin` fetches it
+for the tests. Here it plays the new accelerator, on a machine with two cores and jax 0.10.2.
+
+Get the library, and try it out; the report is further down.
+
+```console
+$ pip download --no-deps lammps-jax-pjrt-cpu==0.11.2
+$ python -m zipfile -e lammps_jax_pjrt_cpu-0.11.2-*.whl plugin
+$ export NPU=plugin/lammps_jax_pjrt_cpu/pjrt_c_api_cpu_plugin.so
+$ ksana doctor --device "{platform: npu, plugin: $NPU}"
+identity
+          platform: npu (cpu), 4 devices, whose client calls itself cpu
+...
+The engine's tokens are the CPU's.
+```
+
+Generate with it, by the path of the library or, if jax is told of it, by its name. jax warns that it has not met the
+platform.
+
+```console
+$ ksana generate ksana-tiny --prompt "def main(" --max-tokens 24 --device "{platform: npu, plugin: $NPU}"
+$ export PJRT_NAMES_AND_LIBRARY_PATHS=npu:$NPU
+$ ksana generate ksana-tiny --prompt "def main(" --max-tokens 24 --device npu
+```
+
+Show the implementations of each operator there. The plugin takes custom calls and computes on the host's memory, so the
+C++ operators serve it; without its FFI extension, this table would say so, and name XLA's.
+
+```console
+$ JAX_PLATFORMS=npu,cpu ksana doctor
+device     4 x cpu (npu), 2 cores
+...
+ attention   native           yes    runs on a CPU and a C++ compiler
+...
+```
+
+Say of it what cannot be tried, as steps 3 to 5 do. Here donation works without being asked for, because jax's list has
+names that clients give themselves, and this one calls itself "cpu". Without it, the plan has the pool twice:
+
+```console
+$ ksana generate ksana-tiny --prompt "def main(" --device "{platform: npu, plugin: $NPU, donation: false}"
+$ ksana generate ksana-tiny --prompt "def main(" --device "{platform: npu, plugin: $NPU, features: {branches: false}}"
+```
+
+Run an experiment, and compare its table with that of a CPU: perplexities agree to rounding.
+
+```console
+$ ksana run quickstart --out runs/npu engine.device="{platform: npu, plugin: $NPU}"
+$ ksana run quickstart --out runs/cpu engine.device=cpu
+```
+
+Call C++ of your own, such as this function in `own.cc`:
+
+```c++
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+ffi::Error Double(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
+  for (size_t i = 0; i < x.element_count(); ++i) y->typed_data()[i] = 2 * x.typed_data()[i];
+  return ffi::Error::Success();
+}
+
+using Array = ffi::Buffer<ffi::F32>;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(own_double, Double, ffi::Ffi::Bind().Arg<Array>().Ret<Array>());
+```
+
+```console
+$ g++ -std=c++17 -O2 -fPIC -shared -isystem $(python -c 'import jax; print(jax.ffi.include_dir())') own.cc -o own.so
+```
+
+```python
+import ctypes
+import os
+
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.devices.starting import use_device
+
+library = ctypes.CDLL("./own.so")
+use_device({"platform": "npu", "plugin": os.environ["NPU"]})
+jax.ffi.register_ffi_target("own_double", jax.ffi.pycapsule(library.own_double), platform="npu")
+x = jnp.arange(4.0)
+double = jax.ffi.ffi_call("own_double", jax.ShapeDtypeStruct(x.shape, x.dtype))
+print(jax.jit(double)(x))  # [0. 2. 4. 6.]
+```
+
+In a checkout, `make test ARGS="--device=plugin tests/engine tests/kv tests/sampling"` runs the engine's tests on it.
+
+## Withholding functions and operations
 
 `device: {platform: npu, plugin: loopback}` takes a plugin that ships with the package: jaxlib's CPU client behind the
 PJRT C API. It plays a device with `options`: `num_devices`, `memory_bytes`, `pinned_host`, `lacks` (functions of the
@@ -71,8 +176,12 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def page() -> str:
-    """Returns the page: its text, what the engine needs, and the reports of two devices; takes some minutes."""
+def page(plugin: str) -> str:
+    """Returns the page: its text, what the engine needs, and the reports of two devices; takes some minutes.
+
+    Args:
+      plugin: path of OpenXLA's CPU plugin.
+    """
     functions = without_functions()
     operations = {name: types for name, types in engine_operations().items() if name.startswith("stablehlo.")}
     without = without_operations_in_a_process([*operations, DYNAMIC_WHILE])
@@ -99,10 +208,18 @@ def page() -> str:
         *(_function(name, found) for name, found in functions.items()),
         "",
     ]
-    for name, device in {"the loopback": DEVICE, "a CPU": {"platform": "cpu"}}.items():
-        lines += [f"## `ksana doctor --device` on {name}", "", probe(device).markdown()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *reports(plugin)])
+
+
+def reports(plugin: str) -> list[str]:
+    """Returns the reports of OpenXLA's CPU plugin and of a CPU."""
+    devices = {"OpenXLA's CPU plugin": {"platform": "npu", "plugin": plugin}, "a CPU": {"platform": "cpu"}}
+    return [
+        line
+        for name, device in devices.items()
+        for line in (f"## `ksana doctor --device` on {name}", "", probe(device).markdown())
+    ]
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(page(sys.argv[1]), end="")

@@ -2,14 +2,17 @@
 
 import json
 import re
+import subprocess
 import warnings
 
+import jax
 import pytest
 
 from ksana_jax.experiments.config import load
 from ksana_jax.experiments.records import Shard
 from ksana_jax.experiments.report import report
 from ksana_jax.experiments.run import run
+from ksana_jax.native.build import compiler_command
 from ksana_jax.probe.report import _run, probe
 from tests.devices import plugin
 from tests.devices.children import ROOT, child, run_tests
@@ -128,3 +131,18 @@ def test_the_probe_finds_that_the_engine_runs():
     # The extension for costs is newer than jax 0.10; callbacks are registered with jaxlib's own CPU client.
     wrong = {f.what for group in made.groups.values() for f in group if f.works is False}
     assert wrong <= {"cost_analysis", "callbacks to Python"}
+
+
+@compiled
+@pytest.mark.soak
+def test_the_custom_call_of_the_page_runs(tmp_path):
+    page = (ROOT / "docs/new-accelerator.md").read_text()
+    [source] = re.findall(r"^```c\+\+\n(.*?)^```$", page, re.M | re.S)
+    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    library = tmp_path / "own.so"
+    (tmp_path / "own.cc").write_text(source)
+    flags = ["-std=c++17", "-fPIC", "-shared", "-isystem", jax.ffi.include_dir(), str(tmp_path / "own.cc")]
+    subprocess.run([*compiler_command(), *flags, "-o", str(library)], check=True)
+    # Code of the page, below the indented lines of a child.
+    output = child("", code.replace("./own.so", str(library)), NPU=str(plugin.PATH))
+    assert output.splitlines()[-2] == "[0. 2. 4. 6.]"
