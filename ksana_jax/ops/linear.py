@@ -49,12 +49,10 @@ class LinearImplementation(NamedTuple):
 
     def why_not(self, platform: str, dtype: str, compute_capability: tuple[int, int] | None = None) -> str | None:
         """Returns why it cannot serve a device of some platform and compute capability, and a type; or None."""
-        if reason := self.unsupported(platform, dtype):
-            return reason
         if self.compute_capability not in (None, compute_capability):
             wanted, found = (".".join(map(str, x or ())) for x in (self.compute_capability, compute_capability))
-            return f"needs compute capability {wanted}, this is {found or 'unknown'}"
-        return None
+            return f"needs an NVIDIA GPU of compute capability {wanted}, this is {f'{platform} {found}'.rstrip()}"
+        return self.unsupported(platform, dtype)
 
     def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
         """Returns the operators of a network with these products and some norms."""
@@ -110,8 +108,6 @@ def _fused(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> j
 
 
 def _not_hopper(platform: str, dtype: str) -> str | None:
-    if platform != "gpu":
-        return f"needs an NVIDIA GPU of compute capability 9.0, this is {platform}"
     return None if dtype == "bfloat16" else f"activations are {dtype}; the kernel has bfloat16"
 
 

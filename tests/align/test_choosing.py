@@ -6,7 +6,6 @@ import re
 import types
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from ksana_jax.align.command import Texts
 from ksana_jax.align.operators import Calls
 from ksana_jax.align.scores import Scores
 from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.engine import verdict
 from ksana_jax.engine.verdict import MeasuredOperator, Pair, conditions_of, read_verdict
 from ksana_jax.loading.load import open_model
@@ -123,7 +123,7 @@ def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch)
     monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
     monkeypatch.setattr(choosing, "measure_operators", lambda *_: ())
     found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
-    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.unsupported(jax.default_backend(), "bfloat16") is None]
+    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.why_not(platform_of(), "bfloat16") is None]
     assert list(seen) == [Pair("xla", name) for name in linear]
     for pair, llm in seen.items():
         assert (llm.runner.implementation.name, llm.config.operators.linear) == pair

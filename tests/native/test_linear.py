@@ -84,7 +84,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     assert choose_linear("gpu", "bfloat16", compute_capability=(9, 0)).name == "hopper"
     assert choose_linear("gpu", "float16", compute_capability=(9, 0)).name == "xla"
     assert choose_linear("gpu", "bfloat16", compute_capability=(9, 0), num_devices=2).name == "xla"
-    with pytest.raises(ValueError, match=r"'hopper': needs compute capability 9\.0, this is 8\.0"):
+    with pytest.raises(ValueError, match=r"'hopper': needs an NVIDIA GPU of compute capability 9\.0, this is gpu 8\.0"):
         choose_linear("gpu", "bfloat16", "hopper", compute_capability=(8, 0))
     assert choose_linear("cpu", "float32").name == ("xla" if no_native_products else "packed")
     assert choose_linear("cpu", "float32", "xla").apply is layers.linear
