@@ -102,14 +102,14 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     program = examine(lowered, compiled)
     ptxas = aot.find_ptxas()
     assert ptxas is not None
-    kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas)
+    nvdisasm = sass.find_nvdisasm()
+    kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas, nvdisasm)
     wrong = program.wrong(case.collectives, case.buffer_bytes)
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
     thunks = after.read_text() if after else ""
     inside, outside = report.count_thunks(thunks)
     about = program.plain() | {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about |= {"launches_per_layer": report.count_repeated(thunks), "seconds": seconds}
-    nvdisasm = sass.find_nvdisasm()
     chip = None if nvdisasm is None else speed.CHIPS.get(target.name)
     if isinstance(case.speed, steps.Program) and chip is not None and nvdisasm is not None:
         code = steps.read_code(folder, program.hlo, thunks, target.arch, ptxas, nvdisasm)
@@ -219,8 +219,8 @@ def check(
         raise ValueError(f"no case for {name} has {only!r} in its name")
     began = time.perf_counter()
     show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(taken)} cases")
-    if target.name in speed.CHIPS and sass.find_nvdisasm() is None:
-        show(f"no speed is predicted: nvdisasm is not installed (extra {aot.EXTRA})")
+    if target.hopper and sass.find_nvdisasm() is None:
+        show(f"no speed is predicted and no machine code checked: nvdisasm is not installed (extra {aot.EXTRA})")
     show(_line(("", *_COLUMNS.values())))
     rows: list[dict[str, Any]] = []
     firsts: list[dict[str, Any]] = []  # of each case

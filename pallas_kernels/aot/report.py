@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pallas_kernels.aot.running import find_touches
+from pallas_kernels.speed import sass
+
 # Instructions by what they begin with in PTX; each is counted where it stands, not how often it runs.
 _INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -34,6 +37,7 @@ class Kernel:
       serialised: of a kernel in Mosaic GPU: ptxas runs its wgmmas one after the other, because something else touches
         their registers meanwhile. What Triton makes of its own is left to Triton.
       split_atoms: of `find_split_atoms`.
+      touches: of `running.find_touches`, in words; none without nvdisasm.
     """
 
     kernel: str
@@ -50,6 +54,7 @@ class Kernel:
     cp_async: int
     serialised: bool = False
     split_atoms: tuple[str, ...] = ()
+    touches: tuple[str, ...] = ()
 
 
 def read_ptxas(text: str) -> dict[str, dict[str, int]]:
@@ -155,12 +160,13 @@ def _launch(grid, threads, shared) -> dict:
     return {"grid": tuple(map(int, grid)), "threads": math.prod(map(int, threads)), "shared_bytes": int(shared)}
 
 
-def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
+def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str, nvdisasm: str | None) -> list[Kernel]:
     """The Pallas kernels of one program, in the order of their names; XLA's own are left out.
 
     Args:
       folder: where XLA dumped thunks and PTX, and Mosaic GPU all it has.
       hlo: the optimised program.
+      nvdisasm: path; without it no machine code is read.
 
     Raises:
       ValueError: a kernel of the program left no report.
@@ -172,8 +178,11 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
         launch = read_mosaic_launch(passes)
         if launch is None:
             raise ValueError(f"no launch in the passes of {path.stem}; another version of Mosaic GPU?")
-        split = {"split_atoms": tuple(find_split_atoms(passes))}
-        found += [_kernel(name, numbers | split, launch, ptx) for name, numbers in read_ptxas(path.read_text()).items()]
+        more: dict[str, Any] = {"split_atoms": tuple(find_split_atoms(passes))}
+        if nvdisasm and "wgmma.mma_async" in ptx:
+            _assemble(path.with_suffix(".ptx"), arch, ptxas)
+            more["touches"] = _touches(path.with_suffix(".cubin"), nvdisasm)
+        found += [_kernel(name, numbers | more, launch, ptx) for name, numbers in read_ptxas(path.read_text()).items()]
     expected = len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
     if len(found) != expected:
         raise ValueError(f"{len(found)} reports of {expected} Mosaic GPU kernels")
@@ -192,18 +201,31 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str) -> list[Kernel]:
         if entry is None or _unnumbered(entry.group(1)) not in names:
             continue
         seen.add(_unnumbered(entry.group(1)))
-        done = subprocess.run(
-            [ptxas, "-v", f"-arch={arch}", path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise ValueError(f"ptxas: {' '.join(done.stderr.split())[:300]}")
-        for name, numbers in read_ptxas(done.stderr).items():
+        more = {"serialised": False}
+        said = _assemble(path, arch, ptxas)
+        if nvdisasm and "wgmma.mma_async" in ptx:
+            more["touches"] = _touches(path.with_suffix(".cubin"), nvdisasm)
+        for name, numbers in read_ptxas(said).items():
             if name not in launches:
                 raise ValueError(f"no launch of {name}")
-            found.append(_kernel(name, numbers | {"serialised": False}, launches[name], ptx))
+            found.append(_kernel(name, numbers | more, launches[name], ptx))
     if names != seen:
         raise ValueError(f"no PTX of {', '.join(sorted(names - seen))}")
     return list(dict.fromkeys(found))  # layers may have compiled the same kernel each for itself
+
+
+def _assemble(ptx: Path, arch: str, ptxas: str) -> str:
+    """Writes the cubin of a PTX file next to it and returns what `ptxas -v` says."""
+    command = [ptxas, "-v", f"-arch={arch}", ptx, "-o", ptx.with_suffix(".cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"ptxas: {' '.join(done.stderr.split())[:300]}")
+    return done.stderr
+
+
+def _touches(cubin: Path, nvdisasm: str) -> tuple[str, ...]:
+    functions = sass.disassemble(cubin, nvdisasm, registers=True).values()
+    return tuple(str(touch) for function in functions for touch in find_touches(function))
 
 
 def _unnumbered(name: str) -> str:
@@ -332,6 +354,8 @@ def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
         wrong.append(f"{kernel.shared_bytes:,} bytes of shared memory, the chip has {shared_limit:,}")
     if kernel.serialised:
         wrong.append("ptxas serialises its wgmmas: other instructions touch their registers while they run")
+    if kernel.touches:
+        wrong.append(f"registers of running wgmmas are touched, {len(kernel.touches):,} times: {kernel.touches[0]}")
     if kernel.split_atoms:
         wrong.append(f"columns would be swapped: shared memory swizzled by fewer than 8 rows, {kernel.split_atoms[0]}")
     return wrong

@@ -27,6 +27,8 @@ class Instruction:
       stall: cycles until the same warp may issue its next instruction.
       writes, reads: scoreboard that is released when its result is there, or its operands are read; None without.
       waits: scoreboards that must be free before it is issued, one bit each.
+      marks: one character for each register: "^" where it is written, "v" read, "x" both. Empty if `disassemble` was
+        not asked for registers.
     """
 
     address: int
@@ -38,11 +40,16 @@ class Instruction:
     writes: int | None
     reads: int | None
     waits: int
+    marks: str = ""
 
     @functools.cached_property
     def name(self) -> str:
         """The opcode without its modifiers."""
         return self.opcode.split(".")[0]
+
+    def registers(self, marks: str) -> frozenset[int]:
+        """Returns the numbers of the registers that carry one of these marks."""
+        return frozenset(number for number, mark in enumerate(self.marks) if mark in marks)
 
     @property
     def branches(self) -> bool:
@@ -67,16 +74,21 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ )?(\S+)(?: ([^;]*?)
 _UPPER = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"^\.(L_\w+):")
 _TARGET = re.compile(r"`\(\.(L_\w+)\)")
+# What is done to registers, one column each: the header numbers the columns, and so says where the first one is.
+_HEADER = re.compile(r"// \|( +# )0")
+_MARKS = re.compile(r"// \|(.*?)\|")
 
 
 def parse(text: str) -> dict[str, Function]:
-    """Returns the functions of a text of `nvdisasm -c -hex`, by name.
+    """Returns the functions of a text of `nvdisasm -c -hex`, by name; with `-lrm narrow` also what uses registers.
 
     Raises:
       ValueError: an instruction without the second half of its encoding.
     """
     found = {}
-    for part in re.split(r"^\.text\.(?=\w+:$)", text, flags=re.MULTILINE)[1:]:
+    header = _HEADER.search(text)
+    first = len(header.group(1)) if header else 0
+    for part in re.split(r"^\.text\.(?=\w+:(?:$| +// \|))", text, flags=re.MULTILINE)[1:]:
         name, _, body = part.partition(":")
         code: list[Instruction] = []
         labels: dict[str, int] = {}
@@ -85,17 +97,19 @@ def parse(text: str) -> dict[str, Function]:
             if match := _LABEL.match(line):
                 labels[match.group(1)] = len(code)
             elif match := _INSTRUCTION.search(line):
-                upper = _UPPER.match(next(lines, ""))
+                below = next(lines, "")
+                upper, marks = _UPPER.match(below), _MARKS.search(below, 120) if first else None
                 if upper is None:
                     raise ValueError(f"half of an encoding is missing after {line.strip()[:80]!r}")
-                code.append(_instruction(match, int(upper.group(1), 16)))
+                used = marks.group(1)[first:] if marks else ""
+                code.append(_instruction(match, int(upper.group(1), 16), used))
         while code and code[-1].name == "NOP":  # padding
             code.pop()
         found[name] = Function(name, tuple(code), labels)
     return found
 
 
-def _instruction(match: re.Match[str], upper: int) -> Instruction:
+def _instruction(match: re.Match[str], upper: int, marks: str) -> Instruction:
     address, predicate, opcode, operands, _ = match.groups()
     operands = operands or ""
     target = _TARGET.search(operands)
@@ -116,6 +130,7 @@ def _instruction(match: re.Match[str], upper: int) -> Instruction:
         barrier(_WRITE),
         barrier(_READ),
         field(_WAIT),
+        marks,
     )
 
 
@@ -128,14 +143,18 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def disassemble(cubin: Path, nvdisasm: str) -> dict[str, Function]:
+def disassemble(cubin: Path, nvdisasm: str, *, registers: bool = False) -> dict[str, Function]:
     """Returns the functions of a cubin.
+
+    Args:
+      registers: also what each instruction does to registers, for which nvdisasm takes twice as long.
 
     Raises:
       ValueError: nvdisasm cannot read it.
     """
     # Without analysis of data flow, which finds targets of indirect branches and takes half of the time.
-    done = subprocess.run([nvdisasm, "-c", "-hex", "-ndf", str(cubin)], capture_output=True, text=True)
+    options = ["-lrm", "narrow"] if registers else ["-ndf"]
+    done = subprocess.run([nvdisasm, "-c", "-hex", *options, str(cubin)], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"nvdisasm: {' '.join(done.stderr.split())[:300]}")
     return parse(done.stdout)
