@@ -16,16 +16,18 @@ memory (K- and MN-major, 32, 64 and 128 bytes of swizzle) or in registers, carri
 and stmatrix; fences between proxies; predicates; the arithmetic that kernels here use.
 
 A `Trap` is raised by: a deadlock; more arrivals than a barrier counts; shared memory that threads wrote and that wgmma
-or TMA touch without a fence.proxy.async; memory written while a wgmma or TMA copy reads it, or touched while a copy
-writes it; tensor maps and addresses that the driver or hardware would refuse; accesses outside of arrays; threads of a
-warp that part at a branch; kernels that end with copies or products under way. What nobody has written is NaN, as are
-results of wgmmas that have not been waited for.
+or TMA touch without a fence.proxy.async; memory written while a wgmma or TMA copy reads it; accesses of two warps, or
+of a warp and a copy, that no chain of barriers orders, even if this run was lucky; registers of a wgmma touched before
+it was waited for, or after the last wgmma.fence before it; copies that complete on an mbarrier without a fence after its
+initialisation; more registers than the block has, by setmaxnreg; tensor maps and addresses that the driver or hardware
+would refuse; accesses outside of arrays; threads of a warp that part at a branch; kernels that end with copies or
+products that nobody has waited for. What nobody has written is NaN.
 
-Not modelled: time; clusters and multicast; caches, weak memory order, races between ordinary accesses of two warps
-(random order shows many); blocks that wait for each other; rounding of approximate instructions; setmaxnreg's limits;
-one warp's threads going different ways. An instruction that is not modelled is refused before the kernel runs.
+Not modelled: time; clusters and multicast; caches, weak memory order, races in global memory; blocks that wait for
+each other; rounding of approximate instructions; one warp's threads going different ways. An instruction that is not
+modelled is refused before the kernel runs.
 
-Files: `parser` (text to instructions); `arithmetic`, `memory`, `barriers`, `tma`, `wgmma` (parts of the machine);
+Files: `parser` (text to instructions); `arithmetic`, `order`, `memory`, `barriers`, `tma`, `wgmma` (the machine);
 `instructions`, `access`, `asynchronous` (an instruction to a function of a warp); `block` (warps and their order);
 `kernel`; `host` (grid, parameters and tensor maps, from Mosaic GPU's dump); `program` (jax functions).
 """

@@ -45,7 +45,10 @@ def _memory(c: Compiler, i: Instruction) -> Step:
         shared = space == "shared" or (space is None and not (where >= GLOBAL_BASE).any())
         if loads:
             data = np.zeros((LANES, size * vector), np.uint8)
-            data[chosen] = (warp.block.shared if shared else warp.block.memory).load(where, size * vector)
+            if shared:
+                data[chosen] = warp.block.shared.load(where, size * vector, warp.index)
+            else:
+                data[chosen] = warp.block.memory.load(where, size * vector)
             data = data.view(dtype)
             for j, write in enumerate(writes):
                 write(registers, np.ascontiguousarray(data[:, j]))
@@ -76,7 +79,7 @@ def _matrix(c: Compiler, i: Instruction) -> Step:
             if (rows % 16).any():
                 raise Trap("a row of a matrix is not at a multiple of 16 bytes")
             if loads:
-                matrix = warp.block.shared.load(rows, 16).view(np.uint16)
+                matrix = warp.block.shared.load(rows, 16, warp.index).view(np.uint16)
                 matrix = matrix.T if "trans" in parts else matrix
                 writes[j](warp.registers, np.ascontiguousarray(matrix).view(np.uint32).reshape(LANES))
             else:

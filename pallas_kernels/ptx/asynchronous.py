@@ -8,9 +8,9 @@ import numpy as np
 
 from pallas_kernels.ptx import wgmma
 from pallas_kernels.ptx.arithmetic import LANES
-from pallas_kernels.ptx.barriers import MBarrier, NamedBarrier
+from pallas_kernels.ptx.barriers import NamedBarrier
 from pallas_kernels.ptx.instructions import Compiler, Step
-from pallas_kernels.ptx.memory import Trap
+from pallas_kernels.ptx.memory import GRANULE, Trap
 from pallas_kernels.ptx.parser import Instruction, split
 from pallas_kernels.ptx.tma import RowCopy, TensorCopy
 
@@ -31,7 +31,7 @@ def _mbarrier(c: Compiler, i: Instruction) -> Step:
             chosen = np.nonzero(lanes(warp.registers))[0]
             if len(chosen):
                 where = int(place(warp.registers)[chosen[0]])
-                warp.block.barriers[where] = MBarrier(where, int(count(warp.registers)[chosen[0]]))
+                warp.make_barrier(where, int(count(warp.registers)[chosen[0]]))
 
         return Step("memory", init)
     if what == "inval":
@@ -41,10 +41,12 @@ def _mbarrier(c: Compiler, i: Instruction) -> Step:
         place, parity = c.uniform(i.operands[1], "the address of an mbarrier"), c.uniform(i.operands[2], "a parity")
 
         def wait(warp):
-            barrier, wanted = warp.block.barrier(place(warp.registers)), parity(warp.registers) & 1
+            barrier, wanted = warp.barrier(place(warp.registers)), parity(warp.registers) & 1
             if what == "try_wait":
                 while not barrier.passed(wanted):
                     yield lambda: barrier.passed(wanted), lambda: f"waits for parity {wanted} of {barrier}"
+            if barrier.passed(wanted):
+                barrier.meeting.tell(warp.told)
             result(warp.registers, np.full(LANES, barrier.passed(wanted)))
 
         return Step("waits", wait)
@@ -63,15 +65,16 @@ def _mbarrier(c: Compiler, i: Instruction) -> Step:
         chosen = lanes(warp.registers)
         if not chosen.any():
             return
-        barrier = warp.block.barrier(place(warp.registers))
+        barrier = warp.barrier(place(warp.registers))
         numbers = None if number is None else number(warp.registers)[chosen].astype(np.int64)
         total = 0 if numbers is None else int(numbers.sum())
         if what == "expect_tx":
-            barrier.arrive(0, total)
+            barrier.arrive(warp.told, 0, total)
         elif expects:
-            barrier.arrive(int(chosen.sum()), total)
+            barrier.arrive(warp.told, int(chosen.sum()), total)
         else:
-            barrier.arrive(int(chosen.sum()) if numbers is None else total)
+            barrier.arrive(warp.told, int(chosen.sum()) if numbers is None else total)
+        warp.go_on()
 
     return Step("memory", arrive)
 
@@ -85,21 +88,52 @@ def _bar(c: Compiler, i: Instruction) -> Step:
     def sync(warp):
         block = warp.block
         number = which(warp.registers)
-        barrier = block.named.setdefault(number, NamedBarrier())
+        if number not in block.named:
+            block.named[number] = NamedBarrier(len(warp.told))
+        barrier = block.named[number]
         phase = barrier.phase
-        barrier.arrive(block.num_threads if threads is None else threads(warp.registers))
+        barrier.arrive(warp.told, block.num_threads if threads is None else threads(warp.registers))
+        warp.go_on()
         while barrier.phase == phase:
             yield lambda: barrier.phase != phase, lambda: f"waits at bar.sync {number} with {barrier.arrived} threads"
+        barrier.meeting.tell(warp.told)
 
     return Step("waits", sync)
 
 
 def _fence(c: Compiler, i: Instruction) -> Step:
-    return Step("memory", lambda warp: warp.block.shared.fence(warp.index))
+    def fence(warp):
+        warp.fence_barriers()
+        if "proxy" in i.parts:
+            warp.block.shared.fence(warp.index)
+
+    return Step("memory", fence)
+
+
+def _setmaxnreg(c: Compiler, i: Instruction) -> Step:
+    number = int(i.operands[0])
+    if not 24 <= number <= 256 or number % 8:
+        raise NotImplementedError(f"{number} registers for each thread")
+
+    def change(warp):
+        block, more = warp.block, number - warp.num_registers
+        if (more < 0) != ("dec" in i.parts) and more:
+            raise Trap(f"setmaxnreg of a warp that has {warp.num_registers} registers for each thread")
+        while block.free_registers < more * LANES:
+            yield (
+                lambda: block.free_registers >= more * LANES,
+                lambda: f"waits for {more} more registers for each thread, the block has {block.free_registers} left",
+            )
+        block.free_registers -= more * LANES
+        warp.num_registers = number
+
+    return Step("waits", change)
 
 
 def _wgmma(c: Compiler, i: Instruction) -> Step:
     what = i.parts[1]
+    if what == "fence":
+        return Step("memory", lambda warp: warp.products.fence())
     if what == "commit_group":
         return Step("memory", lambda warp: warp.products.commit())
     if what == "wait_group":
@@ -118,15 +152,18 @@ def _wgmma(c: Compiler, i: Instruction) -> Step:
     if i.parts[-1] != i.parts[-2]:
         raise NotImplementedError("factors of two types")
     result, a, b, keep, *numbers = i.operands
-    places = tuple(c.place(x.strip()) for x in result.strip("{}").split(","))
+    names = [x.strip() for x in result.strip("{}").split(",")]
+    places = tuple(map(c.place, names))
     in_registers = a.startswith("{")
-    a_places = [c.place(x.strip()) for x in a.strip("{}").split(",")] if in_registers else []
+    a_names = [x.strip() for x in a.strip("{}").split(",")] if in_registers else []
+    a_places = list(map(c.place, a_names))
     a_descriptor = None if in_registers else c.uniform(a, "the descriptor of A", "b64")
     b_descriptor = c.uniform(b, "the descriptor of B", "b64")
     kept = c.read(keep, "pred")
     signs, turned = (int(numbers[0]), int(numbers[1])), [int(x) for x in numbers[2:]]
     a_turned, b_turned = (False, *turned) if in_registers else turned or (0, 0)
     size = np.dtype(dtype).itemsize
+    touched = c.products_mask([*names, *a_names])
 
     def multiply(warp):
         registers, row = warp.registers, warp.index % 4 * 16
@@ -137,7 +174,7 @@ def _wgmma(c: Compiler, i: Instruction) -> Step:
         else:
             a_shape = (a_descriptor(registers), 64, depth, bool(a_turned), size)
             rows = wgmma.addresses(*a_shape)[row : row + 16]
-            reads.append(np.unique(rows // 16))
+            reads.append(np.unique(rows // GRANULE))
         product = wgmma.Product(
             places,
             rows,
@@ -147,6 +184,7 @@ def _wgmma(c: Compiler, i: Instruction) -> Step:
             bool(kept(registers)[0]),
             signs,
             reads,
+            touched,
         )
         warp.products.issue(product)
 
@@ -187,19 +225,25 @@ def _bulk(c: Compiler, i: Instruction) -> Step:
             raise Trap(f"{len(chosen)} threads of a warp issue the same copy")
         lane, registers, block = chosen[0], warp.registers, warp.block
         where, who = int(shared_address(registers)[lane]), f"a TMA {'load' if load else 'store'}"
+        moment = target = None
+        if barrier is not None:
+            target = warp.barrier(int(barrier(registers)[lane]))
+            if not target.fenced:
+                raise Trap(f"{who} completes on {target.place}, which was initialised without a fence after it")
+            moment = target.loads = block.clocks.next(target.column)
         if tensor:
             at = int(map_address(registers)[lane])
             if at not in block.tensor_maps:
                 raise Trap(f"{who} with a tensor map at {at:#x}, where there is none")
             position = tuple(int(x(registers)[lane]) for x in corners)
-            issued = TensorCopy(who, block.tensor_maps[at], position, where, block.shared, load)
+            issued = TensorCopy(who, block.tensor_maps[at], position, where, block.shared, warp.index, moment)
         else:
             number = int(count(registers)[lane])
-            issued = RowCopy(who, int(address(registers)[lane]), where, number, block.shared, load)
-        if barrier is not None:
-            block.loads.append((issued, block.barrier(int(barrier(registers)[lane]))))
-        else:
+            issued = RowCopy(who, int(address(registers)[lane]), where, number, block.shared, warp.index, moment)
+        if target is None:
             warp.stores.issue(issued)
+        else:
+            block.loads.append((issued, target, moment))
 
     return Step("memory", copy)
 
@@ -209,6 +253,8 @@ FAMILIES = {
     "bar.": _bar,
     "barrier.": _bar,
     "fence.proxy.async": _fence,
+    "fence.mbarrier_init": _fence,
+    "setmaxnreg.": _setmaxnreg,
     "wgmma.": _wgmma,
     "cp.async.bulk": _bulk,
 }

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pallas_kernels.ptx.memory import SHARED_BASE, Trap
+from pallas_kernels.ptx.order import Meeting
 
 
 class MBarrier:
-    """One mbarrier. A phase is complete when all arrivals have come and as many bytes as were announced."""
+    """One mbarrier. A phase is complete when all arrivals have come and as many bytes as were announced.
 
-    def __init__(self, address: int, count: int):
+    Args:
+      made: moment in which a warp initialises it.
+      column: of the copies that complete on it. columns: how many there are.
+
+    `fenced`: whether that warp has executed a fence since, so that copies may complete on it. `loads`: moment of the
+    last copy that was issued.
+    """
+
+    def __init__(self, address: int, count: int, made: int, column: int, columns: int):
         self.place = f"the mbarrier at byte {address - SHARED_BASE}"
         self.count = self.missing = count
+        self.made, self.column, self.fenced, self.loads = made, column, False, 0
+        self.meeting, self._copies = Meeting(columns), np.zeros(columns, np.int32)
         self.bytes = 0
         self.phase = 0
 
-    def arrive(self, count: int, expected_bytes: int = 0) -> None:
+    def arrive(self, told: np.ndarray, count: int, expected_bytes: int = 0) -> None:
+        """By `count` threads of a warp that was told this."""
+        self.meeting.join(told)
         self.bytes += expected_bytes
         self.missing -= count
         if self.missing < 0:
@@ -23,9 +38,11 @@ class MBarrier:
             )
         self._turn()
 
-    def deliver(self, num_bytes: int) -> None:
-        """A copy has written its bytes; it may be there before the threads that announce it."""
+    def deliver(self, num_bytes: int, moment: int) -> None:
+        """The copy of a moment has written its bytes; it may be there before the threads that announce it."""
         self.bytes -= num_bytes
+        self._copies[self.column] = max(self._copies[self.column], moment)
+        self.meeting.join(self._copies)
         self._turn()
 
     def passed(self, parity: int) -> bool:
@@ -36,6 +53,7 @@ class MBarrier:
         if self.missing == 0 and self.bytes == 0:
             self.phase += 1
             self.missing = self.count
+            self.meeting.end_phase()
 
     def __str__(self) -> str:
         return (
@@ -46,14 +64,17 @@ class MBarrier:
 class NamedBarrier:
     """bar.sync: warps wait for one another, 32 threads each."""
 
-    def __init__(self):
+    def __init__(self, columns: int):
         self.arrived = 0
         self.phase = 0
+        self.meeting = Meeting(columns)
 
-    def arrive(self, expected: int) -> None:
+    def arrive(self, told: np.ndarray, expected: int) -> None:
+        self.meeting.join(told)
         self.arrived += 32
         if self.arrived > expected:
             raise Trap(f"{self.arrived} threads arrive at a bar.sync of {expected}")
         if self.arrived == expected:
             self.arrived = 0
             self.phase += 1
+            self.meeting.end_phase()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 
 import numpy as np
@@ -10,6 +12,7 @@ from pallas_kernels.ptx import wgmma
 from pallas_kernels.ptx.arithmetic import LANES, UNSIGNED
 from pallas_kernels.ptx.barriers import MBarrier, NamedBarrier
 from pallas_kernels.ptx.memory import SHARED_BASE, Shared, Trap
+from pallas_kernels.ptx.order import Clocks, knows, owner
 
 # How soon copies and products are carried out, in shares of the moments in which they could be: drawn for each block.
 _HASTE = (1.0, 0.3, 0.02)
@@ -29,16 +32,14 @@ class Block:
         self.random = random.Random(str((seed, index)))
         self.haste = self.random.choice(_HASTE)
         self.num_threads = int(np.prod(kernel.threads))
-        self.shared = Shared(kernel.shared_bytes)
+        num_warps = self.num_threads // LANES
+        self.clocks = Clocks(num_warps, kernel.program.num_mbarriers)
+        self.shared = Shared(kernel.shared_bytes, self.clocks)
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
-        self.loads: list = []  # copies under way and their barriers
-        self.warps = [Warp(self, i) for i in range(self.num_threads // LANES)]
-
-    def barrier(self, address: int) -> MBarrier:
-        if address not in self.barriers:
-            raise Trap(f"no mbarrier at byte {address - SHARED_BASE} of shared memory")
-        return self.barriers[address]
+        self.loads: list = []  # copies under way, their barriers and moments
+        self.free_registers = 0  # that setmaxnreg has given back
+        self.warps = [Warp(self, i) for i in range(num_warps)]
 
     def run(self) -> None:
         """Runs all warps to their end.
@@ -67,16 +68,16 @@ class Block:
                 continue
             if wait is not None:
                 waiting[warp] = wait
-        if self.loads:
-            raise Trap(f"{self}: ends with {len(self.loads)} TMA loads under way")
         for barrier in self.barriers.values():
+            if self.clocks.told[:, barrier.column].max() < barrier.loads:
+                raise Trap(f"{self}: ends with a TMA load that no warp has waited for at {barrier.place}")
             if barrier.bytes:
                 raise Trap(f"{self}: ends with {barrier.bytes} bytes missing at {barrier.place}")
 
     def _deliver(self) -> None:
-        copy, barrier = self.loads.pop(self.random.randrange(len(self.loads)))
+        copy, barrier, moment = self.loads.pop(self.random.randrange(len(self.loads)))
         try:
-            barrier.deliver(copy.run(self.memory))
+            barrier.deliver(copy.run(self.memory), moment)
         except Trap as trap:
             raise Trap(f"{self}: {copy.who}: {trap}") from None
 
@@ -94,7 +95,37 @@ class Warp:
         for name, values in self._special().items():
             if name in compiled.places:
                 self.registers[compiled.places[name]] = values
+        self.told = block.clocks.told[index]
+        self.num_registers = compiled.program.num_registers
         self.products, self.stores = Products(self), Stores(self)
+        self._unfenced: list[MBarrier] = []
+
+    def go_on(self) -> None:
+        """Begins a new moment: those who were told of the last one know nothing of what follows."""
+        self.told[self.index] = self.block.clocks.next(self.index)
+
+    def make_barrier(self, address: int, count: int) -> None:
+        barriers = self.block.barriers
+        column = barriers[address].column if address in barriers else len(self.block.warps) + len(barriers)
+        if column == len(self.told):
+            raise NotImplementedError("mbarriers that are initialised in a loop")
+        barriers[address] = MBarrier(address, count, int(self.told[self.index]), column, len(self.told))
+        self._unfenced.append(barriers[address])
+
+    def barrier(self, address: int) -> MBarrier:
+        """The mbarrier at an address, of whose initialisation this warp was told."""
+        if address not in self.block.barriers:
+            raise Trap(f"no mbarrier at byte {address - SHARED_BASE} of shared memory")
+        barrier = self.block.barriers[address]
+        if not knows(self.told, np.array(barrier.made)):
+            raise Trap(f"{barrier.place} is used without a barrier since warp {owner(barrier.made)} has initialised it")
+        return barrier
+
+    def fence_barriers(self) -> None:
+        """Lets copies complete on mbarriers that this warp has initialised."""
+        for barrier in self._unfenced:
+            barrier.fenced = True
+        self._unfenced.clear()
 
     @property
     def line(self) -> int:
@@ -121,17 +152,15 @@ class Warp:
     def run(self):
         """A generator that yields wherever other warps may come first: None, or two functions: whether it can go
         on, and what it waits for."""
-        steps, registers, random, position = (
-            self.block.kernel.compiled.steps,
-            self.registers,
-            self.block.random.random,
-            0,
-        )
+        steps, registers, products = self.block.kernel.compiled.steps, self.registers, self.products
+        random, position = self.block.random.random, 0
         try:
             while True:
-                kind, run, target = steps[position]
+                kind, run, target, touched = steps[position]
                 self._position = position
                 position += 1
+                if touched:
+                    products.touch(touched)
                 if kind == "plain":
                     run(registers)
                 elif kind == "memory":
@@ -207,7 +236,10 @@ class Stores(_Groups):
 
 
 class Products(_Groups):
-    """wgmmas. Their results are in no register until they have been waited for."""
+    """wgmmas. Until they have been waited for their registers belong to them: others touch none.
+
+    `busy`: registers of those that run, `unfenced`: those that were touched since the last wgmma.fence, as bits.
+    """
 
     kind = "wgmmas"
 
@@ -215,15 +247,28 @@ class Products(_Groups):
         super().__init__(warp)
         self._results: dict[tuple, np.ndarray] = {}
         self._waiting: list[wgmma.Product] = []
+        self._busy, self._unfenced = 0, -1  # nothing has been fenced yet
+
+    def touch(self, registers: int) -> None:
+        """An instruction reads or writes registers of products."""
+        if registers & self._busy:
+            names = self.warp.block.kernel.compiled.products_names(registers & self._busy)
+            raise Trap(f"{names[0]} is touched while a wgmma runs that has it")
+        self._unfenced |= registers
+
+    def fence(self) -> None:
+        self._unfenced = 0
 
     def issue(self, product: wgmma.Product) -> None:
         shared, registers = self.warp.block.shared, self.warp.registers
+        if late := product.touched & self._unfenced:
+            names = self.warp.block.kernel.compiled.products_names(late)
+            raise Trap(f"no wgmma.fence since {names[0]} was touched")
         for granules in product.reads:
-            shared.begin_read(granules, "a wgmma")
+            shared.begin_read(granules, "a wgmma", self.warp.index)
         if product.result not in self._results:
             self._results[product.result] = wgmma.from_accumulators([registers[p] for p in product.result])
-            for place in product.result:
-                registers[place] = _poison(32)
+        self._busy |= product.touched
         self.open.append(product)
         self._waiting.append(product)
         if self.warp.block.random.random() < self.warp.block.haste:
@@ -239,8 +284,10 @@ class Products(_Groups):
         while len(self.groups) > keep:
             for product in self.groups.pop(0):
                 for granules in product.reads:
-                    self.warp.block.shared.end_read(granules)
-        busy = {product.result for group in (*self.groups, self.open) for product in group}
+                    self.warp.block.shared.end_read(granules, self.warp.index)
+        running = [product for group in (*self.groups, self.open) for product in group]
+        self._busy = functools.reduce(operator.or_, (product.touched for product in running), 0)
+        busy = {product.result for product in running}
         for result in [r for r in self._results if r not in busy]:
             for place, bits in zip(result, wgmma.to_accumulators(self._results.pop(result))):
                 self.warp.registers[place] = bits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,19 +32,19 @@ SPECIAL = (
     "%is_explicit_cluster",
 )
 _NOTHING = (
-    "fence.mbarrier_init",
     "fence.acq_rel",
     "fence.sc",
     "membar",
     "prefetch",
-    "setmaxnreg",
-    "wgmma.fence",
     "griddepcontrol",
     "nanosleep",
     "pragma",
     "cp.async.bulk.prefetch",
     "fence.proxy.tensormap",
 )
+
+_PRODUCT = "wgmma.mma_async"
+_REGISTER = re.compile(r"%[\w$.]+")
 
 Registers = list[np.ndarray]
 
@@ -54,11 +54,13 @@ class Step(NamedTuple):
 
     kind: "plain" for run(registers), "memory" for run(warp), after which others may come first, "waits" for a
     generator function of a warp, "branch" for run(registers) that says whether to go to `target`, "exit".
+    touched: registers of products that it reads or writes, as bits; of a wgmma none, which sees to its own.
     """
 
     kind: str
     run: Callable[..., Any]
     target: int = 0
+    touched: int = 0
 
 
 class Compiler:
@@ -71,10 +73,15 @@ class Compiler:
     def __init__(self, program: Program, families: Mapping[str, Callable[[Compiler, Instruction], Step]]):
         self.program, self._families = program, families
         self.places = {name: i for i, name in enumerate(program.widths)}
+        self._of_products: dict[str, int] = {}  # a bit of each register that wgmmas have
+        for instruction in program.instructions:
+            if instruction.op.startswith(_PRODUCT):
+                for name in _REGISTER.findall("".join(x for x in instruction.operands if x.startswith("{"))):
+                    self._of_products.setdefault(name, 1 << len(self._of_products))
         self.steps = []
         for instruction in program.instructions:
             try:
-                self.steps.append(self._step(instruction))
+                self.steps.append(self._step(instruction)._replace(touched=self._touched(instruction)))
             except (KeyError, IndexError, ValueError, NotImplementedError) as error:
                 raise NotImplementedError(
                     f"{program.name}, line {instruction.line}: {instruction}: not modelled ({error})"
@@ -109,6 +116,21 @@ class Compiler:
             first, second = sources
             return Step("plain", lambda registers: write(registers, function(first(registers), second(registers))))
         return Step("plain", lambda registers: write(registers, function(*(read(registers) for read in sources))))
+
+    def _touched(self, i: Instruction) -> int:
+        if not self._of_products or i.op.startswith(_PRODUCT):
+            return 0
+        return self.products_mask(_REGISTER.findall(" ".join((*i.operands, i.predicate or ""))))
+
+    def products_mask(self, names: Iterable[str]) -> int:
+        """Registers that wgmmas have among these, as bits."""
+        bits = 0
+        for name in names:
+            bits |= self._of_products.get(name, 0)
+        return bits
+
+    def products_names(self, bits: int) -> list[str]:
+        return [name for name, bit in self._of_products.items() if bit & bits]
 
     # Operands
 

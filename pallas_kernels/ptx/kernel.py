@@ -31,7 +31,7 @@ class Kernel:
     """
 
     def __init__(self, ptx: str, *, grid: Three, threads: Three, shared_bytes: int):
-        self.program = parse(ptx)
+        self.ptx, self.program = ptx, parse(ptx)
         self.name = self.program.name.removesuffix("_mosaic_gpu_kernel")
         self.grid, self.threads, self.shared_bytes = grid, threads, shared_bytes
         self.compiled = Compiler(self.program, access.FAMILIES | asynchronous.FAMILIES)

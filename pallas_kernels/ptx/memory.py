@@ -1,17 +1,21 @@
 """Memory of a GPU: global memory as arrays at addresses, shared memory that knows who may see which bytes.
 
 Shared memory follows what PTX says of proxies: what threads write (the generic proxy), wgmma and TMA (the async proxy)
-see only after the writing thread has executed `fence.proxy.async`. Bytes that nobody has written, or that a copy under
-way is to write, are all ones: NaN in every floating type, -1 in integers.
+see only after the writing thread has executed `fence.proxy.async`. Accesses of two warps, of which one is a write, are
+ordered by barriers (`order`), or a trap. Bytes that nobody has written, or that a copy under way is to write, are all
+ones: NaN in every floating type, -1 in integers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.ptx.order import Clocks, knows, owner
+
 SHARED_BASE = 1024  # bytes that the system keeps for itself
 GLOBAL_BASE = 1 << 40
 GRANULE = 16  # bytes; what a swizzle moves as one
+_WORD = 4  # bytes; warps may write words of a granule each without waiting for one another
 _GUARD = 1 << 20  # between two arrays
 
 
@@ -61,16 +65,19 @@ class Shared:
     """Shared memory of one block of threads.
 
     `unfenced`: for each granule the warps, as bits, that have written it and not fenced since. `readers`: how many
-    wgmmas and copies under way read it; `arriving`: how many copies under way write it.
+    wgmmas and copies under way read it. `written`: for each word the moment of the last write, which is a copy's from
+    its issue on; `read`: for each word and warp the moment of its last read.
     """
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, clocks: Clocks):
         self.size = SHARED_BASE + num_bytes
         self.data = np.full(-(-self.size // GRANULE) * GRANULE, 0xFF, np.uint8)
-        granules = len(self.data) // GRANULE
+        granules, words, self._warps = len(self.data) // GRANULE, GRANULE // _WORD, len(clocks.told)
+        self.clocks = clocks
         self.unfenced = np.zeros(granules, np.uint32)
         self.readers = np.zeros(granules, np.int16)
-        self.arriving = np.zeros(granules, np.int16)
+        self.written = np.zeros((granules, words), np.int32)
+        self.read = np.zeros((granules, words, self._warps), np.int32)
 
     def _check(self, addresses: np.ndarray, size: int, what: str) -> None:
         low, high = int(addresses.min()), int(addresses.max()) + size
@@ -80,13 +87,16 @@ class Shared:
                 f"{high - SHARED_BASE} of {self.size - SHARED_BASE}"
             )
 
-    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """[n, size] bytes at addresses [n], by threads."""
+    def load(self, addresses: np.ndarray, size: int, warp: int) -> np.ndarray:
+        """[n, size] bytes at addresses [n], by threads of a warp."""
         if not len(addresses):
             return np.zeros((0, size), np.uint8)
         self._check(addresses, size, "read")
-        if self.arriving[addresses // GRANULE].any():
-            raise Trap(f"a thread reads {_place(addresses, self.arriving)}, which a TMA copy under way is writing")
+        told, words = self.clocks.told[warp], _words(addresses, size)
+        written = self.written.reshape(-1)[words]
+        if not knows(told, written):
+            raise Trap(f"a thread reads {self._unknown(words, written, told)}")
+        self.read.reshape(-1, self._warps)[words, warp] = told[warp]
         return self.data[addresses[:, None] + np.arange(size)]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, warp: int) -> None:
@@ -100,8 +110,10 @@ class Shared:
                 f"a thread writes {_place(addresses, self.readers)}, which a wgmma or TMA copy that has not been "
                 "waited for is reading"
             )
-        if self.arriving[granules].any():
-            raise Trap(f"a thread writes {_place(addresses, self.arriving)}, which a TMA copy under way is writing")
+        told, words = self.clocks.told[warp], _words(addresses, size)
+        written, read = self.written.reshape(-1)[words], self.read.reshape(-1, self._warps)[words]
+        self._check_order("a thread writes", written, read, told, words)
+        self.written.reshape(-1)[words] = told[warp]
         self.data[addresses[:, None] + np.arange(size)] = values
         self.unfenced[granules] |= np.uint32(1 << warp)
 
@@ -109,27 +121,27 @@ class Shared:
         """fence.proxy.async: what this warp has written becomes visible to wgmma and TMA."""
         self.unfenced &= np.uint32(~(1 << warp) & 0xFFFFFFFF)
 
-    def begin_read(self, granules: np.ndarray, who: str) -> None:
-        """By the async proxy; `granules` holds each once. Until `end_read` nobody may write them."""
-        if granules.max() >= len(self.unfenced) or granules.min() < SHARED_BASE // GRANULE:
+    def begin_read(self, granules: np.ndarray, who: str, warp: int) -> None:
+        """By the async proxy; `granules` holds each once, in order. Until `end_read` nobody may write them."""
+        if granules[-1] >= len(self.unfenced) or granules[0] < SHARED_BASE // GRANULE:
             raise Trap(f"{who} reads outside of the kernel's shared memory")
         if self.unfenced[granules].any():
             raise Trap(
                 f"{who} reads {_place(granules * GRANULE, self.unfenced)}, which a thread wrote without a "
                 "fence.proxy.async after it"
             )
-        if self.arriving[granules].any():
-            raise Trap(
-                f"{who} reads {_place(granules * GRANULE, self.arriving)}, which a TMA copy under way is writing"
-            )
+        told, written = self.clocks.told[warp], self.written[granules]
+        if not knows(told, written):
+            raise Trap(f"{who} reads {self._unknown(granules, written, told)}")
         self.readers[granules] += 1
 
-    def end_read(self, granules: np.ndarray) -> None:
+    def end_read(self, granules: np.ndarray, warp: int) -> None:
         self.readers[granules] -= 1
+        self.read[granules, :, warp] = self.clocks.told[warp, warp]
 
-    def begin_write(self, granules: np.ndarray, who: str) -> None:
-        """By the async proxy. Until `end_write` the bytes are all ones."""
-        if granules.max() >= len(self.unfenced) or granules.min() < SHARED_BASE // GRANULE:
+    def begin_write(self, granules: np.ndarray, who: str, warp: int, moment: int) -> None:
+        """By the async proxy, from a moment of its mbarrier on. Until the bytes are there they are all ones."""
+        if granules[-1] >= len(self.unfenced) or granules[0] < SHARED_BASE // GRANULE:
             raise Trap(f"{who} writes outside of the kernel's shared memory")
         if self.readers[granules].any():
             raise Trap(
@@ -141,13 +153,44 @@ class Shared:
                 f"{who} overwrites {_place(granules * GRANULE, self.unfenced)}, which a thread wrote without a "
                 "fence.proxy.async after it"
             )
-        if self.arriving[granules].any():
-            raise Trap(f"{who} overwrites {_place(granules * GRANULE, self.arriving)}, which another copy is writing")
+        written, read, told = self.written[granules], self.read[granules], self.clocks.told[warp]
+        self._check_order(f"{who} overwrites", written, read, told, granules)
         self.data.reshape(-1, GRANULE)[granules] = 0xFF
-        self.arriving[granules] += 1
+        self.written[granules] = moment
 
-    def end_write(self, granules: np.ndarray) -> None:
-        self.arriving[granules] -= 1
+    def _check_order(self, what: str, written: np.ndarray, read: np.ndarray, told: np.ndarray, where: np.ndarray):
+        """That a warp was told of the last writes and reads of words or granules before it writes them."""
+        if not knows(told, written):
+            raise Trap(f"{what} {self._unknown(where, written, told)}")
+        late = read > told[: self._warps]
+        if late.any():
+            *index, reader = np.argwhere(late)[0]
+            raise Trap(
+                f"{what} {_word_of(where, written, tuple(index))}, which warp {reader} has read: no barrier that this "
+                "warp has waited for says that it is done"
+            )
+
+    def _unknown(self, where: np.ndarray, written: np.ndarray, told: np.ndarray) -> str:
+        """The first word whose last write a warp was not told of, and who wrote it."""
+        index = next(index for index, moment in np.ndenumerate(written) if told[owner(moment)] < moment)
+        column = owner(int(written[index]))
+        writer = f"warp {column} has written" if column < self._warps else "a TMA load writes"
+        return (
+            f"{_word_of(where, written, index)}, which {writer}: no barrier that this warp has waited for says that it "
+            "is there"
+        )
+
+
+def _words(addresses: np.ndarray, size: int) -> np.ndarray:
+    words = addresses // _WORD
+    return words if size <= _WORD else words[:, None] + np.arange(size // _WORD)
+
+
+def _word_of(where: np.ndarray, written: np.ndarray, index: tuple[int, ...]) -> str:
+    """The word of an element of `written`, at words or in granules `where`."""
+    in_words = where.shape == written.shape
+    byte = where[index] * _WORD if in_words else where[index[0]] * GRANULE + index[1] * _WORD
+    return f"shared memory at byte {int(byte) - SHARED_BASE}"
 
 
 def _place(addresses: np.ndarray, marked: np.ndarray) -> str:

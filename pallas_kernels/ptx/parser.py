@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 _BITS = {
@@ -25,6 +26,7 @@ _BITS = {
 }
 
 
+_REGISTERS = 1 << 16  # of a multiprocessor
 PARAM_BASE = 1 << 50  # far from all memory
 
 
@@ -72,6 +74,16 @@ class Program:
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
     widths: dict[str, int]
+
+    @property
+    def num_registers(self) -> int:
+        """Registers of each thread where one block has the multiprocessor to itself, as with setmaxnreg."""
+        return min(_REGISTERS // max(self.num_threads, 1) // 8 * 8, 255)
+
+    @functools.cached_property
+    def num_mbarriers(self) -> int:
+        """How many mbarriers it initialises, unless in a loop."""
+        return sum(i.op.startswith("mbarrier.init") for i in self.instructions)
 
     def param_address(self, name: str) -> int:
         """Where the bytes of a parameter are, for kernels that take its address."""

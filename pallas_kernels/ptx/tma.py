@@ -62,19 +62,29 @@ class TensorCopy:
     """A box on its way between an array and shared memory. All checks are made when it is issued.
 
     Args:
-      who: for messages. corner: of the box in the array. shared: address. load: to shared memory, or from it.
+      who: for messages. corner: of the box in the array. shared: address.
+      warp: that issues it. moment: of a load to shared memory, of its mbarrier; None for a store.
     """
 
-    def __init__(self, who: str, tensor: TensorMap, corner: tuple[int, ...], shared: int, memory: Shared, load: bool):
+    def __init__(
+        self,
+        who: str,
+        tensor: TensorMap,
+        corner: tuple[int, ...],
+        shared: int,
+        memory: Shared,
+        warp: int,
+        moment: int | None,
+    ):
         if shared % 128:
             raise Trap(f"{who}: address {shared:#x} in shared memory is no multiple of 128 bytes")
         if len(corner) != len(tensor.shape):
             raise Trap(f"{who}: {len(corner)} coordinates for {len(tensor.shape)} dimensions")
-        self.tensor, self.corner, self.memory, self.load = tensor, corner, memory, load
-        linear = shared + np.arange(tensor.num_bytes)
-        self.bytes = swizzled(linear, tensor.swizzle) if tensor.swizzle else linear
-        self.touched = np.unique(self.bytes // GRANULE)
-        (memory.begin_write if load else memory.begin_read)(self.touched, who)
+        self.tensor, self.corner, self.memory, self.warp, self.load = tensor, corner, memory, warp, moment is not None
+        granules = shared + np.arange(0, tensor.num_bytes, GRANULE)
+        self.granules = (swizzled(granules, tensor.swizzle) if tensor.swizzle else granules) // GRANULE
+        self.touched = np.sort(self.granules)
+        _begin(memory, self.touched, who, warp, moment)
 
     def run(self, memory: Global) -> int:
         """Moves the bytes and says how many. What a store reads must stay until `finish`."""
@@ -84,34 +94,43 @@ class TensorCopy:
         if self.load:  # what the array does not have is zero
             values = np.zeros((len(offsets), size), np.uint8)
             values[inside] = memory.load(addresses, size)
-            self.memory.end_write(self.touched)
-            self.memory.data[self.bytes] = values.reshape(-1)
+            self.memory.data.reshape(-1, GRANULE)[self.granules] = values.reshape(-1, GRANULE)
         else:
-            memory.store(addresses, self.memory.data[self.bytes].reshape(-1, size)[inside])
+            values = self.memory.data.reshape(-1, GRANULE)[self.granules]
+            memory.store(addresses, values.reshape(-1, size)[inside])
         return tensor.num_bytes
 
     def finish(self) -> None:
-        self.memory.end_read(self.touched)
+        self.memory.end_read(self.touched, self.warp)
 
 
 class RowCopy:
     """Consecutive bytes on their way between global and shared memory; as `TensorCopy`."""
 
-    def __init__(self, who: str, address: int, shared: int, num_bytes: int, memory: Shared, load: bool):
+    def __init__(
+        self, who: str, address: int, shared: int, num_bytes: int, memory: Shared, warp: int, moment: int | None
+    ):
         if address % 16 or shared % 16 or num_bytes % 16:
             raise Trap(f"{who}: of {address:#x}, {shared:#x} and {num_bytes} bytes one is no multiple of 16")
-        self.address, self.shared, self.num_bytes, self.memory, self.load = address, shared, num_bytes, memory, load
+        self.address, self.shared, self.num_bytes, self.memory = address, shared, num_bytes, memory
+        self.warp, self.load = warp, moment is not None
         self.touched = np.arange(shared // GRANULE, (shared + num_bytes) // GRANULE)
-        (memory.begin_write if load else memory.begin_read)(self.touched, who)
+        _begin(memory, self.touched, who, warp, moment)
 
     def run(self, memory: Global) -> int:
         where = slice(self.shared, self.shared + self.num_bytes)
         if self.load:
-            self.memory.end_write(self.touched)
             self.memory.data[where] = memory.load(np.array([self.address]), self.num_bytes)[0]
         else:
             memory.store(np.array([self.address]), self.memory.data[where][None])
         return self.num_bytes
 
     def finish(self) -> None:
-        self.memory.end_read(self.touched)
+        self.memory.end_read(self.touched, self.warp)
+
+
+def _begin(memory: Shared, granules: np.ndarray, who: str, warp: int, moment: int | None) -> None:
+    if moment is None:
+        memory.begin_read(granules, who, warp)
+    else:
+        memory.begin_write(granules, who, warp, moment)

@@ -100,6 +100,7 @@ class Product:
       result: names of the registers that it adds to.
       a: the 16 rows of A, or addresses of them. b: addresses of B, [n, depth].
       keep: whether it adds to what is there.
+      touched: its registers, as bits; see `Compiler.products_mask`.
     """
 
     result: tuple
@@ -110,6 +111,7 @@ class Product:
     keep: bool
     signs: tuple[int, int]
     reads: list[np.ndarray]
+    touched: int
 
     def run(self, data: np.ndarray, accumulators: np.ndarray) -> np.ndarray:
         a = load(data, self.a, self.dtype) if self.a_in_memory else self.a
