@@ -18,10 +18,10 @@ and stmatrix; fences between proxies; predicates; the arithmetic that kernels he
 A `Trap` is raised by: a deadlock; more arrivals than a barrier counts; shared memory that threads wrote and that wgmma
 or TMA touch without a fence.proxy.async; memory written while a wgmma or TMA copy reads it; accesses of two warps, or
 of a warp and a copy, that no chain of barriers orders, even if this run was lucky; registers of a wgmma touched before
-it was waited for, or after the last wgmma.fence before it; copies that complete on an mbarrier without a fence after its
-initialisation; more registers than the block has, by setmaxnreg; tensor maps and addresses that the driver or hardware
-would refuse; accesses outside of arrays; threads of a warp that part at a branch; kernels that end with copies or
-products that nobody has waited for. What nobody has written is NaN.
+it was waited for, or after the last wgmma.fence before it; copies that complete on an mbarrier without a fence after
+its initialisation; more registers than the block has, by setmaxnreg; tensor maps and addresses that the driver or
+hardware would refuse; accesses outside of arrays; threads of a warp that part at a branch; kernels that end with copies
+or products that nobody has waited for. What nobody has written is NaN.
 
 Not modelled: time; clusters and multicast; caches, weak memory order, races in global memory; blocks that wait for
 each other; rounding of approximate instructions; one warp's threads going different ways. An instruction that is not

@@ -31,7 +31,9 @@ GROUPS = [
 DECODE = [*TINY, *TINY_QUANTISED, *test_decode.TWO_GROUPS, *GROUPS]
 SWAPPED = [*test_decode.SWAPPED, *(spec for spec in GROUPS if spec.head_dim != 96)]
 WIDE = Spec(rows=((290, 16),), q_tile=16, num_kv_heads=1, head_dim=256, block_size=64, pattern=SINKS, sink_logits=True)
-PREFILL = [*test_prefill.SPECS, *test_prefill.QUANTISED, WIDE]
+# Six pieces of keys, more than the ring has stages: each stage is refilled behind its readers.
+SIX_PIECES = Spec(rows=((700, 16),), q_tile=16, num_heads=8, num_kv_heads=1, head_dim=128, block_size=64)
+PREFILL = [*test_prefill.SPECS, *test_prefill.QUANTISED, WIDE, SIX_PIECES]
 # Prefill of longer rows in 8 and 4 bits.
 CODES = [
     dataclasses.replace(spec, codes=codes, dtype="bfloat16")
