@@ -185,10 +185,12 @@ class Warp:
             raise Trap(f"{self.block}, warp {self.index}, line {instruction.line}: {instruction}: {trap}") from None
 
 
+@functools.cache
 def _poison(width: int) -> np.ndarray:
-    if width == 1:
-        return np.zeros(LANES, bool)
-    return np.full(LANES, (1 << (width - 1)) - 1, UNSIGNED[width // 8])
+    """What registers of a width hold at first: one array for all, as none is changed in place."""
+    nan = np.zeros(LANES, bool) if width == 1 else np.full(LANES, (1 << (width - 1)) - 1, UNSIGNED[width // 8])
+    nan.flags.writeable = False
+    return nan
 
 
 class _Groups:

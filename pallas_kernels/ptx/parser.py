@@ -47,7 +47,7 @@ class Instruction:
     negated: bool
     line: int
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[str, ...]:
         return tuple(self.op.split("."))
 
