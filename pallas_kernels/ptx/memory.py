@@ -158,7 +158,9 @@ class Shared:
         self.data.reshape(-1, GRANULE)[granules] = 0xFF
         self.written[granules] = moment
 
-    def _check_order(self, what: str, written: np.ndarray, read: np.ndarray, told: np.ndarray, where: np.ndarray):
+    def _check_order(
+        self, what: str, written: np.ndarray, read: np.ndarray, told: np.ndarray, where: np.ndarray
+    ) -> None:
         """That a warp was told of the last writes and reads of words or granules before it writes them."""
         if not knows(told, written):
             raise Trap(f"{what} {self._unknown(where, written, told)}")

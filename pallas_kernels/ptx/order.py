@@ -38,17 +38,17 @@ class Clocks:
         return self._time << _BITS | column
 
 
+def owner(moments):
+    """The columns of moments, of one or of an array."""
+    return moments & (1 << _BITS) - 1
+
+
 def knows(told: np.ndarray, moments: np.ndarray) -> bool:
     """Whether a warp that was told this was told of all these moments; 0 is before all."""
     first = moments.flat[0]
-    if told[first & (1 << _BITS) - 1] >= first and (moments == first).all():  # most are of one copy
+    if told[owner(first)] >= first and (moments == first).all():  # most are of one copy
         return True
-    return bool((told[moments & (1 << _BITS) - 1] >= moments).all())
-
-
-def owner(moment: int) -> int:
-    """The column of a moment."""
-    return moment & (1 << _BITS) - 1
+    return bool((told[owner(moments)] >= moments).all())
 
 
 class Meeting:
