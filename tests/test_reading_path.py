@@ -1,0 +1,79 @@
+"""Files and lines that a greedy request on a CPU leads a reader through. Bounds are counts of today: they only fall."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ksana_jax
+from tests import machine
+
+PACKAGE = Path(ksana_jax.__file__).parent
+
+# Files entered, all of their lines, and moves from one file to another. They may only fall: lower a bound with its count.
+BOUNDS = {"first": (83, 14_085, 1_536), "later": (53, 10_115, 869)}
+
+
+def walked(function) -> list[str]:
+    """Calls a function; returns the file of ours of each call in it, in order."""
+    files, root = [], f"{PACKAGE}/"
+
+    def enter(frame, event, argument):
+        if event == "call" and (name := frame.f_code.co_filename).startswith(root):
+            files.append(name.removeprefix(root))
+
+    sys.setprofile(enter)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def walk_requests() -> dict[str, list[str]]:
+    """Returns what two greedy requests walk through, the first of which compiles the steps."""
+    from ksana_jax import LLM, SamplingParams
+
+    llm = LLM("ksana-tiny", max_model_len=256, num_blocks=64)
+
+    def greedy():
+        [output] = llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))
+        assert len(output.outputs[0].token_ids) == 8
+
+    return {"first": walked(greedy), "later": walked(greedy)}
+
+
+@pytest.fixture(scope="module")
+def walks():
+    """From an interpreter of its own that compiles its steps: those of other runs are read by other files."""
+    run = subprocess.run(
+        [sys.executable, "-m", __name__],
+        cwd=PACKAGE.parent,
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+# Without native operators a step is traced through those of XLA.
+@machine.native_products
+@pytest.mark.cpu("the files of other devices differ")
+@pytest.mark.parametrize("request_", BOUNDS)
+def test_a_greedy_request_leads_through_no_more_files_and_lines_than_before(walks, request_):
+    files = walks[request_]
+    lines = sum(len((PACKAGE / name).read_text().splitlines()) for name in set(files))
+    moves = sum(before != after for before, after in itertools.pairwise(files))
+    found = len(set(files)), lines, moves
+    names = " ".join(dict.fromkeys(files))
+    bounds = BOUNDS[request_]
+    assert all(map(int.__le__, found, bounds)), f"files, lines, moves {found}, at most {bounds}: {names}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(walk_requests()))
