@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import runpy
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,8 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.report import read_report, write_tables
 from ksana_jax.kv.eviction.base import Cached
+
+from ksana_jax import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -46,6 +49,13 @@ def test_notebooks_run_from_top_to_bottom_and_draw(path):
         assert len(figure.axes) >= 3
     finally:
         plt.close("all")
+
+
+def test_the_engine_in_one_page_writes_what_llm_does():
+    example = runpy.run_path(str(EXAMPLES / "one_request.py"))
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [expected] = LLM("ksana-tiny", max_model_len=256, num_blocks=64).generate("def main(", params)
+    assert example["generate"](example["build"]("ksana-tiny"), "def main(", params) == expected.outputs[0].text
 
 
 def test_the_index_of_examples_names_every_file():
