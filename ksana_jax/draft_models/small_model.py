@@ -13,7 +13,7 @@ from ksana_jax.draft_models.held_keys import HeldKeys
 from ksana_jax.patterns import FAR, AttentionPattern, LiveRange
 from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.scheduler.running import StepBudget
 from ksana_jax.sequence import Rows
 from ksana_jax.speculative.base import ProposerContext
 from ksana_jax.step.builder import BatchBuilder

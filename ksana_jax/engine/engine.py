@@ -24,7 +24,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason, RequestInput, RequestOutput, SamplingParams
-from ksana_jax.scheduler.result import StepResult
+from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.step.builder import BatchBuilder
 from ksana_jax.step.contract import Executor, ScheduledBatch, StepOutput

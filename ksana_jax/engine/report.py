@@ -12,7 +12,7 @@ from ksana_jax.engine.completion import Completion, Request, top_logprobs
 from ksana_jax.engine.submission import Step
 from ksana_jax.metrics import StepRecord
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.result import StepResult
+from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.sequence import Rows, Sequence
 from ksana_jax.step.contract import ScheduledBatch, StepOutput

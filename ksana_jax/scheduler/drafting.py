@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from ksana_jax.scheduler.provision import Provision
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.running import Provision
 from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.contract import ScheduledBatch
 from ksana_jax.step.drafts import Drafts

@@ -18,16 +18,12 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.admission import Admission
-from ksana_jax.scheduler.budget import StepBudget
 from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.policies import make_policy
-from ksana_jax.scheduler.provision import Provision
-from ksana_jax.scheduler.queue import WaitingQueue
-from ksana_jax.scheduler.result import StepResult
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
-from ksana_jax.scheduler.running import Running
+from ksana_jax.scheduler.running import Provision, Running, StepBudget, StepResult
+from ksana_jax.scheduler.waiting import Admission, WaitingQueue
 from ksana_jax.sequence import ONE, Rows, Sequence
 from ksana_jax.speculative.speculation import Speculation
 from ksana_jax.step.contract import ScheduledBatch, most_tiles
@@ -95,7 +91,7 @@ class Scheduler:
         width = layout.table_width(self.max_model_len, most_tokens)
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
-        self.provision = Provision(self.memory, self.queue, self.running, self.row_blocks, self._preempt)
+        self.provision = Provision(self.memory, self.running, self.row_blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:
             self.drafting = Drafting(self.row_blocks, self.provision, self.speculation, most_tokens)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.patterns import per_layer
-from ksana_jax.scheduler.admission import LOOKAHEAD
-from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.scheduler.running import StepBudget
+from ksana_jax.scheduler.waiting import LOOKAHEAD
 from ksana_jax.simulator.chains import Chains
 from ksana_jax.simulator.clock import VirtualClock
 from ksana_jax.simulator.cost import Cost, Coverage

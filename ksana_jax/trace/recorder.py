@@ -18,7 +18,7 @@ from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.request import FinishReason
-from ksana_jax.scheduler.result import StepResult
+from ksana_jax.scheduler.running import StepResult
 from ksana_jax.step.contract import ScheduledBatch
 from ksana_jax.trace import recording
 from ksana_jax.trace.wrapping import Wrappers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ksana_jax.config import EngineConfig
 from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.scheduler.budget import StepBudget
+from ksana_jax.scheduler.running import StepBudget
 from ksana_jax.speculative.base import ANY_ROWS
 from ksana_jax.step.buckets import FEW_TOKENS, Buckets, ladder, least_rows, verified_sizes
 from ksana_jax.step.contract import Part
