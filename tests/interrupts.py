@@ -122,7 +122,8 @@ class Trial:
             engine.step()  # what is still to be moved
         if self.simulation.disk is not None:
             self.simulation.disk.end_all()
-            memory.disk_reads.poll()
+            if memory.disk_reads is not None:
+                memory.disk_reads.poll()
         if engine.has_work or engine.requests or engine._watched:
             raise Damage("requests are left")
         for tier in (memory.device, memory.host):

@@ -104,7 +104,7 @@ class Simulation:
 
     def let_disk_go_on(self) -> None:
         """Waiting for the disk is what lets its double go on."""
-        if self.disk is not None:
+        if self.engine.memory.disk_reads is not None:
             self.engine.memory.disk_reads.wait = self.disk.tick  # type: ignore[method-assign]
 
     def scope(self) -> Scope:
@@ -386,7 +386,8 @@ class Simulation:
         if self.disk is not None:
             self.disk.end_all()
         self.engine.step()  # what is still to be moved
-        self.engine.memory.disk_reads.poll()
+        if (reads := self.engine.memory.disk_reads) is not None:
+            reads.poll()
         self.engine.scheduler.check()
         memory = self.engine.memory
         assert memory.blocks.num_used == 0 and (memory.host is None or memory.host.pool.num_used == 0)

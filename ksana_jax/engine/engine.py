@@ -240,8 +240,9 @@ class Engine:
 
     def _wait(self) -> list[Request]:
         """Waits for the disk when nothing can be computed."""
-        if self.memory.disk_reads.num_pending:
-            self.memory.disk_reads.wait()
+        reads = self.memory.disk_reads
+        if reads is not None and reads.num_pending:
+            reads.wait()
         elif self.scheduler.has_work:
             raise RuntimeError("there is work, and none of it can be scheduled")
         self._make_moves()
@@ -263,7 +264,7 @@ class Engine:
             shape = None if output.compiled or len(step.batch.chunks) else step.input.shape
             speculation.observe_step(shape, step.began - step.schedule_s, waits_from, now)
         self.memory.commit()
-        if self.memory.swap.weighs_costs:
+        if self.memory.swap is not None and self.memory.swap.weighs_costs:
             prefills = step.batch.num_tokens if len(step.batch.chunks) else 0
             self.memory.costs.observe(prefills, now - step.began, step.input.moves, output.move_s)
         return output, now

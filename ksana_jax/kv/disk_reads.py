@@ -50,15 +50,15 @@ class DiskReads:
 
     Args:
       index: has a node for every block that is read.
-      host, disk: tiers that blocks are read to and from; if either is None, reads are disabled.
+      host, disk: tiers that blocks are read to and from.
       clock: monotonic time in seconds. timeout_s: limit after which a sequence no longer waits for its reads.
     """
 
     def __init__(
         self,
         index: PrefixIndex,
-        host: HostTier | None,
-        disk: DiskTier | None,
+        host: HostTier,
+        disk: DiskTier,
         clock: Callable[[], float],
         timeout_s: float,
     ):
@@ -79,12 +79,12 @@ class DiskReads:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a disk to read from."""
-        return self._host is not None and self._disk is not None and self._disk.enabled
+        """Whether the disk can be read from."""
+        return self._disk.enabled
 
     def has(self, key: bytes) -> bool:
         """Whether the disk has a block with this key."""
-        return self._disk is not None and key in self._disk
+        return key in self._disk
 
     def begin(self, state: KVState, found: list[list[Node]], depths: list[list[int]]) -> bool:
         """Starts reading blocks of a sequence; False if there is no room for them or nothing to wait for.
@@ -93,7 +93,6 @@ class DiskReads:
           found: for each group of layers, the nodes of its leading blocks as far as known. depths: indices to read.
         """
         index, host, disk = self._index, self._host, self._disk
-        assert disk is not None and host is not None
         now = self._clock()
         reading = {read.node.key: other for other in self._active.values() for read in other.reads}
         keys = [state.links[group][depth].key for group, wanted in enumerate(depths) for depth in wanted]
@@ -148,7 +147,6 @@ class DiskReads:
 
     def _take_in(self, state: KVState, reserved: Reservation, read: Read) -> None:
         host = self._host
-        assert host is not None
         if read.future.result() and read.node.at[HOST] < 0:
             host.put(read.node, read.slot)
             reserved.slots.append(read.slot)
@@ -165,7 +163,6 @@ class DiskReads:
         reserved = self._active.pop(state, None)
         if reserved is None:
             return
-        assert self._host is not None
         self._host.release(np.array(reserved.slots, np.int32))
         for read in reserved.reads:
             self._late.append(read)
@@ -175,13 +172,11 @@ class DiskReads:
         """Frees the slots of late reads that have finished."""
         for read in [r for r in self._late if r.future.done()]:
             self._late.remove(read)
-            assert self._host is not None
             self._host.release(np.array([read.slot], np.int32))
 
     def wait(self, timeout_s: float = 0.01) -> None:
         """Blocks until a read is done, for at most `timeout_s`."""
         futures = [read.future for reserved in self._active.values() for read in reserved.reads]
-        assert self._disk is not None
         self._disk.wait(futures, timeout_s)
 
     def reserved(self, state: KVState) -> np.ndarray:

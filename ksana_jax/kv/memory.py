@@ -30,6 +30,7 @@ from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
+from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
 from ksana_jax.kv.swap import Swap
 from ksana_jax.kv.tier import DEVICE, HOST, CacheListener
 from ksana_jax.patterns import FULL
@@ -53,7 +54,9 @@ class KVMemory:
 
     Attributes:
       device, host: tiers; host is None if there is none.
-      prefixes, disk_reads, swap: prefix cache, disk reads of waiting sequences, and swapping of preempted ones.
+      prefixes: prefix cache; without `caching` nothing asks it.
+      disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
+      swap: swapping of preempted sequences; None without a host tier.
       layout: contents of a block.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
@@ -90,9 +93,12 @@ class KVMemory:
         self.device = DeviceTier(
             self._num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
-        self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
+        self.disk_reads = self.swap = None
+        if self.host is not None:
+            if self.disk is not None:
+                self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
+            self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
-        self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.listeners = self._listeners
@@ -137,6 +143,13 @@ class KVMemory:
             if tier is not None:
                 tier.set_leaves_first([group.live.window is None for group in layout.groups])
 
+    def begin(self, state: KVState, num_tokens: int) -> HeldBlocks:
+        """Returns what a sequence holds that begins without a cached prefix: nothing. num_tokens: of the sequence."""
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = 0
+            self.counters.queried_tokens += num_tokens
+        return NO_BLOCKS
+
     # ------------------------------------------------------------------ around a step
 
     def take_moves(self) -> Moves | None:
@@ -175,13 +188,14 @@ class KVMemory:
         """Yields the owners of host slots that are not sequences: moves and late reads."""
         if self.host is not None:
             yield Owner("", 0, "moves", HOST, np.array(self.host.in_moves, np.int32))
-            yield Owner("", 0, "reads", HOST, self.disk_reads.late)
+            if self.disk_reads is not None:
+                yield Owner("", 0, "reads", HOST, self.disk_reads.late)
 
     def moving(self, level: int) -> set[int]:
         """Blocks of a tier whose content has not arrived yet."""
         if level == DEVICE:
             return {*self.moves.copies, *self.moves.loads}
-        return {*self.moves.saves, *self.disk_reads.reading()}
+        return {*self.moves.saves, *(() if self.disk_reads is None else self.disk_reads.reading())}
 
     def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
         """Checks that reference counts agree with the blocks that sequences hold.
@@ -197,5 +211,6 @@ class KVMemory:
         self.index.check()
         if self.host is not None:
             own = (owner.ids for owner in self.owners())
-            self.host.pool.check([*own, *self.disk_reads.all_reserved(), *swapped])
+            reserved = () if self.disk_reads is None else self.disk_reads.all_reserved()
+            self.host.pool.check([*own, *reserved, *swapped])
             self.host.check()

@@ -38,7 +38,8 @@ class PrefixCache:
 
     Args:
       enabled: whether full blocks are kept after use.
-      index: knows the cached content. device, host: tiers that store it. disk_reads: bring more of it to the host.
+      index: knows the cached content. device, host: tiers that store it. disk_reads: bring more of it to the
+        host; None without a disk.
 
     Attributes:
       lives: positions that stay visible to later tokens, for each group of layers.
@@ -50,7 +51,7 @@ class PrefixCache:
         index: PrefixIndex,
         device: DeviceTier,
         host: HostTier | None,
-        disk_reads: DiskReads,
+        disk_reads: DiskReads | None,
         counters: Counters,
     ):
         self.enabled, self.lives = enabled, [LiveRange.of([FULL])]
@@ -65,11 +66,11 @@ class PrefixCache:
         """
         hit, size = Hit(), self._index.block_size
         limit = max_tokens // size
-        if not self.enabled or not limit:
+        if not limit:
             return hit
         found = self._known(state, token_ids, limit)
         on_disk = self._missing(state, token_ids, found, limit)
-        if any(on_disk) and self._disk_reads.begin(state, found, on_disk):
+        if self._disk_reads is not None and any(on_disk) and self._disk_reads.begin(state, found, on_disk):
             hit.awaits = True
             return hit
         num_blocks = self._usable_of(found)
@@ -134,7 +135,7 @@ class PrefixCache:
           found: the indexed leading blocks of each group. limit: maximum number of blocks that it can reuse.
         """
         reads = self._disk_reads
-        if not reads.enabled or state.has_read:
+        if reads is None or not reads.enabled or state.has_read:
             return []
         there = []
         for group, nodes in enumerate(found):

@@ -57,6 +57,9 @@ class HeldBlocks(NamedTuple):
         return self.num_computed + int(np.max(room))
 
 
+NO_BLOCKS = HeldBlocks(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.intp), 0)
+
+
 @dataclasses.dataclass(eq=False)
 class KVState:
     """KV memory's state of one sequence.

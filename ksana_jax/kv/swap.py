@@ -15,7 +15,6 @@ class Swap:
     """Moves blocks of preempted rows, which are not in the prefix index, between device and host.
 
     Args:
-      host: the host tier; None disables swapping.
       moves: collects the copies.
       preempt: see `config.EngineConfig`. costs: compared by "auto".
     """
@@ -23,7 +22,7 @@ class Swap:
     def __init__(
         self,
         device: DeviceTier,
-        host: HostTier | None,
+        host: HostTier,
         moves: PendingMoves,
         counters: Counters,
         *,
@@ -36,17 +35,16 @@ class Swap:
     @property
     def weighs_costs(self) -> bool:
         """Whether the choice depends on measured costs."""
-        return self._preempt == "auto" and self._host is not None
+        return self._preempt == "auto"
 
     def is_better(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether a preempted row should move its blocks to the host rather than recompute their tokens."""
-        if self._host is None or self._preempt == "recompute" or num_blocks > self._host.num_available:
+        if self._preempt == "recompute" or num_blocks > self._host.num_available:
             return False
         return self._preempt == "swap" or self._costs.moving_is_cheaper(2 * num_blocks, num_tokens)
 
     def move_out(self, ids: np.ndarray) -> np.ndarray:
         """Saves device blocks [n] to the host; returns their slots [n]. The caller has made sure of room."""
-        assert self._host is not None
         slots = []
         for block in ids.tolist():
             slot = self._host.take_slot()
@@ -58,7 +56,6 @@ class Swap:
 
     def move_in(self, slots: np.ndarray) -> np.ndarray:
         """Loads host slots [n] into device blocks; returns the blocks [n] and releases the slots."""
-        assert self._host is not None
         ids = self._device.allocate(len(slots))
         for slot, block in zip(slots.tolist(), ids.tolist(), strict=True):
             self._moves.load(slot, block)
@@ -68,7 +65,6 @@ class Swap:
 
     def discard(self, slots: np.ndarray) -> None:
         """Releases the slots of a swapped row without loading them."""
-        assert self._host is not None
         for slot in slots.tolist():
             self._moves.saves.pop(slot, None)
         self._host.release(slots)

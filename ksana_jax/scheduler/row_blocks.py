@@ -199,10 +199,13 @@ class RowBlocks:
 
     def swap_out(self, row: int) -> HeldBlocks | None:
         """Swaps a row's computed blocks to the host and returns their slots; None if recomputation is better."""
-        filled = self._before(row, int(self.rows.num_computed[row]))
-        if not filled.num_computed or not self.memory.swap.is_better(len(filled.ids), filled.num_computed):
+        swap = self.memory.swap
+        if swap is None:
             return None
-        return filled._replace(ids=self.memory.swap.move_out(filled.ids), origins=Origin.SWAPPED)
+        filled = self._before(row, int(self.rows.num_computed[row]))
+        if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
+            return None
+        return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
         """Releases all blocks of some rows."""

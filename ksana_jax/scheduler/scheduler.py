@@ -165,11 +165,13 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Chooses what the next step computes and takes the blocks for it; None when there is nothing to compute: no
         work, or all of it waits for the disk (`memory.disk_reads`)."""
-        self.memory.disk_reads.poll()
+        reads = self.memory.disk_reads
+        if reads is not None:
+            reads.poll()
         batch = self._schedule()
         # Beams that wait for the others of their request compute nothing, and may hold all blocks. A finished read may
         # belong to a sequence that waits behind them.
-        while batch is None and len(self.order) and self.waiting and not self.memory.disk_reads.num_reading:
+        while batch is None and len(self.order) and self.waiting and not (reads is not None and reads.num_reading):
             self._preempt(int(self.order[-1]))
             batch = self._schedule()
         return batch
@@ -367,7 +369,8 @@ class Scheduler:
         for row in leaving.tolist():
             seq = r.seqs[row]
             assert seq is not None
-            self.memory.prefixes.expect_no_more(seq.kv)
+            if self.memory.prefixes.enabled:
+                self.memory.prefixes.expect_no_more(seq.kv)
             seq.kv.leave_index()
             r.clear(row)
             if self.speculation is not None:

@@ -60,7 +60,8 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """Takes a sequence out of the queue and releases what it holds."""
         self.entries = [entry for entry in self.entries if entry[2] is not seq]
-        self._memory.disk_reads.end(seq.kv)
+        if self._memory.disk_reads is not None:
+            self._memory.disk_reads.end(seq.kv)
         self.take_away(seq)
 
     def take_away(self, seq: Sequence) -> None:
@@ -69,6 +70,7 @@ class WaitingQueue:
         if kv.shared is not None:
             self._memory.device.release(kv.shared.ids)
         if kv.swapped is not None:
+            assert self._memory.swap is not None
             self._memory.swap.discard(kv.swapped.ids)
         kv.shared = kv.swapped = None
         kv.num_indexed = 0
@@ -96,7 +98,8 @@ class WaitingQueue:
                     yield Owner(
                         seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_cached, held.origins
                     )
-            if len(slots := self._memory.disk_reads.reserved(seq.kv)):
+            reads = self._memory.disk_reads
+            if reads is not None and len(slots := reads.reserved(seq.kv)):
                 yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
 
 
@@ -131,15 +134,16 @@ class Admission:
         Returns:
           The new rows, each with the number of its tokens that this step computes.
         """
-        queue, prefixes = self.queue, self.memory.prefixes
+        queue, prefixes, reads = self.queue, self.memory.prefixes, self.memory.disk_reads
         admitted: list[tuple[int, int]] = []
         at, reserve = 0, self.row_blocks.num_next_blocks(computing)
         while at < min(len(queue.entries), LOOKAHEAD) and self.running.has_free_row and budget.tokens:
             seq = queue.entries[at][2]
-            if seq.awaits_token or not self.memory.disk_reads.ready(seq.kv):
+            if seq.awaits_token or (reads is not None and not reads.ready(seq.kv)):
                 at += 1
                 continue
-            hit = None if seq.kv.held else prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens)
+            finds = prefixes.enabled and not seq.kv.held
+            hit = prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens) if finds else None
             if hit and hit.awaits:
                 at += 1
                 continue
@@ -208,14 +212,17 @@ class Admission:
         if hit:
             held = self.memory.prefixes.claim(kv, hit, len(seq.token_ids))
         elif kv.swapped:
+            assert self.memory.swap is not None
             held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))
-        else:
-            assert kv.shared is not None
+        elif kv.shared:
             held = kv.shared
+        else:
+            held = self.memory.begin(kv, len(seq.token_ids))
         forked = kv.shared is not None
         kv.shared = kv.swapped = None
         kv.has_read, kv.read = False, set()
-        self.memory.disk_reads.end(kv)
+        if self.memory.disk_reads is not None:
+            self.memory.disk_reads.end(kv)
         self.row_blocks.rows.place(seq, row)
         self.row_blocks.fill(row, seq, held, forked)
         return row

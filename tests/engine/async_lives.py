@@ -177,11 +177,13 @@ class AsyncLife:
         assert (stats.num_running, stats.num_waiting, stats.blocks_in_use) == (0, 0, 0)
         if memory.host is not None:
             # A read that nobody waits for any more keeps its slot as long as the disk writes to it.
-            assert memory.host.pool.num_used == len(memory.disk_reads.late)
+            reads = memory.disk_reads
+            assert memory.host.pool.num_used == (0 if reads is None else len(reads.late))
             if self.simulation.disk is not None:
                 self.simulation.disk.end_all()
             self.engine.step()
-            memory.disk_reads.poll()
+            if reads is not None:
+                reads.poll()
             assert memory.host.pool.num_used == 0
         assert not self.engine.requests and not self.engine._watched and not self.engine.num_steps_under_way
         assert not llm._threads[0]._requests and llm.replicas.replicas[0].load == 0

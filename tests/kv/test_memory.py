@@ -200,7 +200,7 @@ def test_rows_are_swapped_as_told_and_only_where_all_their_blocks_find_room():
     for preempt, host in (("swap", True), ("recompute", False), ("auto", True)):  # auto learns the costs first
         memory = memory_of(preempt=preempt)
         assert memory.swap.is_better(4, 100) == host and not memory.swap.is_better(5, 100)
-        assert not memory_of(preempt=preempt, host_data=None).swap.is_better(1, 100)
+        assert memory_of(preempt=preempt, host_data=None).swap is None
 
 
 def test_auto_weighs_moving_both_ways_against_computing():
