@@ -45,7 +45,9 @@ def _taking_vllm_names(kind: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def __init__(self, *args, **given):
-        init(self, *args, **vllm_names.translated(given, kind.__name__, fields))
+        if not given.keys() <= fields:
+            given = vllm_names.translated(given, kind.__name__, fields)
+        init(self, *args, **given)
 
     kind.__init__ = __init__
     return kind

@@ -102,7 +102,7 @@ class Intake:
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
         special_stops(params, self.tokenizer)
-        spellings = bad_word_ids(params.bad_words, self.tokenizer)
+        spellings = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         # A spelling with an id that has no row in the embedding is never generated.
         bad_words = tuple(ids for ids in spellings if max(ids) < self._vocab_size)
         if params.allowed_token_ids is not None:
@@ -119,9 +119,9 @@ class Intake:
                 f"question has {num_question:,} of {count:,} prompt tokens, must leave at least one before it"
             )
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        several = params.num_sequences > 1 and f"{params.num_sequences} completions of one prompt"
-        evicts = scheduler.layout.eviction is not None
-        refusals.check({"kv_eviction": evicts, refusals.SEVERAL_COMPLETIONS: several}, ValueError)
+        if params.num_sequences > 1 and scheduler.layout.eviction is not None:
+            several = f"{params.num_sequences} completions of one prompt"
+            refusals.check({"kv_eviction": True, refusals.SEVERAL_COMPLETIONS: several}, ValueError)
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
