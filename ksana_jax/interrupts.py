@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 _requested = False
 _in_command = False
+_deferring: set[CodeType] = set()  # of functions during which Ctrl-C waits
 _retry: threading.Thread | None = None  # resends a SIGINT that could not be raised when it arrived
 
 
@@ -46,6 +48,13 @@ def forget() -> None:
     _requested = False
 
 
+def defers(function: F) -> F:
+    """Marks a function that defers Ctrl-C as `defer` does, without a call more on the stack."""
+    _deferring.add(function.__code__)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@defers
 def defer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function that completes before Ctrl-C takes effect.
 
@@ -58,20 +67,30 @@ def defer(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed in the meantime.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return function(*args, **kwargs)
-    is_outermost, pressed = not _is_deferred(sys._getframe(1)), False
-    if is_outermost and not _in_command:
-        forget()  # an earlier call may not have reached this because of an exception
-    _take_over()
+    is_outermost, pressed = enter(sys._getframe(1)), False
     try:
         result = function(*args, **kwargs)
     finally:
         if is_outermost:
-            pressed = _give_back()
+            pressed = leave()
     if pressed:
         raise KeyboardInterrupt
     return result
+
+
+def enter(caller: FrameType | None) -> bool:
+    """Begins to defer Ctrl-C in a function marked by `defers`; returns whether it must call `leave` at its end.
+
+    Args:
+      caller: the frame that has called it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    is_outermost = not _is_deferred(caller)
+    if is_outermost and not _in_command:
+        forget()  # an earlier call may not have reached this because of an exception
+    _take_over()
+    return is_outermost
 
 
 class command:
@@ -104,7 +123,7 @@ class command:
         if interrupted:
             print(self._message, file=sys.stderr, flush=True)
             raise SystemExit(130) from None
-        _give_back()
+        leave()
 
 
 def _take_over() -> None:
@@ -114,8 +133,12 @@ def _take_over() -> None:
         signal.signal(signal.SIGINT, _handle)
 
 
-def _give_back() -> bool:
-    """Restores Python's SIGINT handler, except within a command; returns whether Ctrl-C was pressed."""
+def leave() -> bool:
+    """Ends what `enter` began: restores Python's SIGINT handler, except within a command.
+
+    Returns:
+      Whether Ctrl-C was pressed.
+    """
     global _requested
     try:
         if signal.getsignal(signal.SIGINT) is _handle and not _in_command:
@@ -153,7 +176,7 @@ def _resend() -> None:
 
 def _is_deferred(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code is defer.__code__:
+        if frame.f_code in _deferring:
             return True
         frame = frame.f_back
     return False

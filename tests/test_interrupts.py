@@ -1,6 +1,7 @@
 """Whatever line an exception comes from, no request is left, the books balance and later texts are right. See
 `tests.interrupts`."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -52,6 +53,20 @@ def test_an_exception_before_a_change_begins_resets_nothing():
     with pytest.raises(ValueError, match="no"):
         changes.run(refuse)
     assert not resets
+
+
+def test_ctrl_c_takes_effect_at_the_end_of_a_change_and_resets_nothing():
+    resets, done = [], []
+    changes = Changes(resets.append)
+
+    def change():
+        changes.begin()
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        changes.run(change)
+    assert done and not resets and changes.run(lambda: "next") == "next"
 
 
 def test_a_reset_that_is_interrupted_is_done_again_by_the_next_change():

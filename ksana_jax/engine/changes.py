@@ -10,11 +10,13 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from ksana_jax import interrupts
 from ksana_jax.forks import check_process
 
 P = ParamSpec("P")
@@ -56,7 +58,8 @@ class Changes:
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child, which has none of the threads that compute for the engine."""
-        check_process("this engine was created", self._process)
+        if self.is_inherited:
+            check_process("this engine was created", self._process)
 
     def run_or_defer(self, change: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Runs a change, or schedules it to run before the next one if another one is running in this thread. In a
@@ -66,35 +69,41 @@ class Changes:
         elif not self.is_inherited:
             self.run(change, *args, **kwargs)
 
+    @interrupts.defers
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change after those of other threads.
+        """Runs one change after those of other threads. In the main thread, Ctrl-C takes effect after it.
 
         Raises:
+          KeyboardInterrupt: Ctrl-C was pressed in the meantime.
           RuntimeError: it was called from within a change, a failure could not be cleaned up, so nothing can run, or
             this is a forked child.
         """
         self.check_process()
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
-        self._waiting.add(threading.get_ident())
-        with self._lock:
-            return self._run_alone(change, *args, **kwargs)
-
-    def _run_alone(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        self._waiting.discard(threading.get_ident())
-        changed = False
+        is_outermost, changed, pressed = interrupts.enter(sys._getframe(1)), False, False
+        earlier = interrupts.requested()  # by a command that ends, and may still abort what it asked for
         try:
-            if self._unsound:
-                self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
-            while self._deferred:
-                self._deferred.popleft()()
-            result = change(*args, **kwargs)
-            changed, self._unsound = self._unsound, False
-            return result
-        except BaseException as error:
-            if self._unsound or changed:
-                self._recover(error)
-            raise
+            self._waiting.add(threading.get_ident())
+            with self._lock:
+                self._waiting.discard(threading.get_ident())
+                try:
+                    if self._unsound:
+                        self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
+                    while self._deferred:
+                        self._deferred.popleft()()
+                    result = change(*args, **kwargs)
+                    changed, self._unsound = self._unsound, False
+                except BaseException as error:
+                    if self._unsound or changed:
+                        self._recover(error)
+                    raise
+        finally:
+            if is_outermost:
+                pressed = interrupts.leave() and not earlier
+        if pressed:
+            raise KeyboardInterrupt
+        return result
 
     def _recover(self, error: BaseException) -> None:
         self._unsound = True

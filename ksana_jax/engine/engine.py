@@ -8,17 +8,17 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ksana_jax import interrupts
 from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.engine import report
+from ksana_jax.engine import steps
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.intake import Intake
-from ksana_jax.engine.submission import Step, Steps, schedule_after, submit
+from ksana_jax.engine.steps import Step, Steps, schedule_after, submit
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.metrics import StepRecord
@@ -32,6 +32,9 @@ from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from ksana_jax.planner.engine import PoolPlan
+
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -100,7 +103,9 @@ class Engine:
 
         Raises:
           ValueError: one of them can never be served; then none is made.
+          RuntimeError: this is a forked child of the engine's process.
         """
+        self.changes.check_process()
         return self.intake.new_requests(asked, clock=self.clock, taken=self.requests)
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
@@ -178,7 +183,8 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = interrupts.defer(self.changes.run, self._advance, news, lambda r: report(r.checked()))
+                    interrupts.check()
+                    outputs = self.changes.run(self._step, news, lambda request: report(request.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self.changes.give_way()
@@ -195,15 +201,8 @@ class Engine:
         Args:
           news: the requests with something new, `Request.news` of each of the caller's; empty afterwards.
         """
-        outputs = self.changes.run(self._advance, news, report)
+        outputs = self.changes.run(self._step, news, report)
         self.changes.give_way()
-        return outputs
-
-    def _advance(self, news: dict[Request, None], report: Callable[[Request], RequestOutput]) -> list[RequestOutput]:
-        if not news:
-            self._step()
-        outputs = [report(request) for request in news]
-        news.clear()
         return outputs
 
     @property
@@ -214,31 +213,50 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes and reports one step, or reports the next one of a call that computed several; returns requests with
         something new: a completion that ended, text of one that streams."""
-        return self.changes.run(self._step)
+        return self.changes.run(self._step, None, lambda request: request)
 
-    def _step(self) -> list[Request]:
-        self.changes.begin()
+    def _step(self, news: dict[Request, None] | None, report: Callable[[Request], T]) -> list[T]:
+        """Computes a step unless `news` already has requests; returns the reports of those in it, and empties it. None:
+        of all requests with something new."""
+        reported: dict[Request, None] = {}
+        if not news:
+            self.changes.begin()
+            if (step := self._next_step()) is None:
+                self._wait()
+            else:
+                reported = self._finish(step)
+        if news is None:
+            news = reported
+        found = [report(request) for request in news]
+        news.clear()
+        return found
+
+    def _next_step(self) -> Step | None:
+        """Returns the next step that is submitted, and submits those after it; None if nothing can be computed."""
         if not self._running:
             since = self.clock() if self._reported_s is None else self._reported_s
             if not self._ahead:
                 self._ahead = self._submit(self.scheduler.schedule(), since)
                 if not self._ahead:
-                    return self._wait()
+                    return None
                 since = self._ahead[-1].began
             self._running, self._ahead = self._ahead, collections.deque()
             self.scheduler.advance(self._running[-1].batch)
             if self.runs_ahead:
                 self._ahead = self._submit(schedule_after(self._running[-1], self.scheduler), since)
-        step = self._running.popleft()
+        return self._running.popleft()
+
+    def _finish(self, step: Step) -> dict[Request, None]:
+        """Waits for a step and reports it; returns the requests with something new, in order."""
         output, now = self._collect(step)
         watched = self._report_prompts(step, output, now)
         result = self.scheduler.settle(step.batch, *step.of_rows(output))
         reported = self._report(step, output, result, watched)
         self._close_ended(reported, now)
         self._observe(step, output, result, now)
-        return list(reported)
+        return reported
 
-    def _wait(self) -> list[Request]:
+    def _wait(self) -> None:
         """Waits for the disk when nothing can be computed."""
         reads = self.memory.disk_reads
         if reads is not None and reads.num_pending:
@@ -246,13 +264,12 @@ class Engine:
         elif self.scheduler.has_work:
             raise RuntimeError("there is work, and none of it can be scheduled")
         self._make_moves()
-        return []
 
     def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
-        steps = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
+        submitted = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
         if batch is not None and batch.admitted:  # those that follow in the same call admit nobody
-            report.note_scheduled(self.scheduler.rows, batch.admitted, steps[0].began)
-        return steps
+            steps.note_scheduled(self.scheduler.rows, batch.admitted, submitted[0].began)
+        return submitted
 
     def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
@@ -260,33 +277,28 @@ class Engine:
         waits_from = self.clock()
         output = step.pending.result()
         now = self.clock()
-        if (speculation := self.scheduler.speculation) is not None:
-            shape = None if output.compiled or len(step.batch.chunks) else step.input.shape
-            speculation.observe_step(shape, step.began - step.schedule_s, waits_from, now)
         self.memory.commit()
-        if self.memory.swap is not None and self.memory.swap.weighs_costs:
-            prefills = step.batch.num_tokens if len(step.batch.chunks) else 0
-            self.memory.costs.observe(prefills, now - step.began, step.input.moves, output.move_s)
+        steps.note_costs(self.scheduler, step, output, waits_from, now)
         return output, now
 
     def _report_prompts(self, step: Step, output: StepOutput, now: float) -> dict[Completion, int]:
         """Records first tokens and prompt scores; returns the rows of watched completions, which may leave them in this
         step."""
         rows = self.scheduler.rows
-        self.first_tokens = report.note_first_tokens(rows, step.batch, now)
+        self.first_tokens = steps.note_first_tokens(rows, step.batch, now)
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.input.targets is not None:
-            report.add_prompt_scores(rows, step, output, watched)
+            steps.add_prompt_scores(rows, step, output, watched)
         return watched
 
     def _report(self, step: Step, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
         """Adds new tokens to their requests; returns the requests with something new, in order."""
-        reported = report.add_tokens(step, output, result, watched, self._stop_by_text)
+        reported = steps.add_tokens(self.scheduler, step, output, result, watched)
         for seq in result.finished:
             reported.setdefault(seq.owner)
         if len(result.beams):
             new_beam, fail = self.intake.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
-            reported |= report.advance_beams(self.scheduler, step.batch, output, result, new_beam, fail)
+            reported |= steps.advance_beams(self.scheduler, step.batch, output, result, new_beam, fail)
         return reported
 
     def _close_ended(self, reported: dict[Request, None], now: float) -> None:
@@ -300,7 +312,7 @@ class Engine:
 
     def _observe(self, step: Step, output: StepOutput, result: StepResult, ended_s: float) -> None:
         now = self.clock()
-        self.records.append(report.record(self.scheduler, step, output, result, ended_s, now, self._most_steps))
+        self.records.append(steps.record(self.scheduler, step, output, result, ended_s, now, self._most_steps))
         self._reported_s = now
         for observe in self.observers:
             observe(self)
@@ -380,16 +392,6 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):
             self.scheduler.finish(seq, reason)
-
-    def _stop_by_text(self, completion: Completion, stop: str) -> None:
-        seq = completion.seq
-        length = seq.num_prompt + len(completion.token_ids)
-        if seq.row is not None:
-            self.scheduler.rows.drop_after(seq.row, length)
-            self.scheduler.finish(seq, FinishReason.STOP, stop)
-        else:  # ended by the same token, or by one that comes later in a run of draft tokens
-            seq.token_ids = seq.token_ids[:length]
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
 
     def _close(self, request: Request, now: float | None = None) -> None:
         request.close(self.clock() if now is None else now)

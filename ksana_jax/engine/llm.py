@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from ksana_jax import vllm_names
+from ksana_jax import checks, vllm_names
 from ksana_jax.compilation_cache import keep_compiled_steps
 from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.starting import use_device
@@ -150,6 +151,7 @@ class LLM:
 
     def _take(self, replicas: Replicas, resident_before: int | None) -> None:
         self.replicas, engine = replicas, replicas.engines[0]
+        self._serving = engine if len(replicas.replicas) == 1 else replicas
         assert isinstance(engine.executor, Runner) and engine.memory_plan is not None
         self.engine, self.config, self.tokenizer, self.runner = engine, engine.config, engine.tokenizer, engine.executor
         self.model_config, self.memory_plan = engine.model, engine.memory_plan
@@ -331,13 +333,16 @@ class LLM:
           ValueError: a request can never be served; then none of this call is served, and other requests continue.
           RuntimeError: a failure in a step of another thread or stream has ended the requests.
         """
-        vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
+        if others:
+            vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
+        checks.require(checks.boolean("use_tqdm", use_tqdm))
         requests, outputs = self._make_requests(prompts, sampling_params, prompt_token_ids, streams=False), {}
-        with progress_bar(requests, use_tqdm) as update:
-            for output in self.replicas.serve(requests):
+        with progress_bar(requests) if use_tqdm else contextlib.nullcontext() as bar:
+            for output in self._serving.serve(requests):
                 if output.finished:
                     outputs[output.request_id] = output
-                update()
+                if bar is not None:
+                    bar()
         return [outputs[request.request_id] for request in requests]
 
     def stream(
@@ -357,7 +362,7 @@ class LLM:
             proportional to their length; complete outputs, copied at each token, take quadratic time.
         """
         requests = self._make_requests(prompts, sampling_params, streams=True)
-        return self.replicas.serve(requests, Request.take_delta if delta else Request.output)
+        return self._serving.serve(requests, Request.take_delta if delta else Request.output)
 
     def chat(
         self,
@@ -392,4 +397,4 @@ class LLM:
 
     def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
         asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)
-        return self.replicas.new_requests(asked)
+        return self._serving.new_requests(asked)

@@ -7,23 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax import checks
-
 if TYPE_CHECKING:
     from ksana_jax.engine.completion import Request
 
 
 @contextlib.contextmanager
-def progress_bar(requests: Sequence[Request], shown: bool) -> Iterator[Callable[[], None]]:
-    """Draws a bar while requests run, and yields the function that updates it.
-
-    Raises:
-      ValueError: `shown` is not True or False.
-    """
-    checks.require(checks.boolean("use_tqdm", shown))
-    if not shown:
-        yield lambda: None
-        return
+def progress_bar(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+    """Draws a bar while requests run, and yields the function that updates it."""
     # Slow to import, and rarely used.
     from rich.console import Console
     from rich.progress import (

@@ -1,4 +1,4 @@
-"""Several engines with one model, each on devices of its own, behind the calls that `LLM` makes of one engine.
+"""Several engines with one model, each on devices of its own, with the methods of `Engine` by which `LLM` is served.
 
 A request goes to one engine, which serves it alone. While requests are served, each engine that has some runs in a
 thread: its device computes while the threads of others schedule. Requests are numbered and seeded as by one engine, so
@@ -155,13 +155,6 @@ class Replicas:
         Raises:
           Exception: that of a replica's step, which ends its requests; raised when those of the others have ended.
         """
-        if len(self.replicas) == 1:
-            return self.replicas[0].engine.serve(requests, report)
-        return self._serve_together(requests, report)
-
-    def _serve_together(
-        self, requests: Seq[Request], report: Callable[[Request], RequestOutput]
-    ) -> Iterator[RequestOutput]:
         shares: dict[int, list[Request]] = {}
         loads: collections.Counter[int] = collections.Counter()
         for request in requests:
