@@ -18,8 +18,8 @@ from ksana_jax.hosts.job import Job, end_process, join
 from ksana_jax.hosts.setting import HostsSetting
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.load import open_model
+from ksana_jax.runner.packing import Submitted
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.submitted import Submitted
 from ksana_jax.sources import model_path
 
 logger = logging.getLogger("ksana_jax")
@@ -158,7 +158,8 @@ class _Engine:
     def _submit(self, steps: list[Submitted]) -> None:
         """Finishes the steps before the newest ones, while the devices compute those."""
         for submitted in self._submitted:
-            submitted.finish_moves()
+            if submitted.finish_moves is not None:
+                submitted.finish_moves()
         self._submitted = steps
 
     def move(self, moves: Moves) -> None:

@@ -21,10 +21,9 @@ from ksana_jax.hosts.job import Job
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.patterns import AttentionPattern
-from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.packed_step import PackedLoop, PackedStep
+from ksana_jax.runner.decode_loop import LoopKey, PackedLoop
+from ksana_jax.runner.packing import PackedStep, Submitted
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.submitted import Submitted
 from ksana_jax.sources import model_path
 from ksana_jax.step.contract import Part, StepOutput, StepShape
 from ksana_jax.step.drafts import Drafts

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, step_packed
@@ -47,6 +49,18 @@ class Stop(NamedTuple):
 
     most: Any
     least: Any = None
+
+
+class PackedLoop(NamedTuple):
+    """Decode steps of one call. vectors: [steps, n], see `PackedStep`.
+
+    stop: when it ends early; None for never.
+    """
+
+    key: LoopKey
+    vectors: np.ndarray
+    moves: Moves | None
+    stop: Stop | None = None
 
 
 def only_decodes(shape: StepShape) -> bool:

@@ -28,19 +28,23 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.parallel.placement import ONE_DEVICE, Placement
 from ksana_jax.patterns import AttentionPattern, stack
-from ksana_jax.runner.array_shapes import array_shapes
 from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.decode_loop import LoopKey, Stop, lower_loop, serves
+from ksana_jax.runner.decode_loop import LoopKey, PackedLoop, Stop, lower_loop, serves
 from ksana_jax.runner.evicting import Evictor
-from ksana_jax.runner.movers import BlockMover, Saved
-from ksana_jax.runner.packed_step import PackedLoop, PackedStep
-from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.movers import BlockMover
+from ksana_jax.runner.packing import (
+    Fetched,
+    FetchedVerification,
+    PackedStep,
+    Packing,
+    Submitted,
+    array_shapes,
+    bucket_of_top,
+)
 from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
-from ksana_jax.runner.submitted import Fetched, FetchedStep, FetchedVerification, Submitted
 from ksana_jax.runner.token_programs import (
     OutputHead,
     VerificationKey,
-    bucket_of_top,
     report_packing,
     scores_packing,
     settings_packing,
@@ -120,7 +124,6 @@ class Runner:
         self.params = products.weights(self.params, config, self._tuning.joins_matrices, consume=consume_params)
         self.num_repositioned_sinks = max_repositioned_sinks
         self.ropes = layer_ropes(config, max_model_len)
-        self.sink_width = -(-max_repositioned_sinks // layout.block_size)
         make = functools.partial(placement.pool, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
@@ -139,8 +142,7 @@ class Runner:
 
     @property
     def _network(self) -> Network:
-        places = self.layout.places, self.layout.residual_places
-        local = self.placement.local_model(self.config)
+        places, local = (self.layout.places, self.layout.residual_places), self._local
         sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
         return Network(
             local, self.ropes, *places, sinks, implementation, observers, self.operators, self._tuning, self.placement
@@ -211,8 +213,7 @@ class Runner:
     def submit(self, step: StepInput) -> Submitted:
         """Starts one step; see `step.Executor`. New shapes are compiled first."""
         if self.chooses_in_step and serves(step):
-            [submitted] = self.submit_together([step])
-            return submitted
+            return self.submit_together([step])[0]
         return self.run(self.pack(step))
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
@@ -222,8 +223,7 @@ class Runner:
     def pack(self, step: StepInput) -> PackedStep:
         """Returns all that `run` takes of a step."""
         rows = self.params.embed[step.arrays.tokens] if self.embeds_on_host else None
-        vector = self.packed(step.shape, step.arrays, step.sampling)
-        return PackedStep.of(step, vector, rows, functools.partial(bucket_of_top, vocab_size=self.config.vocab_size))
+        return PackedStep.of(step, self.packed(step.shape, step.arrays, step.sampling), rows, self.config.vocab_size)
 
     def pack_loop(
         self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
@@ -237,8 +237,8 @@ class Runner:
 
     def run(self, step: PackedStep) -> Submitted:
         """Starts one step."""
-        before = self.num_compilations
-        saved, move_s = self._start_moves(step.moves)
+        before = len(self._compiled)
+        finish, move_s, compiled = self._start_moves(step.moves)
         run = self.compile_step(step.shape)
         given = self._fed(step.shape) if step.rows is None else step.rows
         self.cache, hidden, sampled, settings = run(self.params, self.cache, step.vector, given, self._seen.arrays)
@@ -249,8 +249,8 @@ class Runner:
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
         asked = settings if step.samples else None, step.dense
         if step.drafts is not None:
-            verify = self._program(key := step.verification_key)
-            arguments = self.params, sampled, *asked, step.drafts_for(key)
+            verify = self._program(key := VerificationKey.of_step(step))
+            arguments = self.params, sampled, *asked, key.drafts_of(step)
             if key.tree:
                 self.cache, report = verify(self.cache, step.slots, *arguments)
             else:
@@ -260,22 +260,19 @@ class Runner:
             choose = self.compile_sampler(sampled, step.num_sampled, step.samples, step.dense is not None, step.num_top)
             self._sampled, report = choose(self.params, sampled, *asked)
             tokens = Fetched(report, report_packing(step.num_sampled, step.num_top))
-        finish, compiled = functools.partial(self.mover.finish, saved), self.num_compilations > before
-        return Submitted(finish, move_s, tokens, prompt_scores, compiled)
+        return Submitted(finish, move_s, tokens, prompt_scores, compiled or len(self._compiled) > before)
 
     def run_loop(self, loop: PackedLoop) -> list[Submitted]:
         """Starts several steps in one call."""
-        before = self.num_compilations
-        saved, move_s = self._start_moves(loop.moves)
+        before = len(self._compiled)
+        finish, move_s, compiled = self._start_moves(loop.moves)
         run, given = self._program(loop.key), self._fed(loop.key.shape)
         self.cache, self._sampled, reports, drawn_from = run(
             self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop
         )
         fetched = Fetched(reports, report_packing(loop.key.shape.num_tokens, loop.key.num_top))
-        finish, compiled = functools.partial(self.mover.finish, saved), self.num_compilations > before
-        first = Submitted(finish, move_s, FetchedStep(fetched, 0), None, compiled, drawn_from)
-        others = (FetchedStep(fetched, at) for at in range(1, len(loop.vectors)))
-        return [first, *(Submitted(lambda: None, 0.0, other, None) for other in others)]
+        first = Submitted(finish, move_s, compiled=compiled or len(self._compiled) > before, drawn_from=drawn_from)
+        return first.of_loop(fetched, len(loop.vectors))
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""
@@ -294,17 +291,19 @@ class Runner:
 
     def move(self, moves: Moves) -> None:
         """Makes moves outside a step; see `step.Executor`."""
-        saved, _ = self._start_moves(moves)
-        self.mover.finish(saved)
+        if (finish := self._start_moves(moves)[0]) is not None:
+            finish()
 
-    def _start_moves(self, moves: Moves | None) -> tuple[list[Saved], float]:
-        """Starts moves, if there are any, on the device; returns what `BlockMover.start` does, besides the pool."""
+    def _start_moves(self, moves: Moves | None) -> tuple[Callable[[], None] | None, float, bool]:
+        """Starts moves on the device; returns what finishes them on the host, or None, the seconds they took if they
+        were waited for, and whether a program was compiled for them."""
         if moves is None:
-            return [], 0.0
+            return None, 0.0, False
+        before = self.num_compilations
         if self.evictor is not None:
             self.cache = self.evictor.start(self.cache, moves.evictions)
         self.cache, saved, move_s = self.mover.start(self.cache, moves)
-        return saved, move_s
+        return functools.partial(self.mover.finish, saved), move_s, self.num_compilations > before
 
     def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         """Compiles programs ahead of time; those already compiled cost nothing.

@@ -15,10 +15,9 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
 from ksana_jax.parallel.placement import Placement
-from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.packing import Packing, packed
-from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough
+from ksana_jax.runner.packing import PackedStep, Packing, packed
+from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
@@ -41,10 +40,6 @@ def sampling_shapes(size: int, vocab_size: int | None) -> Any:
         return settings
     counts, in_prompt, bias = (array(dtype, vocab_size) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
     return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
-
-
-def bucket_of_top(count: int, vocab_size: int) -> int:
-    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
 
 
 @functools.cache
@@ -213,6 +208,20 @@ class VerificationKey(NamedTuple):
         drawn_from = drawn_from if rule in RULES else None
         part = shape.parts[0] if by_row else None
         return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, tree)
+
+    @classmethod
+    def of_step(cls, step: PackedStep) -> VerificationKey:
+        """Returns the key for a step with drafts."""
+        assert step.drafts is not None
+        drawn, tree = step.drafts.drawn_from, step.drafts.parents is not None
+        sizes = None if drawn is None else tuple(drawn.shape[:2])
+        rule = rule_of(step.acceptance, step.samples)
+        return cls.of(step.shape, step.samples, step.dense is not None, step.num_top, rule, sizes, tree)
+
+    def drafts_of(self, step: PackedStep) -> Drafts | FlatDrafts:
+        """Returns a step's drafts as the program takes them."""
+        assert step.drafts is not None
+        return step.drafts.flat(self.count) if self.part is None else step.drafts
 
 
 def verify_tokens(

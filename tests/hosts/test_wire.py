@@ -17,7 +17,7 @@ from ksana_jax.hosts.wire import Channel, Closed, encoded
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.patterns import AttentionPattern
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.packed_step import PackedStep
+from ksana_jax.runner.packing import PackedStep
 from ksana_jax.step.contract import Part, StepShape
 
 
