@@ -154,7 +154,8 @@ class KVMemory:
 
     def take_moves(self) -> Moves | None:
         """Returns the copies that the executor must make before it computes; None if there are none."""
-        return self.moves.take()
+        moves = self.moves
+        return moves.take() if moves.saves or moves.copies or moves.loads or moves.evictions else None
 
     def commit(self) -> None:
         """Confirms that the moves taken have been made."""

@@ -83,10 +83,8 @@ class PendingMoves:
         self.evictions.append(evictions)
         self._counters.evicted += int((evictions.num_tokens - evictions.num_kept).sum())
 
-    def take(self) -> Moves | None:
-        """Returns the pending moves and clears them; None if there are none."""
-        if not (self.saves or self.copies or self.loads or self.evictions):
-            return None
+    def take(self) -> Moves:
+        """Returns the pending moves and clears them."""
         self._counters.loaded += len(self.loads)
         moves = Moves(
             _pairs((block, slot) for slot, block in self.saves.items()),
