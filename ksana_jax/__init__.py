@@ -1,10 +1,21 @@
 """A research engine for KV-cache memory and scheduling in LLM inference.
 
-Reading order: `request` (requests and outputs), `config` (settings), `patterns` (which positions a query sees),
-`models/transformer` (the network), `ops/attention` and `ops/pool` (paged keys and values), `kv/memory` (where each
-block is), `sequence` and `scheduler/scheduler` (what runs in a step), `step/builder` (a step as arrays),
-`runner/runner` (compiled steps), `engine/engine` (the engine loop), `engine/llm` (the public class `LLM`),
-`engine/async_llm` (the same for an event loop).
+Files in the order in which a greedy request enters them on a CPU; `examples/one_request.py` has the loop in one page:
+
+  call      `request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts and token ids),
+            `engine/engine` (the loop over steps), `engine/changes` (its lock), `engine/intake` (checks of requests),
+            `engine/completion` (their output)
+  schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
+            `sequence` (the rows of a step), `scheduler/waiting` (admission), `scheduler/running` (budget and
+            preemption), `scheduler/row_blocks` (block tables), `kv/block_manager` (free blocks)
+  build     `engine/steps` (submission and report), `step/builder` (a step as arrays), `step/buckets` (their sizes)
+  run       `runner/runner` (compiled steps), `runner/packing` (one transfer each way), `runner/step_program` (layers),
+            `models/transformer`, `models/operators`, `models/rope`, `ops/paged` (attention in one layer),
+            `native/layer` (products in C++), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
+            `sampling/sampler` (the next token)
+
+`config` (settings) and `engine/build` (the parts of an engine) come before the first request. `engine/async_llm` is
+`LLM` for an event loop. `patterns` says which positions a query sees, `ops/attention` what attention computes.
 
 Array names end in their dimensions if code handles more than one shape:
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ PACKAGE = Path(ksana_jax.__file__).parent
 
 # Files entered, all of their lines, and moves from one file to another. They may only fall, each bound with its count.
 BOUNDS = {"first": (62, 12_187, 1_411), "later": (32, 7_947, 746)}
+
+# The files that the package's docstring names, without what it says of others.
+ORDER = re.compile(r"greedy request enters them on a CPU;[^\n]*\n\n(.*?)\n\n", re.DOTALL)
 
 
 def walked(function) -> tuple[list[str], list[str]]:
@@ -86,6 +90,16 @@ def test_a_greedy_request_leads_through_no_more_files_and_lines_than_before(walk
     names = " ".join(dict.fromkeys(files))
     bounds = BOUNDS[request_]
     assert all(map(int.__le__, found, bounds)), f"files, lines, moves {found}, at most {bounds}: {names}"
+
+
+@machine.native_products
+@pytest.mark.cpu("the files of other devices differ")
+def test_the_package_names_files_in_the_order_in_which_they_are_entered(walks):
+    named = ORDER.search(ksana_jax.__doc__ or "")
+    assert named is not None
+    files = [f"{name}.py" for name in re.findall(r"`([a-z_/]+)`", named[1])]
+    assert len(files) > 20 and not [name for name in files if name not in walks["first"]]
+    assert files == sorted(files, key=walks["first"].index)
 
 
 def test_a_step_is_three_calls_from_generate(walks):
