@@ -49,7 +49,7 @@ def forget() -> None:
 
 
 def defers(function: F) -> F:
-    """Marks a function that defers Ctrl-C as `defer` does, without a call more on the stack."""
+    """Marks a function that calls `enter` and `leave`; one with an argument `defers`, where that is true."""
     _deferring.add(function.__code__)  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
@@ -176,7 +176,7 @@ def _resend() -> None:
 
 def _is_deferred(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code in _deferring:
+        if frame.f_code in _deferring and frame.f_locals.get("defers", True):
             return True
         frame = frame.f_back
     return False

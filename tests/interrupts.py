@@ -56,8 +56,9 @@ class Interrupt:
         if event != "line":
             return self._line
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        # The interpreter looks for signals nowhere between the end of such a block and the release of its lock.
-        if text.startswith("with self._lock"):
+        # The interpreter looks for signals nowhere between the end of such a block and the release of its lock, nor at
+        # `try`, which computes nothing and which the block that it is in does not cover.
+        if text.startswith("with self._lock") or text == "try:":
             return self._line
         self.num_lines += 1
         self._left -= 1

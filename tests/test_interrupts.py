@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from ksana_jax import interrupts
 from ksana_jax.engine.changes import Changes
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 from tests.interrupts import interrupt_some
@@ -55,7 +56,7 @@ def test_an_exception_before_a_change_begins_resets_nothing():
     assert not resets
 
 
-def test_ctrl_c_takes_effect_at_the_end_of_a_change_and_resets_nothing():
+def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_nothing():
     resets, done = [], []
     changes = Changes(resets.append)
 
@@ -65,8 +66,22 @@ def test_ctrl_c_takes_effect_at_the_end_of_a_change_and_resets_nothing():
         done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        changes.run(change)
+        changes.exclusive(True, change)
     assert done and not resets and changes.run(lambda: "next") == "next"
+
+
+def test_ctrl_c_ends_other_changes_of_a_command_at_once():
+    resets, done = [], []
+    changes = Changes(resets.append)
+
+    def change():
+        changes.begin()
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+
+    with pytest.raises(SystemExit), interrupts.command():
+        changes.run(change)
+    assert not done and len(resets) == 1
 
 
 def test_a_reset_that_is_interrupted_is_done_again_by_the_next_change():

@@ -69,9 +69,16 @@ class Changes:
         elif not self.is_inherited:
             self.run(change, *args, **kwargs)
 
-    @interrupts.defers
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change after those of other threads. In the main thread, Ctrl-C takes effect after it.
+        """Runs one change after those of other threads; see `exclusive`."""
+        return self.exclusive(False, change, *args, **kwargs)
+
+    @interrupts.defers
+    def exclusive(self, defers: bool, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs one change after those of other threads.
+
+        Args:
+          defers: whether Ctrl-C takes effect after it. To set and restore its handler takes some 20 us.
 
         Raises:
           KeyboardInterrupt: Ctrl-C was pressed in the meantime.
@@ -81,8 +88,7 @@ class Changes:
         self.check_process()
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
-        is_outermost, changed, pressed = interrupts.enter(sys._getframe(1)), False, False
-        earlier = interrupts.requested()  # by a command that ends, and may still abort what it asked for
+        is_outermost, changed, done = defers and interrupts.enter(sys._getframe(1)), False, False
         try:
             self._waiting.add(threading.get_ident())
             with self._lock:
@@ -94,16 +100,15 @@ class Changes:
                         self._deferred.popleft()()
                     result = change(*args, **kwargs)
                     changed, self._unsound = self._unsound, False
+                    done = True
+                    return result
                 except BaseException as error:
                     if self._unsound or changed:
                         self._recover(error)
                     raise
         finally:
-            if is_outermost:
-                pressed = interrupts.leave() and not earlier
-        if pressed:
-            raise KeyboardInterrupt
-        return result
+            if is_outermost and interrupts.leave() and done:
+                raise KeyboardInterrupt
 
     def _recover(self, error: BaseException) -> None:
         self._unsound = True

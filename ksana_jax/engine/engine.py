@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ksana_jax import interrupts
 from ksana_jax.config import EngineConfig, ModelConfig
 from ksana_jax.engine import steps
 from ksana_jax.engine.changes import Changes
@@ -183,8 +182,7 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    interrupts.check()
-                    outputs = self.changes.run(self._step, news, lambda request: report(request.checked()))
+                    outputs = self.changes.exclusive(True, self._step, news, lambda request: report(request.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self.changes.give_way()
