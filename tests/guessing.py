@@ -43,8 +43,6 @@ class Guessing(SpeculativeMethod):
 class Guesser(Proposer):
     """See `Guessing`. began, ended: what it was told of."""
 
-    reads_texts_alone = True
-
     def __init__(self, method: Guessing):
         self.method, self.rng = method, np.random.default_rng(method.seed)
         self.prompts: dict[int, np.ndarray] = {}

@@ -16,8 +16,6 @@ from ksana_jax.experiments.config import plan
 from ksana_jax.experiments.report import read_report, write_tables
 from ksana_jax.kv.eviction.base import Cached
 
-from ksana_jax import LLM, SamplingParams
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 

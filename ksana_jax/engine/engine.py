@@ -272,11 +272,10 @@ class Engine:
     def _collect(self, step: Step) -> tuple[StepOutput, float]:
         """Waits for a step; returns its output and the time."""
         assert step.pending is not None
-        waits_from = self.clock()
         output = step.pending.result()
         now = self.clock()
         self.memory.commit()
-        steps.note_costs(self.scheduler, step, output, waits_from, now)
+        steps.note_costs(self.scheduler, step, output, now)
         return output, now
 
     def _report_prompts(self, step: Step, output: StepOutput, now: float) -> dict[Completion, int]:

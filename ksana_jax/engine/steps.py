@@ -123,16 +123,16 @@ def note_scheduled(rows: Rows, admitted: Iterable[int], now: float) -> None:
             seq.owner.metrics.scheduled_s = now
 
 
-def note_costs(scheduler: Scheduler, step: Step, output: StepOutput, waits_from: float, now: float) -> None:
+def note_costs(scheduler: Scheduler, step: Step, output: StepOutput, now: float) -> None:
     """Tells those who choose by measured times how long a step took.
 
     Args:
-      waits_from, now: when the host began to wait for the step, and when its output came.
+      now: when its output came.
     """
     memory = scheduler.memory
     if scheduler.speculation is not None:
         shape = None if output.compiled or len(step.batch.chunks) else step.input.shape
-        scheduler.speculation.observe_step(shape, step.began - step.schedule_s, waits_from, now)
+        scheduler.speculation.observe_step(shape, step.began - step.schedule_s, now)
     if memory.swap is not None and memory.swap.weighs_costs:
         prefills = step.batch.num_tokens if len(step.batch.chunks) else 0
         memory.costs.observe(prefills, now - step.began, step.input.moves, output.move_s)

@@ -1,4 +1,4 @@
-"""Compiles ahead of time what the requests of an engine can need, and measures steps whose choice depends on it."""
+"""Compiles ahead of time what the requests of an engine can need."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.step_seconds import decode_seconds
 from ksana_jax.processor import num_cores
 from ksana_jax.request import SamplingParams
 from ksana_jax.runner.keys import keys_for
-from ksana_jax.speculative.goodput import Goodput
 
 
 def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> None:
@@ -35,11 +33,3 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     runner.compile(keys, workers, table_width=widest, moves=moves)
     if speculation is not None:
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)
-        if speculation.goodput is not None:
-            engine.changes.run(_measure_steps, engine, speculation.goodput)
-
-
-def _measure_steps(engine: Engine, goodput: Goodput) -> None:
-    if not engine.has_work:  # else they stay unknown until they are seen in service
-        engine.changes.begin()
-        goodput.set_ahead(decode_seconds(engine))

@@ -29,9 +29,8 @@ class Drafting:
     speculation: Speculation
     longest_step: int
 
-    def draft(self, decodes: np.ndarray, queued: bool) -> Drafts | None:
-        """Returns drafts for decodes that have a block for one token each; None if there are none. queued: whether
-        others wait for rows.
+    def draft(self, decodes: np.ndarray) -> Drafts | None:
+        """Returns drafts for decodes that have a block for one token each; None if there are none.
 
         Beams are chosen by scores, step by step: with them no row has drafts.
         """
@@ -46,7 +45,7 @@ class Drafting:
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
         if self.speculation.needs_blocks:
             most = self.provision.to_drafts(decodes, most)
-        drafts = self.speculation.draft(r, decodes, most, queued)
+        drafts = self.speculation.draft(r, decodes, most)
         if self.speculation.needs_blocks:
             self.row_blocks.trim(decodes, 1 + (0 if drafts is None else drafts.counts))
         elif drafts is not None:

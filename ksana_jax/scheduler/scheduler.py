@@ -241,7 +241,7 @@ class Scheduler:
             if self.speculation is not None:
                 self.speculation.begin(self.rows, batch.admitted)
         if self.drafting is not None and not ahead and not chunks:
-            batch.drafts = self.drafting.draft(decodes, bool(self.waiting))
+            batch.drafts = self.drafting.draft(decodes)
         self._unsettled.append(batch)
         return batch
 
@@ -322,8 +322,6 @@ class Scheduler:
         finished += self._end(sampled, tokens)
         if counts is not None:
             return StepResult(batch.sampled, runs, finished, beams, live_blocks, counts)
-        if self.speculation is not None:
-            self.speculation.watch(r, self.order, bool(self.waiting))
         return StepResult(sampled, tokens, finished, beams, live_blocks)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:

@@ -61,13 +61,10 @@ class Proposer(Protocol):
 
     Attributes:
       needs_blocks: whether rows must have the blocks of their draft tokens before these are drafted.
-      reads_texts_alone: whether drafts follow from the texts, and from nothing that `observe` tells: then drafts that
-        are not verified can be compared with the texts as these go on.
       drawn_shapes: what the first axes of `Drafts.drawn_from` may be.
     """
 
     needs_blocks: bool = False
-    reads_texts_alone: bool = False
     drawn_shapes: Sequence[tuple[int, int]] = ()
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
@@ -138,8 +135,8 @@ class SpeculativeMethod:
         are other ones, for greedy sampling the same.
       num_speculative_tokens_per_batch_size: entries [from, to, K], both inclusive: steps of that many rows draft at
         most K tokens; others draft num_speculative_tokens. None has no entries.
-      adaptive: "goodput" chooses for each step how many tokens are drafted, none if that is fastest, by the measured
-        seconds of steps and the share of drafts that were accepted. "off" drafts as many as it may, so that steps are
+      adaptive: "goodput" chooses how many tokens are drafted, none if that is fastest, by the tokens per second that
+        recent steps of about as many rows yielded with each length. "off" drafts as many as it may, so that steps are
         the same from run to run.
     """
 

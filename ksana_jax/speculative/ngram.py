@@ -70,8 +70,6 @@ class _Index:
 class NGramProposer(Proposer):
     """See `NGram`. A step costs time by its new tokens, whatever the length of the texts."""
 
-    reads_texts_alone = True
-
     def __init__(self, method: NGram, num_rows: int):
         assert method.prompt_lookup_min is not None and method.prompt_lookup_max is not None
         self.most = method.num_speculative_tokens

@@ -79,8 +79,6 @@ class TrieProposer(Proposer):
       continued: decides what follows the newest tokens.
     """
 
-    reads_texts_alone = True
-
     def __init__(
         self, depth: int, match_length: int, max_nodes: int, *, own_outputs: bool, shares: bool, continued: Continue
     ):

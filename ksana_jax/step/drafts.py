@@ -80,25 +80,6 @@ class Drafts(NamedTuple):
         """Returns how far [n, K] each token is from the row's newest one: 1 if it follows that."""
         return self.ancestry()[1]
 
-    def lengths(self, most: np.ndarray) -> np.ndarray:
-        """Returns the most tokens [m, n] of each row that can be accepted together, if its draft ends after `most` [m]
-        tokens: those of a run, or the depth of a tree."""
-        counts = np.minimum(self.counts, most[:, None])
-        if self.parents is None:
-            return counts
-        deepest = np.maximum.accumulate(np.pad(self.depths(), ((0, 0), (1, 0))), axis=1)
-        return deepest[np.arange(len(counts[0])), counts]
-
-    def matched(self, following: np.ndarray) -> np.ndarray:
-        """Returns how many tokens [n] of each row's draft are accepted if the text goes on with `following` [n, K]."""
-        nth = np.arange(self.ids.shape[1])
-        if self.parents is None:
-            return np.cumprod((self.ids == following) & (nth < self.counts[:, None]), axis=1).sum(axis=1)
-        ways, depths = self.ancestry()
-        equal = (self.ids == np.take_along_axis(following, depths - 1, axis=1)) & (nth < self.counts[:, None])
-        right = 1 | (equal << (nth + 1)).sum(axis=1)  # as bits of a way
-        return np.where(ways.view(np.uint32) & ~right[:, None], 0, depths).max(axis=1, initial=0)
-
     def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns which tokens lie on the way to each, and how many these are.
 

@@ -9,7 +9,6 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.draft_models.bild import BildProposer
 from ksana_jax.errors import ConfigError
-from ksana_jax.runner.token_programs import VerificationKey
 from ksana_jax.speculative.speculation import SpeculationCounts
 from tests.engine.drafters import draft_model
 from tests.engine.small import Letters, assert_idle, make_llm, model
@@ -197,16 +196,14 @@ def test_nothing_is_compiled_after_the_warm_up(bild):
     assert (llm.runner.num_compilations, proposer.model.runner.num_compilations) == before
 
 
-def test_with_goodput_the_warm_up_measures_steps_with_its_rule(plain, drafters):
+def test_goodput_changes_no_token_and_compiles_nothing_after_the_warm_up(plain, drafters):
     given = setting(drafters["near"], adaptive="goodput")
     llm = make_llm(Letters(), speculative_config=given, max_num_batched_tokens=32, programs={})
     llm.warm_up(64)
-    speculation, before = llm.engine.scheduler.speculation, llm.runner.num_compilations
-    assert speculation is not None and speculation.goodput is not None
-    assert set(llm.engine.builder.buckets.verifications) <= set(speculation.goodput.costs.ahead)
-    assert {key.acceptance for key in llm.runner.programs if isinstance(key, VerificationKey)} == {"bild"}
-    assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
-    assert llm.runner.num_compilations == before
+    before = llm.runner.num_compilations
+    for _ in range(3):
+        assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+    assert counts_of(llm).num_drafts and llm.runner.num_compilations == before
 
 
 def test_it_says_that_it_is_lossy(drafters, caplog):

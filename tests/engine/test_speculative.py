@@ -7,9 +7,7 @@ from ksana_jax import SamplingParams
 from ksana_jax.config import EngineConfig
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.goodput import UNSEEN
 from ksana_jax.speculative.speculation import SpeculationCounts
-from ksana_jax.step.contract import Part
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
 from tests.guessing import ANSWERS, GUESSES
 from tests.machine import native_products
@@ -190,42 +188,39 @@ def test_nothing_is_compiled_after_the_warm_up():
     assert llm.runner.num_compilations == before
 
 
-def test_the_warm_up_measures_steps_and_leaves_the_pool_as_it_was():
-    llm = guessing("right", 5, adaptive="goodput", enable_prefix_caching=True)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    first = llm.generate(PROMPTS, params)
-    llm.warm_up(64)
-    speculation = llm.engine.scheduler.speculation
-    assert speculation is not None and speculation.goodput is not None
-    buckets, costs = llm.engine.builder.buckets, speculation.goodput.costs
-    assert all(costs.ahead[part] > 0 for part in buckets.verifications)
-    assert all(costs.ahead[Part(count, 1)] > 0 for count in buckets.decodes)
-    compiled = llm.runner.num_compilations
-    again = llm.generate(PROMPTS, params)
-    same(again, first)
-    assert max(output.num_cached_tokens for output in again) > 0
-    assert llm.runner.num_compilations == compiled
-
-
-def test_goodput_looks_at_some_of_the_steps_that_have_no_drafts(monkeypatch):
-    llm = guessing("wrong", 5, adaptive="goodput")
-    speculation = llm.engine.scheduler.speculation
-    assert speculation is not None and speculation.goodput is not None
-    passed, seen = [], []
-    all_steps, observe = speculation.observe_step, speculation.goodput.observe_step
-    monkeypatch.setattr(speculation, "observe_step", lambda *args: passed.append(args) or all_steps(*args))
-    monkeypatch.setattr(speculation.goodput, "observe_step", lambda *args: seen.append(len(passed)) or observe(*args))
+def test_goodput_chooses_by_the_time_of_steps_and_changes_no_token(plain, monkeypatch):
+    """On a clock of the test, by which a step with drafts takes as long as a plain one, or ten times as long."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    for _ in range(4):
-        llm.generate(PROMPTS[:1], params)
-    del passed[:], seen[:]
-    for _ in range(5):
-        llm.generate(PROMPTS[:1], params)
-    assert len(seen) < len(passed) / 3
-    assert max(np.diff([0, *seen, len(passed)])) <= UNSEEN + 1
-    # A rest goes on after a prompt.
-    prompts = {number for number, (shape, *_) in enumerate(passed, 1) if shape is None}
-    assert prompts and not prompts <= set(seen)
+    expected, drafted = answers(plain, PROMPTS[:1], params), {}
+    for factor in (1, 10):
+        llm = guessing("right", 5, adaptive="goodput")
+        speculation, now = llm.engine.scheduler.speculation, [1.0]
+        assert speculation is not None
+        observe = speculation.observe_step
+
+        def timed(shape, began_s, ended_s, observe=observe, now=now, factor=factor):
+            began = now[0]
+            now[0] += 1e-3 * (factor if shape is not None and shape.parts[0].width > 1 else 1)
+            observe(shape, began, now[0])
+
+        monkeypatch.setattr(speculation, "observe_step", timed)
+        for _ in range(12):
+            same(llm.generate(PROMPTS[:1], params), expected)
+        before = counts_of(llm).num_drafts
+        for _ in range(8):
+            same(llm.generate(PROMPTS[:1], params), expected)
+        drafted[factor] = counts_of(llm).num_drafts - before
+        assert_idle(llm)
+    assert drafted[1] > 8 * 8 and 0 <= drafted[10] < 16
+
+
+def test_goodput_compiles_nothing_after_the_warm_up():
+    llm = guessing("right", 5, adaptive="goodput")
+    llm.warm_up(64)
+    compiled, params = llm.runner.num_compilations, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for _ in range(6):
+        llm.generate(PROMPTS, params)
+    assert llm.runner.num_compilations == compiled and counts_of(llm).num_drafts
 
 
 @pytest.mark.parametrize(

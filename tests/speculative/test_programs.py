@@ -38,7 +38,6 @@ def keys_of(monkeypatch):
     """Returns the keys of the programs that the target, and a draft model if there is one, compile ahead of time."""
     found: list[list] = []
     monkeypatch.setattr(Runner, "compile", lambda self, keys, *_, **__: found.append(list(keys)))
-    monkeypatch.setattr("ksana_jax.engine.warming._measure_steps", lambda *_: None)
 
     def keys(asked, num_rows, **settings) -> list[list]:
         llm = LLM("ksana-tiny", num_blocks=64, max_num_seqs=num_rows, **settings)
