@@ -173,14 +173,14 @@ class Speculation:
         if shape is None:
             self.goodput.interrupt()
         elif shape.parts[0].width == 1:
-            self.goodput.observe(shape.parts[0].count, length, ended_s - since, 1.0)
+            self.goodput.observe(shape.parts[0].count, length, ended_s - since)
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
         """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""
         counts, drafted = self.counts, drafts.counts
         self._asked(functools.partial(self.proposer.observe, rows, drafts))
         if self.goodput is not None and self._step_s is not None:
-            self.goodput.observe(len(rows), *self._step_s, 1 + float(num_accepted.mean()))
+            self.goodput.observe(len(rows), *self._step_s, (rows, num_accepted))
         self._of_rows[rows] += np.stack([drafted > 0, drafted, num_accepted], axis=1)
         counts.num_drafts += int(np.count_nonzero(drafted))
         counts.num_draft_tokens += int(drafted.sum())

@@ -21,7 +21,7 @@ class Machine:
     """Runs steps of `rows` rows on a clock of its own.
 
     Args:
-      device_s: seconds of a step of so many padded tokens. acceptance: of a draft token.
+      device_s: seconds of a step of so many padded tokens. acceptance: of a draft token; of each row, if they differ.
       found: share of the steps that ask for drafts which get some.
       host_s: of a step, at the same time as the device's only if it runs ahead, so not after one that asks for drafts.
       asked_s: of the proposer, whenever it is asked. cold_s: of the first step with drafts after another one.
@@ -31,7 +31,7 @@ class Machine:
 
     device_s: Callable[[int], float]
     rows: int
-    acceptance: float
+    acceptance: float | np.ndarray
     found: float = 1.0
     host_s: float = 2e-4
     asked_s: float = 0.0
@@ -47,8 +47,8 @@ class Machine:
         self.goodput, self.rng, self.last = Goodput(self.buckets), np.random.default_rng(self.seed), 0
         self.lengths: list[int] = []
 
-    def step(self, length: int) -> tuple[float, float]:
-        """Returns seconds of a step that asks for drafts of `length` tokens, and tokens of each row."""
+    def step(self, length: int) -> tuple[float, np.ndarray]:
+        """Returns seconds of a step that asks for drafts of `length` tokens, and accepted tokens of each row."""
         drafted = length if self.rng.random() < self.found else 0
         part = Part(self.buckets.num_sampled(self.rows), 1)
         if drafted:
@@ -58,8 +58,8 @@ class Machine:
         seconds += (length != self.last and length > 0) * self.cold_s
         seconds *= 1 + self.noise * self.rng.random() + 49 * (self.rng.random() < self.pauses)
         self.last = length
-        accepted = (self.rng.random((self.rows, drafted)) < self.acceptance).cumprod(axis=1).sum()
-        return seconds, 1 + accepted / self.rows
+        right = self.rng.random((self.rows, drafted)) < np.broadcast_to(self.acceptance, self.rows)[:, None]
+        return seconds, right.cumprod(axis=1).sum(axis=1)
 
     def speed(self, steps: int, length: int | None = None) -> float:
         """Returns tokens of a row per second with drafts of `length` tokens; None lets goodput choose."""
@@ -69,8 +69,8 @@ class Machine:
             self.lengths.append(chosen)
             step_s, new = self.step(chosen)
             if length is None:
-                self.goodput.observe(self.rows, chosen, step_s, new)
-            total_s, tokens = total_s + step_s, tokens + new
+                self.goodput.observe(self.rows, chosen, step_s, (np.arange(self.rows), new))
+            total_s, tokens = total_s + step_s, tokens + 1 + new.mean()
         return tokens / total_s
 
 
@@ -189,14 +189,14 @@ def test_no_step_drafts_more_than_it_may():
 def test_one_long_pause_changes_no_choice_for_long():
     machine = Machine(slope, 4, 0.9)
     machine.speed(1000)
-    machine.goodput.observe(4, machine.goodput.choose(4, 7), 1.0, 8.0)
+    machine.goodput.observe(4, machine.goodput.choose(4, 7), 1.0, (np.arange(4), np.full(4, 7)))
     machine.lengths.clear()
     machine.speed(300)
     assert statistics.mean(length == 7 for length in machine.lengths) > 0.8
 
 
-def small(steps_per_call: int = 1) -> Goodput:
-    config = EngineConfig(max_num_seqs=4, max_model_len=512, speculative_config=CONFIG)
+def small(steps_per_call: int = 1, max_num_seqs: int = 4) -> Goodput:
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=512, speculative_config=CONFIG)
     return Goodput(Buckets.of(config, "test", draft_lengths(config)), steps_per_call)
 
 
@@ -208,9 +208,9 @@ def test_steps_that_share_a_call_take_their_share_of_its_time(steps, step_s, dra
     for step in range(4000):
         lengths.append(goodput.choose(4, 7))
         if lengths[-1]:
-            goodput.observe(4, lengths[-1], step_s, 2.0)
+            goodput.observe(4, lengths[-1], step_s, (np.arange(4), np.ones(4)))
         else:
-            goodput.observe(4, 0, 0.0 if step % steps else 1e-3 * steps, 1.0)
+            goodput.observe(4, 0, 0.0 if step % steps else 1e-3 * steps)
     assert (np.count_nonzero(lengths) > 3000) == drafts
 
 
@@ -218,14 +218,26 @@ def test_a_step_after_one_of_another_kind_is_not_measured():
     goodput = small()
     for _ in range(100):
         assert goodput.choose(4, 7) == 0
-        goodput.observe(4, 0, 1e-3, 1.0)
+        goodput.observe(4, 0, 1e-3)
         goodput.interrupt()
 
 
 def test_steps_that_were_submitted_before_the_choice_do_not_count_for_it():
     goodput = small()
     while not (chosen := goodput.choose(4, 7)):
-        goodput.observe(4, 0, 1e-3, 1.0)
+        goodput.observe(4, 0, 1e-3)
     for _ in range(3 * BLOCK):
-        goodput.observe(4, 0, 1e-3, 1.0)
+        goodput.observe(4, 0, 1e-3)
         assert goodput.choose(4, 7) == chosen
+
+
+def test_drafts_that_help_few_rows_do_not_hold_up_the_others():
+    """Half of the rows have seven tokens accepted, which makes 4.5 tokens of a step that takes twice as long; but the
+    others then take twice as long, too."""
+    rows, seconds = np.arange(8), {0: 1e-3, 4: 2e-3, 7: 2e-3}
+    for accepted, drafts in ((np.array([1, 0] * 4), False), (np.full(8, 1), True)):
+        goodput, lengths = small(max_num_seqs=8), []
+        for _ in range(2000):
+            lengths.append(length := goodput.choose(8, 7))
+            goodput.observe(8, length, seconds[length], (rows, length * accepted) if length else None)
+        assert (np.count_nonzero(lengths) > 1500) == drafts
