@@ -32,7 +32,7 @@ class OperatorSettings:
         .json file of that command, the same by that file.
       attention: paged attention and the write of keys and values. On a CPU "native" is C++, compiled on first use and
         kept; without a C++ compiler "xla" serves.
-      linear: products with weights. On a CPU "packed" lays weights out anew when they are loaded and computes all that
+      linear: products with weights. On a CPU "packed" repacks weights when they are loaded and computes all that
         a layer does besides attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
         64 rows of a step and XLA's for more. With "packed" and "native", a row's result is the same whatever the other
         rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with

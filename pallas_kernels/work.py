@@ -30,7 +30,7 @@ MIN_PIECES = 4
 # Columns of Work.segments.
 TILE, HEAD, PIECE, NUM_PIECES = range(4)
 
-# Bits of Work.care: some query does not see some slot with its own query; some slot lies beyond the newest query and
+# Bits of Work.care: some query does not see some slot with its own query; some slot is beyond the newest query and
 # may hold anything; some slot is a repositioned sink, which a sink query scores.
 MASK, DIRTY, REPOSITIONED = 1, 2, 4
 

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in (*(out / name for name in FILES), *out.glob(bundle.NAMED)):
         path.unlink(missing_ok=True)
     options = ["--peer-python", args.peer_python, "--shard", args.shard, *(["--tiny"] if args.tiny else [])]
-    # Whoever ends this run still gets the table of what there is.
+    # An interrupted run still prints the table of what there is.
     signal.signal(signal.SIGTERM, _interrupt)
     began = time.monotonic()
     try:

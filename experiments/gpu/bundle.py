@@ -77,7 +77,7 @@ def _ptxas(compilers: Mapping[str, Any]) -> str | None:
 def scrub(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns records without absolute paths and without the names of this host and its user."""
     names = {getpass.getuser(), Path.home().name, platform.node(), platform.node().partition(".")[0]}
-    # "root" and the like say nothing of whoever runs this. A name comes before those that it begins with.
+    # "root" and the like say nothing of the person who runs this. A name comes before those that it begins with.
     private = [
         re.escape(name)
         for name in sorted(names, reverse=True)

@@ -16,7 +16,7 @@ from typing import Any
 from experiments.gpu.gauges import Gauges
 from experiments.gpu.marks import mark
 
-# Exit status of a section that has to begin anew without a candidate: its kernel hangs, or broke the CUDA context.
+# Exit status of a section that has to restart without a candidate: its kernel hangs, or broke the CUDA context.
 RESTART = 75
 # A candidate that did so twice takes no further part anywhere.
 STRIKES = 2
@@ -52,7 +52,7 @@ class Context:
       ends: `time.monotonic()` at which the section should be finished.
       tiny: shapes for a processor without a GPU: to try every line, not to measure.
       peer_python: the interpreter that has torch.
-      folder: for files that last as long as the section, also when it is begun anew.
+      folder: for files that last as long as the section, also when it restarts.
       careful: compile one program after the other, so that a compiler that aborts can be told from the others.
       shard: "K/N" takes every N-th spec of correctness.
       began: `time.monotonic()` at which the section was let go.
@@ -142,7 +142,7 @@ class Context:
     @contextlib.contextmanager
     def guard(self, who: str, case: str, seconds: float = 15.0) -> Iterator[None]:
         """Around a run of a candidate's kernel: one that hangs, aborts the process, or after which the device is lost,
-        is recorded as a fault, and the section's process ends to be started anew without it."""
+        is recorded as a fault, and the section's process ends and is restarted without it."""
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, daemon=True).start()
@@ -167,7 +167,7 @@ class Context:
 
     def _restart(self, who: str, case: str, reason: str) -> None:
         self.record("fault", who=who, case=case, reason=reason)
-        self.say(f"{who} on {case}: {reason}: this section begins anew without it")
+        self.say(f"{who} on {case}: {reason}: this section restarts without it")
         os._exit(RESTART)  # a thread may be stuck in the driver
 
     def excluded(self, who: str, case: str) -> bool:
@@ -176,6 +176,6 @@ class Context:
         return len(faults) >= STRIKES or any(r["case"] == case and r["section"] == self.section for r in faults)
 
     def past(self, *kinds: str, section: str | None = None) -> list[dict[str, Any]]:
-        """Records of a section, by default of this one: also those from before it was started anew."""
+        """Records of a section, by default of this one: also those from before it was restarted."""
         section = section or self.section
         return [r for r in read_records(self.records) if r["section"] == section and r["kind"] in kinds]

@@ -4,7 +4,7 @@
     process of section n+1                     imports, waits . . . . . . . . . . . . . . . . . . . . . |go|
 
 A section that overruns or crashes costs only itself; its records up to there stay. One that a signal ends within a
-case, which `marks` name, begins anew without that case.
+case, which `marks` name, restarts without that case.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _environment(scratch: Path) -> Mapping[str, str]:
 
 
 class _Attempts:
-    """Runs one section, anew without the case at fault after each fault."""
+    """Runs one section; after each fault again, without the case at fault."""
 
     def __init__(self, section: Section, limit: float, records: Path, start: Callable[[bool], Child]):
         self._section, self._records, self._start = section, records, start
@@ -129,14 +129,14 @@ class _Attempts:
     def run(self, child: Child) -> tuple[Child, str]:
         """The last process and how the section ended."""
         status = child.run(self.limit)
-        while self._begins_anew(child, status):
+        while self._restarts(child, status):
             self.faults += 1
             child, rest = self._start(self._careful), self._ends - time.monotonic()
             status = child.run(rest) if rest > GRACE_S else "no time after a kernel's fault"
         child.end()
-        return child, status + (f", {self.faults} times begun anew after a kernel's fault" if self.faults else "")
+        return child, status + (f", {self.faults} times restarted after a kernel's fault" if self.faults else "")
 
-    def _begins_anew(self, child: Child, status: str) -> bool:
+    def _restarts(self, child: Child, status: str) -> bool:
         at = marks.take(child.folder)
         if self.faults >= MAX_RESTARTS or (status != "restart" and not (at and status.startswith("crashed"))):
             return False

@@ -34,7 +34,7 @@ from ksana_jax.tokenizers import find_tokenizer
 
 # Of each implementation, by turns, after one that compiles.
 NUM_TIMED = 3
-# Settings of the engines that are measured: all texts at once, computed anew each time.
+# Settings of the engines that are measured: all texts at once, recomputed each time.
 FOR_MEASURING = {
     "numerics": "fast",
     "enable_prefix_caching": False,

@@ -230,7 +230,7 @@ def serve(
 
 
 def _padded(prompt: np.ndarray, width: int) -> np.ndarray:
-    """Returns a prompt that begins anew until it has `width` tokens."""
+    """Returns a prompt that repeats until it has `width` tokens."""
     import numpy as np
 
     return np.resize(prompt, width)

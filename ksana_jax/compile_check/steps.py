@@ -1,4 +1,4 @@
-"""Steps of the engine's own Runner, lowered for one or several devices that are not there."""
+"""Steps of the engine's own Runner, lowered for one or several devices that are not attached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TPUs that are not there, as libtpu describes them."""
+"""Topologies of TPUs that are not attached, as libtpu describes them."""
 
 from __future__ import annotations
 

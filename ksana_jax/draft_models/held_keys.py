@@ -33,7 +33,7 @@ class HeldKeys:
         self._positions[slots], self._tokens[slots] = positions, tokens
 
     def first_missing(self, rows: Rows, which: np.ndarray, until: np.ndarray, since: np.ndarray) -> np.ndarray:
-        """Returns the first text position of each row that lies in its blocks and has no keys there; at most `until`.
+        """Returns the first text position of each row that is in its blocks and has no keys there; at most `until`.
 
         Args:
           rows: with one group of blocks. which: [n] rows. until: [n] position at which to end.

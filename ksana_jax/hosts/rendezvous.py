@@ -88,7 +88,7 @@ def gather(setting: HostsSetting, kinds: Iterable[type]) -> list[Peer]:
     except OSError as error:
         raise ConfigError(f"process 0 cannot listen at {setting.coordinator_address}: {error}") from error
     if not _token() and not ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback:
-        logger.warning("KSANA_JOB_TOKEN is not set: whoever reaches %s may join the job", setting.coordinator_address)
+        logger.warning("KSANA_JOB_TOKEN is not set: anyone reaching %s may join the job", setting.coordinator_address)
     found: dict[int, Peer] = {}
     deadline = time.monotonic() + setting.initialization_timeout
     arrived: queue.SimpleQueue[_Hello] = queue.SimpleQueue()

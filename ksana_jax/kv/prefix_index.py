@@ -200,4 +200,4 @@ class PrefixIndex:
                 children[node.parent] += 1
         for node, count in children.items():
             assert node.num_children == count
-            assert node.is_stored or count or node.num_pins, "a node lies nowhere and leads nowhere"
+            assert node.is_stored or count or node.num_pins, "a node is stored nowhere and leads nowhere"

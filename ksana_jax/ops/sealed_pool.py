@@ -2,7 +2,7 @@
 
 The leaf "kv" [M, 1, 1, K, W] has W bytes for each kv head. In a block of codes they are [Lg, n], for each layer of the
 group the n bytes of `Sealing.encoded`; in a block of exact tokens [sides, B, H] numbers. A group of layers has blocks
-of one kind, so that nothing in a block says which it is, and whoever moves blocks need not know.
+of one kind, so that nothing in a block says which it is, and block moves need not know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Placements on devices that are not there: arrays are shapes, and programs are compiled but not run."""
+"""Placements on devices that are not attached: arrays are shapes, and programs are compiled but not run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AbsentDevice(Placement):
 
 
 class AbsentDevices(TensorParallel):
-    """Several devices that are not there."""
+    """Several devices that are not attached."""
 
     @staticmethod
     def of_this_process(devices: Sequence[Any]) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Tries out what a device can do: `ksana doctor --device`, and the kit for whoever brings a new accelerator.
+"""Tries out what a device can do: `ksana doctor --device`, and the kit for authors of PJRT plugins.
 
 Plugins abort and hang where they lack something, so each group of checks runs in a child process with a time limit.
 

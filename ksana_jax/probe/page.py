@@ -17,7 +17,7 @@ from ksana_jax.probe.withheld import ENDS, without_functions, without_operations
 
 _HEAD = """# Bringing up a new accelerator
 
-The engine runs on any device that jax has a PJRT plugin for. This page is for whoever brings the plugin.
+The engine runs on any device that jax has a PJRT plugin for. This page is for plugin authors.
 
 1. **Register it.** A package with an entry point of the group `jax_plugins`, a module in the namespace package
    `jax_plugins`, or `PJRT_NAMES_AND_LIBRARY_PATHS=npu:/path/to/plugin.so`: then `device: npu` finds it. A library

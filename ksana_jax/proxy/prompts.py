@@ -27,7 +27,7 @@ class PromptReader:
     """Turns prompts into token ids with a model's own tokenizer; the ids of long texts between special tokens are kept.
 
     System prompts and earlier turns of a conversation are such texts. Special tokens are boundaries that no token
-    crosses, so that ids of the parts are ids of the whole; where a probe says that they are not, all is tokenized anew.
+    crosses, so that ids of the parts are ids of the whole; where a probe says otherwise, all is tokenized again.
     """
 
     def __init__(self, tokenizer: Tokenizer):

@@ -86,7 +86,7 @@ async def route(
 
 
 def say(text: str) -> None:
-    """Shows a line to whoever started the command."""
+    """Shows a line to the user of the command."""
     print(f"ksana: {text}", file=sys.stderr, flush=True)
 
 

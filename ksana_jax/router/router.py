@@ -162,7 +162,7 @@ class Router:
 
         Args:
           hashes: of its full blocks; see `hashes_of`.
-          servers: which it has from the start and keeps; one that is not there yet, or comes back, joins when it is
+          servers: which it has from the start and keeps; one that is not up yet, or comes back, joins when it is
             added. Demand may add others. A server takes max_prefixes_per_server prefixes and no more.
 
         Raises:

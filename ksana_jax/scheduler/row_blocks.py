@@ -192,7 +192,7 @@ class RowBlocks:
         """Returns a row's blocks that begin before a text position; all of them if it has evicted tokens."""
         r = self.rows
         evicted = r.num_evicted[:, row].copy()
-        assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is not there"
+        assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is missing"
         starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])
         some = starts < num_tokens - evicted[groups]
         return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens, num_evicted=evicted)
@@ -266,7 +266,7 @@ class RowBlocks:
         r, width = self.rows, self.rows.block_starts.shape[2]
         if not self._windowed:  # nothing was returned
             return 0 * self._groups + starts // self._size
-        # One search in one sorted list: each table lies beyond all positions of the one before it.
+        # One search in one sorted list: each table starts beyond all positions of the one before it.
         tables = np.arange(r.num_groups * len(rows)).reshape(r.num_groups, -1)
         held = (r.block_starts.take(rows, axis=1) + (FAR + 1) * tables[:, :, None]).ravel()
         table = tables.take(which, axis=1)

@@ -38,7 +38,7 @@ class Serving:
       draining: whether the server is ending, and refuses new requests.
       progress: what is done while the model loads, such as "compiling 3 of 12".
       metrics, limits: of the engine, once it is loaded.
-      lag: of the event loop; whoever runs the loop starts it.
+      lag: of the event loop; started by the runner of the loop.
     """
 
     metrics: ServingMetrics

@@ -75,14 +75,14 @@ class Proposer(Protocol):
         """
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Takes note that the layers of the target have other patterns now. No text is in a row."""
+        """Called when the layers of the target get other patterns, while no text is in a row."""
 
     def keep_up(self, texts: Texts, rows: np.ndarray) -> None:
-        """Takes note that a step with chunks has computed tokens of rows [n], before these return the blocks that no
+        """Called when a step with chunks has computed tokens of rows [n], before these return the blocks that no
         later token of theirs sees. Not called for steps without drafts, see `SpeculativeMethod.most_at`."""
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:
-        """Takes note that a text has entered a row: a new request, or one that was preempted.
+        """Called when a text enters a row: a new request, or one that was preempted.
 
         Args:
           token_ids: [length] the text so far. num_prompt: tokens of its prompt.
@@ -102,14 +102,14 @@ class Proposer(Protocol):
         ...
 
     def observe(self, rows: np.ndarray, drafts: Drafts) -> None:
-        """Takes note of what the model has sampled after its drafts, of rows [n] whose texts still end as they did.
+        """Called with the tokens that the model sampled after its drafts, for rows [n] with unchanged texts.
 
         Args:
           drafts: of the rows, perhaps fewer tokens than it has proposed, with `sampled`.
         """
 
     def end(self, row: int, token_ids: np.ndarray, completed: bool) -> None:
-        """Takes note that a text has left its row: it has ended, or waits again after a preemption.
+        """Called when a text leaves its row: it has ended, or waits again after a preemption.
 
         Args:
           token_ids: [length] the whole text. completed: whether it ended by itself.

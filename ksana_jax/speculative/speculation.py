@@ -83,7 +83,7 @@ class Speculation:
         return self.proposer.needs_blocks
 
     def begin(self, rows: Rows, entered: Iterable[int]) -> None:
-        """Takes note of the sequences that have entered some rows."""
+        """Registers the sequences that have entered some rows."""
         for row in entered:
             seq = rows.seqs[row]
             assert seq is not None
@@ -91,7 +91,7 @@ class Speculation:
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
 
     def end(self, row: int, seq: Sequence) -> None:
-        """Takes note that a sequence has left its row."""
+        """Unregisters a sequence that has left its row."""
         drafts, tokens, accepted = (self._of_rows[row] + seq.drafts).tolist()
         seq.drafts, self._of_rows[row] = (drafts, tokens, accepted), 0
         self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
@@ -100,13 +100,13 @@ class Speculation:
             self._last_end_s = 0.0
 
     def end_all(self, rows: Rows) -> None:
-        """Takes note that all sequences have left their rows, after a failure."""
+        """Unregisters all sequences, after a failure."""
         for row, seq in enumerate(rows.seqs):
             if seq is not None:
                 self.end(row, seq)
 
     def keep_up(self, rows: Rows, which: np.ndarray) -> None:
-        """Takes note of what rows [n] have computed; see `Proposer.keep_up`."""
+        """Passes on what rows [n] have computed; see `Proposer.keep_up`."""
         began = time.perf_counter()
         texts = Texts(rows.token_ids, rows.num_tokens, rows)
         self._asked(functools.partial(self.proposer.keep_up, texts, which))

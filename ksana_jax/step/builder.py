@@ -166,7 +166,7 @@ class BatchBuilder:
         at, newest_token = rows.num_computed[decodes], rows.newest[decodes]
         if np.count_nonzero(cut := at + 1 < rows.num_tokens[decodes]):  # chunks of one token
             newest_token[cut] = rows.token_ids[decodes[cut], at[cut]]
-        # A decode is the newest token of its row: it lies in the row's last block.
+        # A decode is the newest token of its row: it is in the row's last block.
         last = rows.num_blocks.take(decodes, axis=1) - 1
         tables_of = np.arange(groups)[:, None] * len(rows.seqs) + decodes
         newest = rows.block_tables.reshape(-1).take(tables_of * rows.block_tables.shape[2] + last)

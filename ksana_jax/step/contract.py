@@ -178,7 +178,7 @@ class StepArrays(NamedTuple):
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
     ancestors: [T] of a tile whose tokens are nodes of a tree, first its root, those that each token sees: bit j for the
-      j-th token of the tile. The slot of the j-th lies j positions after the root's; at what position its key is seen,
+      j-th token of the tile. The slot of the j-th is j positions after the root's; at what position its key is seen,
       `cache_positions` says. Tokens before the root are seen as ever. None unless shape.tree.
     """
 

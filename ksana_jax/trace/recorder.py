@@ -35,7 +35,7 @@ class Recorder:
         self.events: list[recording.Event] = []
         self.num_steps = 0
         self._header = header(engine)
-        # Weakly: whoever drops the engine wants its pool back.
+        # Weakly: a dropped engine must free its pool.
         self._engine = weakref.ref(engine)
         self._clock = engine.clock
         self._created: dict[str, Request] = {}

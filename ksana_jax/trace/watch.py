@@ -118,7 +118,7 @@ class EngineWatch:
         self._log, self._before_step, self._after_step = log, before_step, after_step
         self._running: collections.deque[StepTrace] = collections.deque()
         self._last_result_s = 0.0
-        # Weakly: whoever drops the engine wants its pool back.
+        # Weakly: a dropped engine must free its pool.
         self._engine = weakref.ref(engine)
         self._wrappers = Wrappers()
         self._wrappers.add(engine, "scheduler", "_schedule", self._schedule)

@@ -161,7 +161,7 @@ def _capped(warpgroup: Warpgroup, at: Place, s):
 
 
 def _masked(warpgroup: Warpgroup, at: Place, s):
-    """`_capped` scores with repositioned sinks scored anew, -inf where a query does not see a key."""
+    """`_capped` scores with repositioned sinks scored again, -inf where a query does not see a key."""
     if warpgroup.config.num_sink_queries:
         with_sinks = functools.partial(_with_sinks, warpgroup, at)
         s = lax.cond(at.care & REPOSITIONED != 0, with_sinks, lambda s: s, s)
@@ -184,7 +184,7 @@ def _with_sinks(warpgroup: Warpgroup, at: Place, s):
             plgpu.copy_gmem_to_smem(refs.q_sink_g.at[pair, j], to, refs.sink_bar)
 
         plgpu.barrier_wait(refs.sink_bar)
-        # care is read anew, lest numbers be kept through this loop.
+        # care is read again, lest numbers be kept through this loop.
         other = _scores(warpgroup, at, refs.q_sink_s, refs.care_g[at.tile, at.piece()] >> 3)
         warpgroup.all_have_read(refs.sink_read)
         q_pos, kv_pos = warpgroup.positions(at)

@@ -61,7 +61,7 @@ class Refs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A piece of a segment, and where it lies. piece: gives its number in the tile. care: bits of `Work.care`.
+    """A piece of a segment, and its place. piece: gives its number in the tile. care: bits of `Work.care`.
 
     zero: the three bits of care shifted out: 0, which no compiler knows. So it computes where a wgmma's operands lie
       just before, instead of keeping all these numbers in 50 registers.

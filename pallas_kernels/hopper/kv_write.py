@@ -4,7 +4,7 @@ Bound by memory: every number is read once and written once. A block of threads 
 few), which it holds in registers; it needs no shared memory and no barriers, so that many blocks on a multiprocessor
 hide each other's waits: 8 of them with 32 query and 8 kv heads of 128 (64 registers a thread, compiled for an H200 with
 jax 0.10.2 to 0.12; not yet timed on one). The halves of a head are two matrices [heads, H / 2], because rope pairs
-element i with i + H / 2; a row lies within one warp, which makes the norm and the largest magnitude of a head a few
+element i with i + H / 2; a row is within one warp, which makes the norm and the largest magnitude of a head a few
 shuffles. See `row_layouts`.
 
 The pool is a `jax.Ref`: a kernel of Mosaic aliases those in and out. If the caller donates the array, nothing of the
@@ -68,7 +68,7 @@ class Config:
 def row_layouts(num_heads: int, num_kv_heads: int, width: int):
     """How a warpgroup holds matrices [num_heads, width] and [num_kv_heads, width] in registers.
 
-    A row lies within one warp, and a thread holds up to eight of its neighbours (16 bytes in bfloat16), fewer where
+    A row is within one warp, and a thread holds up to eight of its neighbours (16 bytes in bfloat16), fewer where
     that keeps all threads at work: 8 x 64 is 8 rows at a time, 2 to a warp, each of 16 threads with 4 numbers. Too few
     or odd rows are held, read and written by several threads alike. Both spread one row alike: angles serve both.
     """

@@ -41,7 +41,7 @@ def to_global(ref, x) -> None:
         def one(value, index):
             row, column = index
             there = arith.cmpi(arith.CmpIPredicate.ult, column, limit)
-            # Of columns that are not there, an address inside: it is not written to.
+            # For columns beyond the matrix, an address inside, which is not written to.
             place = utils.memref_slice(to, (arith.select(there, column, arith.constant(limit.type, 0)), row))
             given = [
                 utils.memref_ptr(place),

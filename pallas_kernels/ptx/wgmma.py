@@ -39,7 +39,7 @@ def addresses(descriptor: int, rows: int, depth: int, transposed: bool, size: in
     if transposed:
         if size != 2:
             raise Trap("wgmma: operands of 8 bits cannot be transposed")
-        row, column = column, row  # what lies together is called a column from here on
+        row, column = column, row  # contiguous numbers are called a column from here on
     width = (span or 16) // size  # elements of a row of an atom of 8 rows
     if span == 0:  # atoms of 8 rows of 16 bytes
         if transposed:

@@ -29,7 +29,7 @@ class Chip:
     # Weights that products of few rows read. Record: with it the four products of a layer of Llama-8B with 8 rows are
     # computed 2 % faster than they were. XLA's product with the vocabulary, of 1.05 GB: 4.17.
     weight_bytes_per_s: float = 3.96e12
-    # Of the L2, 50 MB, where an array lies that a launch before has just written. Chips and Cheese, "Nvidia's H100",
+    # Of the L2, 50 MB, for an array that the launch before has just written. Chips and Cheese, "Nvidia's H100",
     # 2023: 5.5 TB/s, measured on an H100 PCIe with fewer multiprocessors.
     l2_bytes_per_s: float = 5.5e12
     # Of it, what is kept until it is used, as both halves may have a copy.

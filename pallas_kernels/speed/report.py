@@ -23,7 +23,7 @@ def read_machines(folder: Path, kernels: Sequence[Any], arch: str, ptxas: str, n
       kernels: those, `aot.report.Kernel`.
 
     Raises:
-      ValueError: a kernel's code is not there, or cannot be read.
+      ValueError: a kernel's code is missing, or cannot be read.
     """
     for path in folder.glob("*.ptxas"):  # Mosaic GPU keeps no cubin
         ptx = path.with_suffix(".ptx")

@@ -85,14 +85,14 @@ def test_a_section_that_hangs_raises_or_crashes_costs_only_itself(tmp_path):
 def test_a_section_begins_anew_after_a_kernels_fault(tmp_path):
     results = fake_run(tmp_path, ["has a faulty kernel"])
     assert RESTART == 75
-    assert results["sections"]["has a faulty kernel"]["status"] == "ok, 1 times begun anew after a kernel's fault"
+    assert results["sections"]["has a faulty kernel"]["status"] == "ok, 1 times restarted after a kernel's fault"
     assert [r["value"] for r in results["records"]] == [0, 1]
 
 
 def test_after_an_abort_that_several_threads_may_have_caused_they_take_turns(tmp_path):
     results = fake_run(tmp_path, ["compiles two programs and aborts"])
     [section] = results["sections"].values()
-    assert section["status"] == "ok, 1 times begun anew after a kernel's fault"
+    assert section["status"] == "ok, 1 times restarted after a kernel's fault"
     assert not [r for r in results["records"] if r["kind"] == "fault"]  # nobody is blamed without need
 
 
@@ -133,7 +133,7 @@ def test_a_kernel_that_aborts_the_process_costs_one_case(tmp_path, monkeypatch):
     driver.run_all([plan.by_name("decode")], out, total_s=100, options=options, program=(sys.executable, str(program)))
     results = driver.load(out / "results.json")
     # Once more where threads were compiling meanwhile: then they take turns first, and nobody is blamed without need.
-    assert re.fullmatch("ok, [12] times begun anew after a kernel's fault", results["sections"]["decode"]["status"])
+    assert re.fullmatch("ok, [12] times restarted after a kernel's fault", results["sections"]["decode"]["status"])
     [fault] = [r for r in results["records"] if r["kind"] == "fault"]
     assert (fault["who"], fault["case"]) == ("bad", "second") and "SIGABRT" in fault["reason"]
     timed = [(r["case"], r["who"]) for r in results["records"] if r["kind"] == "time" and r["mode"] == "chained"]

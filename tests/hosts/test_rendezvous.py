@@ -274,7 +274,7 @@ def test_a_job_that_others_can_join_is_warned_of(host, token, warns, monkeypatch
     monkeypatch.setenv("KSANA_JOB_TOKEN", token)
     with pytest.raises(ConfigError, match="process 1 of 2 have not connected"):
         gather(HostsSetting(f"{host}:{free_port()}", 2, 0, 0.1), ())
-    assert ("KSANA_JOB_TOKEN is not set: whoever reaches 0.0.0.0:" in caplog.text) == warns
+    assert ("KSANA_JOB_TOKEN is not set: anyone reaching 0.0.0.0:" in caplog.text) == warns
 
 
 def test_weights_in_memory_are_refused():

@@ -99,7 +99,7 @@ def _writes(rng: np.random.Generator, tiny: bool) -> list[_Case]:
 
 
 def _write(rng: np.random.Generator, heads: tuple[int, int, int], num_tokens: int, dtype: str, norms: bool) -> Write:
-    """A write to layer 1 of a pool of numbers; every seventh slot lies outside of it."""
+    """A write to layer 1 of a pool of numbers; every seventh slot is outside of it."""
     (n, k, h), size = heads, 64
     num_blocks = 2 * num_tokens // size + 2
 

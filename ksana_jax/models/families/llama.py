@@ -10,7 +10,7 @@ from ksana_jax.models.families.fields import Fields
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    # transformers ignores these in a Llama config, but whoever set them expects a window.
+    # transformers ignores these in a Llama config, but the author of the file expects a window.
     if fields.get("sliding_window") is not None:
         fields.problem(
             "sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text"
