@@ -5,7 +5,7 @@ same versions; only then do all start jax, with their devices in one mesh. From 
 arrays to every other one before it starts the step itself, over the same connection. When that connection breaks, the
 job ends (`job`).
 
-Every process that reaches the coordinator's port must know the token in the environment variable KSANA_JOB_TOKEN; nothing that
-arrives is executed or unpickled (`wire`). jax's own coordination service and collectives (gloo, NCCL) know no token:
+Processes that connect must know the token in the environment variable KSANA_JOB_TOKEN; nothing that they send is
+executed or unpickled (`wire`). jax's own coordination service and collectives (gloo, NCCL) know no token:
 run jobs in a network that you trust.
 """
