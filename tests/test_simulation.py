@@ -151,7 +151,7 @@ def test_lives_find_a_planted_bug(plant, monkeypatch):
     for seed in range(60):
         try:
             live_a_life(random.Random(seed), kind=StoringSimulation)
-        except AssertionError:
+        except (AssertionError, ZeroDivisionError):  # of a step whose moves are all late
             return
     raise AssertionError("60 lives ended well")
 

@@ -46,11 +46,11 @@ class AsyncLife:
         self._compute = self.engine._step
         self.engine._step = self._step  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _step(self) -> list:
+    def _step(self, *asked) -> list:
         """A step, after which the books are checked; in the engine's thread."""
         self.simulation.let_disk_go_on()  # the reset after a failed step makes new tiers
         try:
-            reported = self._compute()
+            reported = self._compute(*asked)
         except FakeExecutor.Failed:
             self.executor.fails, self.failed = None, True
             raise
