@@ -56,7 +56,8 @@ def test_an_exception_before_a_change_begins_resets_nothing():
     assert not resets
 
 
-def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_nothing():
+def interrupted_change():
+    """Returns the changes of an engine, one that Ctrl-C interrupts, its completions, and the resets so far."""
     resets, done = [], []
     changes = Changes(resets.append)
 
@@ -65,20 +66,18 @@ def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_no
         signal.raise_signal(signal.SIGINT)
         done.append(1)
 
+    return changes, change, done, resets
+
+
+def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_nothing():
+    changes, change, done, resets = interrupted_change()
     with pytest.raises(KeyboardInterrupt):
         changes.exclusive(True, change)
     assert done and not resets and changes.run(lambda: "next") == "next"
 
 
 def test_ctrl_c_ends_other_changes_of_a_command_at_once():
-    resets, done = [], []
-    changes = Changes(resets.append)
-
-    def change():
-        changes.begin()
-        signal.raise_signal(signal.SIGINT)
-        done.append(1)
-
+    changes, change, done, resets = interrupted_change()
     with pytest.raises(SystemExit), interrupts.command():
         changes.run(change)
     assert not done and len(resets) == 1

@@ -25,7 +25,7 @@ _NAMES = frozenset("section kind name metric case who mode device_kind".split())
 _FACT = frozenset("section kind name run".split())
 # Of a host: a hash of its name, and its kernel.
 _DROPPED = frozenset(("machine", "platform"))
-# Two or more components, as in "/home/anna/ptxas", after "=", ":" or quotes too, but not those of a URL.
+# Two or more components, as in "/home/anna/ptxas", also after "=", ":" or quotes; paths of URLs do not match.
 _PATH = re.compile(r"(?<![\w.)\]/])(?:file://)?~?/(?!/)(?:[\w.@+~-]+/)+([\w.@+~-]*)")
 
 

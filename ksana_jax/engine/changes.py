@@ -70,12 +70,12 @@ class Changes:
             self.run(change, *args, **kwargs)
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change after those of other threads; see `exclusive`."""
+        """Runs one change while no other thread does; see `exclusive`."""
         return self.exclusive(False, change, *args, **kwargs)
 
     @interrupts.defers
     def exclusive(self, defers: bool, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change after those of other threads.
+        """Runs one change while no other thread does.
 
         Args:
           defers: whether Ctrl-C takes effect after it. To set and restore its handler takes some 20 us.

@@ -127,7 +127,7 @@ def import_bundle(path: Path, folder: Path | None = None) -> Path:
         raise ConfigError(f"{path} has no suffix, and the records need a folder beside it: use --out")
     text, records = _text_of(_read(path)), folder / "records.jsonl"
     if records.exists() and read_bytes(records) != text.encode():
-        raise ConfigError(f"{folder} has other records than those of {path.name}: use --out, or remove them")
+        raise ConfigError(f"{folder} has records of another run than {path.name}: use --out, or remove them")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(records, text)
     return folder

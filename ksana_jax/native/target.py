@@ -21,7 +21,7 @@ STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
 @functools.cache
 def target(symbol: str) -> str:
     """Makes a function of the library known to the platforms of this process that it can compute for; returns the name
-    of the custom call, which is that of this very library: programs that jax has kept on disk call no other.
+    of the custom call, which has the library's hash: programs that jax has kept on disk call no other library.
 
     Raises:
       CannotBuild: the library cannot be compiled here.

@@ -94,7 +94,7 @@ $ ksana generate ksana-tiny --prompt "def main(" --device "{platform: npu, plugi
 $ ksana generate ksana-tiny --prompt "def main(" --device "{platform: npu, plugin: $NPU, features: {branches: false}}"
 ```
 
-Run an experiment, and compare its table with that of a CPU: perplexities agree to rounding.
+Run an experiment, and compare its table with a CPU's: perplexities agree to rounding.
 
 ```console
 $ ksana run quickstart --out runs/npu engine.device="{platform: npu, plugin: $NPU}"

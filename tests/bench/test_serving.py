@@ -306,8 +306,7 @@ def test_a_late_sender_voids_a_run_unless_all_requests_come_at_once(monkeypatch,
     bench = Faked(requests=3, rate=rate, slo="e2e=10")
     bench.url = "http://a"  # lateness is judged where the sender is a process of its own
     monkeypatch.setattr(Faked, "_open_server", lambda self, url: _about(self))
-    records, _ = core.run(bench, 1)
-    report = command.report_of(bench, records)
+    report = command.report_of(bench, core.run(bench, 1)[0])
     assert ("void: the sender was" in " ".join(report.notes)) == (rate == "50") and report.conclusion == ""
     assert ("void" in [column.key for column in report.columns]) == (rate == "50")
 

@@ -138,7 +138,7 @@ def test_an_import_is_repeated_but_replaces_no_other_records(written, tmp_path):
     before = (folder / "records.jsonl").read_bytes()
     assert import_bundle(path) == folder and (folder / "records.jsonl").read_bytes() == before
     written(time_of(us=300.0))
-    with pytest.raises(ConfigError, match=r"has other records than those of gpu-.*: use --out"):
+    with pytest.raises(ConfigError, match=r"has records of another run than gpu-.*: use --out"):
         import_bundle(path)
     assert (folder / "records.jsonl").read_bytes() == before
     assert import_bundle(path, tmp_path / "new").name == "new"

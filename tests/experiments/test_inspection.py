@@ -62,9 +62,10 @@ def test_one_command_writes_picture_numbers_and_blocks(experiment, tmp_path, cap
     block = numbers["block_bytes"]
     assert numbers["moved_bytes"]["host to device"] >= numbers["swapped_blocks"]["in"] * block > 0
     assert 0 < numbers["fragmentation"] < 0.5 and numbers["peak_blocks"] <= numbers["peak_unshared_blocks"]
-    arrays = np.load(tmp_path / "pool.npz")
-    assert arrays["device_owners"].shape == (numbers["num_steps"], 12) and len(written["steps"]) == numbers["num_steps"]
-    held = (arrays["device_owners"] >= 0).sum(axis=1).tolist()
+    with np.load(tmp_path / "pool.npz") as arrays:
+        owners = arrays["device_owners"]
+    assert owners.shape == (numbers["num_steps"], 12) and len(written["steps"]) == numbers["num_steps"]
+    held = (owners >= 0).sum(axis=1).tolist()
     assert held == [s["held"]["device"] for s in written["steps"]]
     assert sum(held) / len(held) / 12 == pytest.approx(numbers["utilisation"])
     first, _, *blocks = (tmp_path / "blocks.txt").read_text().splitlines()
