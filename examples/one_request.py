@@ -12,12 +12,12 @@ import sys
 
 import numpy as np
 
-from ksana_jax.config import EngineConfig
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.core.sources import model_path
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
 from ksana_jax.loading.load import open_model
-from ksana_jax.request import SamplingParams
-from ksana_jax.sources import model_path
 from ksana_jax.tokenizers import load_tokenizer
 
 

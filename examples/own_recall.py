@@ -3,14 +3,14 @@
   cd examples && ksana run recall settings.kind=own_recall:shelf
 
 A kind draws a fact and returns a function that writes the text with a given number of filler lines. Lengths in tokens,
-seeds, scoring, table and figure come for free. `ksana_jax.recall.kinds` has more, and helpers are next to it.
+seeds, scoring, table and figure come for free. `ksana_jax.lab.recall.kinds` has more, and helpers are next to it.
 """
 
 from __future__ import annotations
 
 import random
 
-from ksana_jax.recall import Draft, Writer
+from ksana_jax.lab.recall import Draft, Writer
 
 BOOKS = ("Middlemarch", "Dubliners", "The Odyssey", "Candide")
 

@@ -2,20 +2,21 @@
 
 Files in the order in which a greedy request enters them on a CPU; `examples/one_request.py` has the loop in one page:
 
-  call      `request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts and token ids),
+  call      `core/request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts, token ids),
             `engine/engine` (the loop over steps), `engine/changes` (its lock), `engine/intake` (checks of requests),
             `engine/completion` (their output)
   schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
-            `sequence` (the rows of a step), `scheduler/waiting` (admission), `scheduler/running` (budget and
+            `scheduler/sequence` (the rows of a step), `scheduler/waiting` (admission), `scheduler/running` (budget and
             preemption), `scheduler/row_blocks` (block tables), `kv/block_manager` (free blocks)
-  build     `engine/steps` (submission and report), `step/builder` (a step as arrays), `step/buckets` (their sizes)
+  build     `engine/steps` (submission and report), `scheduler/step/builder` (a step as arrays),
+            `scheduler/step/buckets` (their sizes)
   run       `runner/runner` (compiled steps), `runner/packing` (one transfer each way), `runner/step_program` (layers),
             `models/transformer`, `models/operators`, `models/rope`, `ops/paged` (attention in one layer),
             `native/layer` (products in C++), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
             `sampling/sampler` (the next token)
 
-`config` (settings) and `engine/build` (the parts of an engine) come before the first request. `engine/async_llm` is
-`LLM` for an event loop. `patterns` says which positions a query sees, `ops/attention` what attention computes.
+`core/config` (settings) and `engine/build` (the parts of an engine) come before the first request. `engine/async_llm`
+is `LLM` for an event loop. `core/patterns` says which positions a query sees, `ops/attention` what attention computes.
 
 Array names end in their dimensions if code handles more than one shape:
 
@@ -30,17 +31,18 @@ Array names end in their dimensions if code handles more than one shape:
 
 from typing import TYPE_CHECKING
 
-from ksana_jax.lazy import lazy_names
+from ksana_jax.core import moved
+from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ksana_jax.config import EngineConfig, ModelConfig
+    from ksana_jax.core.config import EngineConfig, ModelConfig
+    from ksana_jax.core.patterns import AttentionPattern
+    from ksana_jax.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
-    from ksana_jax.patterns import AttentionPattern
-    from ksana_jax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
     from ksana_jax.runner.example import StepFunction
-    from ksana_jax.step.contract import Part, StepShape
+    from ksana_jax.scheduler.step.types import Part, StepShape
 
 __version__ = "0.1.0"
 
@@ -48,13 +50,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
-    "ksana_jax.request": "SamplingParams RequestOutput CompletionOutput Logprob",
-    "ksana_jax.patterns": "AttentionPattern",
-    "ksana_jax.config": "ModelConfig EngineConfig",
+    "ksana_jax.core.request": "SamplingParams RequestOutput CompletionOutput Logprob",
+    "ksana_jax.core.patterns": "AttentionPattern",
+    "ksana_jax.core.config": "ModelConfig EngineConfig",
     "ksana_jax.loading.load": "load_model",
     "ksana_jax.runner.example": "StepFunction",
-    "ksana_jax.step.contract": "StepShape Part",
+    "ksana_jax.scheduler.step.types": "StepShape Part",
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
 __all__ += ["ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
+moved.install()

@@ -1,6 +1,6 @@
 """The `ksana` command, also as `python -m ksana_jax`. Handles Ctrl-C before anything that takes time is imported."""
 
-from ksana_jax import interrupts
+from ksana_jax.core import interrupts
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from ksana_jax import processor
-from ksana_jax.compilation_cache import keep_compiled_steps
-from ksana_jax.errors import ConfigError
+from ksana_jax.core import processor
+from ksana_jax.core.compilation_cache import keep_compiled_steps
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.disk import failpoints
 from tests import mappings
 from tests.devices.plugin import DEVICE as PLUGIN
@@ -154,7 +154,7 @@ def quick_compiles():
 def few_shapes():
     """Engines of a module have one bucket of each kind, so at most three shapes of steps: compiling is what tests wait
     for. `tests/engine/test_invariances.py` has all buckets."""
-    from ksana_jax.step.buckets import Buckets
+    from ksana_jax.scheduler.step.buckets import Buckets
 
     original = Buckets.of
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.draft_models.proposer import DraftModelProposer
-from ksana_jax.draft_models.small_model import SmallModel
-from ksana_jax.patterns import FULL
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import FULL
+from ksana_jax.engine.draft_models.proposer import DraftModelProposer
+from ksana_jax.engine.draft_models.small_model import SmallModel
 from ksana_jax.runner.decode_loop import Stop
-from ksana_jax.speculative.base import ProposerContext, SpeculativeMethod
-from ksana_jax.step.contract import StepInput, StepOutput
+from ksana_jax.scheduler.speculative.base import ProposerContext, SpeculativeMethod
+from ksana_jax.scheduler.step.types import StepInput, StepOutput
 from tests.fake_executor import FakeExecutor
 from tests.fake_network import HEAD_DIM, VOCAB
 

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from ksana_jax.patterns import FULL, AttentionPattern
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from tests.fakes import FULLY, VOCAB, Patterns, reference_hidden, reference_tokens, score, until_stop
 from tests.reference import literal
 

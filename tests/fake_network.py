@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ksana_jax.patterns import FULL, AttentionPattern
-from ksana_jax.step.contract import TokenScores
+from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.scheduler.step.types import TokenScores
 from tests.reference import literal
 
 VOCAB, HEAD_DIM = 97, 8

@@ -13,7 +13,7 @@ from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION
 from ksana_jax.kv.moves import Evictions, Moves
-from ksana_jax.step.contract import StepArrays, StepInput
+from ksana_jax.scheduler.step.types import StepArrays, StepInput
 from tests.fake_network import HEAD_DIM, mix
 from tests.fakes import FakeExecutor
 

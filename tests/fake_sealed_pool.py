@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.step.contract import StepArrays
+from ksana_jax.scheduler.step.types import StepArrays
 from tests.fake_network import HEAD_DIM, attend
 from tests.fake_pool import StoringExecutor, digest, vectors
 

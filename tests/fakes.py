@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
-from ksana_jax.request import SamplingParams
-from ksana_jax.sequence import Rows
-from ksana_jax.speculative import draft_lengths, draws_trees
-from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import ScheduledBatch, StepInput
+from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.builder import BatchBuilder
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 from tests.fake_executor import FakeExecutor
 from tests.fake_network import FULLY, HEAD_DIM, VOCAB, Patterns
 from tests.fake_network import SINKS as SINKS

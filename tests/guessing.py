@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
+from ksana_jax.scheduler.step.drafts import Drafts
 from tests.fake_network import VOCAB
 
 GUESSES = ("right", "wrong", "random", "right at first", "stops", "nothing", "raises", "nonsense")

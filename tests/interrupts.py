@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.engine import Request
-from ksana_jax.request import FinishReason
 from tests.expected import LONGEST
 from tests.fakes import asking
 from tests.simulation import Simulation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from ksana_jax import refusals
-from ksana_jax.refusals import REFUSALS
+from ksana_jax.core import refusals
+from ksana_jax.core.refusals import REFUSALS
 
 # Names of settings as `Simulation.drawn` gives them, and what the list of refusals calls them.
 SETTINGS = {

@@ -9,6 +9,6 @@ def test_...():
 
 import pytest
 
-from ksana_jax.sources import fetched
+from ksana_jax.core.sources import fetched
 
 smollm2 = pytest.mark.skipif(fetched("smollm2") is None, reason="needs `ksana fetch smollm2`")

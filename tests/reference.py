@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.patterns import AttentionPattern, per_layer
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import AttentionPattern, per_layer
 
 
 def _norm(x, weight, eps):

@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.codecs.registry import find_sealing
 from ksana_jax.kv.engine_layout import make_layout
-from ksana_jax.patterns import AttentionPattern
 from tests.expected import LONGEST, PATTERNS, beams_by, seen_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import digest, vectors

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from ksana_jax.request import SamplingParams
+from ksana_jax.core.request import SamplingParams
 from tests.expected import LONGEST
 from tests.fakes import asking, prompt_of
 

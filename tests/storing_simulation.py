@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.patterns import FAR, FULL
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.patterns import FAR, FULL
 from tests.expected import LONGEST, PATTERNS, beams_by
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, mass, rounded, vectors

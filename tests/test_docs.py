@@ -16,14 +16,14 @@ from packaging.requirements import Requirement
 from typer.main import get_command
 
 from ksana_jax import AttentionPattern, cli
-from ksana_jax.config import EngineConfig
-from ksana_jax.experiments.config import plan
-from ksana_jax.gguf_file import TYPES
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.gguf_file import TYPES
+from ksana_jax.core.sources.catalogue import FETCHABLE
+from ksana_jax.core.units import byte_size
+from ksana_jax.lab.experiments.config import plan
 from ksana_jax.loading.gguf_config import ARCHITECTURES
 from ksana_jax.loading.tensor_files import SafetensorsTensor
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.sources.catalogue import FETCHABLE
-from ksana_jax.units import byte_size
 from tests.clients import CLIENTS
 from tests.reference import literal
 
@@ -206,9 +206,9 @@ def test_pages_build_without_a_warning(tmp_path):
         "ksana_jax.models",
         "ksana_jax.loading",
         "ksana_jax.tokenizers",
-        "ksana_jax.inspect",
-        "ksana_jax.trace",
-        "ksana_jax.recall",
+        "ksana_jax.engine.inspect",
+        "ksana_jax.lab.trace",
+        "ksana_jax.lab.recall",
     ],
 )
 def test_the_python_reference_lists_every_public_name(module):

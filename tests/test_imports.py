@@ -9,20 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it.
-LEAVES = "errors refusals units lazy checks plugins files folder_lock forks interrupts processor compilation_cache"
-LEAVES += " gguf_file metrics dtypes cluster"
-# The setting is read without jax; starting it is not.
-DEVICES = "devices hosts"
-ASKED_FOR = "vllm_names shipped sources"
-ASKED_FOR += " patterns pattern_presets layer_spec operator_settings config request tokenizers recall"
-TRAFFIC = "workload router"
-HOST_HALF = "kv sequence step speculative scheduler"
-DEVICE_HALF = "native models ops sampling parallel runner loading"
-ENGINE = "planner draft_models engine"
-AROUND_IT = "simulator probe inspect compile_check training"
-FRONT = "ksana_jax evaluation server proxy experiments bench trace align vllm_flags cli extend __main__"
-ROOMS = " ".join((LEAVES, DEVICES, ASKED_FOR, TRAFFIC, HOST_HALF, DEVICE_HALF, ENGINE, AROUND_IT, FRONT)).split()
+# From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it. INSIDE has the
+# order inside rooms that have rooms.
+HOST_HALF = "tokenizers kv scheduler methods"
+DEVICE_HALF = "native models ops sampling sharding loading runner"
+ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve devkit lab extend cli __main__".split()
+INSIDE = {
+    "serve": "workload routing server gateway".split(),
+    "lab": "recall training simulator evaluation experiments bench trace align".split(),
+}
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -97,26 +92,29 @@ def test_a_room_imports_only_rooms_below_it():
     assert not wrong, "; ".join(wrong)
 
 
+@pytest.mark.parametrize("room", INSIDE)
+def test_a_room_inside_a_room_imports_only_rooms_below_it(room):
+    inner = {m: m.split(".")[2] for m in OURS if room_of(m) == room and m.count(".") > 1}
+    assert set(inner.values()) == set(INSIDE[room])
+    pairs = [(module, other) for module in inner for other in ARROWS[module] if other in inner]
+    order = INSIDE[room].index
+    assert not [(m, other) for m, other in pairs if order(inner[m]) < order(inner[other])]
+
+
 @pytest.mark.parametrize(
-    "room", [*LEAVES.split(), *ASKED_FOR.split(), *TRAFFIC.split(), *HOST_HALF.split(), "simulator"]
+    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.routing", "lab.recall", "lab.simulator"]
 )
-def test_nothing_below_the_device_half_imports_jax(room):
+def test_nothing_in_the_host_half_imports_jax(room):
+    inside = [m for m in OURS if f"{m}.".startswith(f"ksana_jax.{room}.")]
+    users = [m for m in inside if any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
     # compilation_cache sets jax's options, and does so only when it is called.
-    users = [m for m in OURS if room_of(m) == room and any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
-    assert users == (["ksana_jax.compilation_cache"] if room == "compilation_cache" else [])
-
-
-def test_the_setting_of_a_device_is_read_without_jax():
-    setting = ["devices", "devices.target", "devices.loopback", "devices.loopback.options", "devices.loopback.abi"]
-    modules = [f"ksana_jax.{name}" for name in setting]
-    assert not [m for m in modules if any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
-    assert (
-        not set().union(*(ARROWS[m] for m in modules)) - set(modules) - {f"ksana_jax.{name}" for name in LEAVES.split()}
-    )
+    assert users == (["ksana_jax.core.compilation_cache"] if room == "core" else [])
 
 
 def test_the_proxy_starts_servers_from_a_process_without_jax():
-    code = "import sys, ksana_jax.proxy.running, ksana_jax.proxy.spawning; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, ksana_jax.serve.gateway.running, ksana_jax.serve.gateway.spawning; sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

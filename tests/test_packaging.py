@@ -79,7 +79,7 @@ def test_type_checkers_are_told_that_packages_carry_types(package):
     assert "py.typed" in (ROOT / "pyproject.toml").read_text().split(f"{package} = [")[1].split("]")[0]
 
 
-@pytest.mark.parametrize("module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.planner"])
+@pytest.mark.parametrize("module", ["ksana_jax", "ksana_jax.models", "ksana_jax.loading", "ksana_jax.runner.planner"])
 def test_public_names_are_those_that_resolve(module):
     package = importlib.import_module(module)
     assert sorted(package.__all__) == sorted(" ".join(package._PUBLIC.values()).split())

@@ -1,8 +1,8 @@
 """The recipes of CONTRIBUTING, followed: toys that use only what their recipes name, served by the whole engine.
 
 Elsewhere: a family and a kind of layer in tests/models/test_own_family.py, a task in
-tests/experiments/test_extension.py, policies that change ranks in tests/scheduler/test_every_policy.py, a kernel and an
-implementation of paged attention in tests/pallas_kernels/test_own_kernel.py.
+tests/lab/experiments/test_extension.py, policies that change ranks in tests/scheduler/test_every_policy.py, a kernel
+and an implementation of paged attention in tests/pallas_kernels/test_own_kernel.py.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from ksana_jax import AttentionPattern, patterns
+from ksana_jax import AttentionPattern
+from ksana_jax.core import patterns
+from ksana_jax.core.patterns import FAR, LiveRange, PatternArrays
 from ksana_jax.kv import replacement
-from ksana_jax.patterns import FAR, LiveRange, PatternArrays
 from ksana_jax.scheduler import policies
 from tests import expected, fake_network, reference
 from tests.engine.small import VOCAB, expect_dense, make_llm, model

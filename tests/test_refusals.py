@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import SamplingParams, refusals
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax import SamplingParams
+from ksana_jax.core import refusals
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.refusals import REFUSALS
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.loading.export import export_hf
-from ksana_jax.refusals import REFUSALS
 from tests.engine.drafters import draft_model
 from tests.engine.small import make_llm, tokens_of
 
@@ -88,4 +89,4 @@ def test_settings_that_go_together_pass():
 
 def test_the_page_on_status_prints_the_list():
     page = (Path(__file__).parents[1] / "docs/status.md").read_text()
-    assert refusals.table() in page, "python -m ksana_jax.refusals prints the table"
+    assert refusals.table() in page, "python -m ksana_jax.core.refusals prints the table"

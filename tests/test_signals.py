@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ksana_jax import interrupts
+from ksana_jax.core import interrupts
 from tests.interrupts import Interrupt
 
 
@@ -125,7 +125,7 @@ def test_a_command_where_ctrl_c_is_ignored_leaves_nothing_behind():
 
 PRESSED = """
 import gc, signal, sys
-from ksana_jax import interrupts
+from ksana_jax.core import interrupts
 def callback(phase, info):  # what jax does
     if phase == "start":
         signal.raise_signal(signal.SIGINT)
@@ -187,7 +187,7 @@ def test_ctrl_c_while_the_command_starts():
 
 IN_CREATION = """
 import _imp, signal
-from ksana_jax import interrupts
+from ksana_jax.core import interrupts
 create = _imp.create_dynamic
 def press(spec, *more):
     module = create(spec, *more)
@@ -209,7 +209,7 @@ def test_ctrl_c_does_not_leave_an_extension_module_half_made():
 
 ENDS_AT_ONCE = """
 import signal, time
-from ksana_jax import interrupts
+from ksana_jax.core import interrupts
 press = compile("signal.raise_signal(signal.SIGINT)", "<frozen importlib._bootstrap>", "exec")
 try:
     with interrupts.command():

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu.computed import computed_us, modelled
-from ksana_jax.experiments.bundles import KIND, SCHEMA_VERSION
-from ksana_jax.files import write_atomic
+from ksana_jax.core.files import write_atomic
+from ksana_jax.lab.experiments.bundles import KIND, SCHEMA_VERSION
 
 # Files that `write` makes.
 NAMED = "gpu-*-*.json"

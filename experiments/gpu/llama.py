@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.params import Params, is_shape, param_shapes
 from ksana_jax.ops.pool import KVCache
 

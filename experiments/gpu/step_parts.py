@@ -30,9 +30,9 @@ class Step:
     """
 
     def __init__(self, llm, batch: int, text: int, label: str):
-        from ksana_jax.patterns import FAR
+        from ksana_jax.core.patterns import FAR
         from ksana_jax.runner.decode_loop import LoopKey
-        from ksana_jax.step.contract import StepArrays, StepInput
+        from ksana_jax.scheduler.step.types import StepArrays, StepInput
 
         self.llm, self.runner, self.batch, self.text, self.label = llm, llm.runner, batch, text, label
         self.lowered: Any = None
@@ -80,7 +80,7 @@ class Step:
         return self.on_device(self.runner.programs[key], self._settings())
 
     def _settings(self):
-        from ksana_jax.step.contract import SamplingArrays
+        from ksana_jax.scheduler.step.types import SamplingArrays
 
         rows = self.shape.max_sampled
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig
-from ksana_jax.files import write_atomic
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.files import write_atomic
+from ksana_jax.core.sources import model_path
+from ksana_jax.lab.training.corpus import source_texts, split_texts
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.params import LayerParams, Params, init_params
-from ksana_jax.sources import model_path
-from ksana_jax.training.corpus import source_texts, split_texts
 
 SOURCE = "ksana-tiny"
 NUM_LAYERS, D_FF = 8, 4096

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.experiments import figures
-from ksana_jax.files import write_atomic
+from ksana_jax.core.files import write_atomic
+from ksana_jax.lab.experiments import figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax import __version__, interrupts, processor
+from ksana_jax import __version__
 from ksana_jax.cli import (
     aligning,
     bench,
@@ -29,8 +29,9 @@ from ksana_jax.cli import (
     tracing,
     training,
 )
-from ksana_jax.compilation_cache import keep_compiled_steps
-from ksana_jax.errors import JobError
+from ksana_jax.core import interrupts, processor
+from ksana_jax.core.compilation_cache import keep_compiled_steps
+from ksana_jax.core.errors import JobError
 
 app = groups.group(
     "Quality, memory and speed of KV-cache techniques, measured on one engine.",

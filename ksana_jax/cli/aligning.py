@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli.options import AsJson
-from ksana_jax.sources import MODEL_HELP
+from ksana_jax.core.sources import MODEL_HELP
 
 _SIDE = "settings of an engine as 'key=value key=value', a .yaml file of them, a .json file of log-probabilities, or - "
 
@@ -49,8 +49,8 @@ def align(
     With --choose, measures agreement with the float32 model (or with B, a .json file) and speed of the implementations
     of attention and of products with weights, and keeps both for engines with operators.prefer: agreement.
     """
-    from ksana_jax import checks
-    from ksana_jax.align.command import Texts, align_and_show
+    from ksana_jax.core import checks
+    from ksana_jax.lab.align.command import Texts, align_and_show
 
     if num_prompts is None:
         num_prompts = 16 if choose else 4
@@ -58,7 +58,7 @@ def align(
     checks.require(*(checks.integer(name, value, 1) for name, value in sizes.items()))
     texts = Texts(num_prompts, prompt_tokens, num_tokens, seed)
     if choose:
-        from ksana_jax.align.choosing import choose_and_show
+        from ksana_jax.lab.align.choosing import choose_and_show
 
         checks.require("--threshold does not go with --choose" if threshold is not None else None)
         raise typer.Exit(choose_and_show(a, b, model, texts, out, as_json))

@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ksana_jax.bench import BENCHES
 from ksana_jax.cli.groups import Command, Group
 from ksana_jax.cli.options import AsJson, read_setting
+from ksana_jax.lab.bench import BENCHES
 
 Repeats = Annotated[int, typer.Option(help="how often each row is measured, after a warm-up")]
 Out = Annotated[
@@ -48,14 +48,14 @@ class BenchGroup(Group):
 
 
 def _command(name: str, spec: str) -> Any:
-    from ksana_jax.plugins import resolve
+    from ksana_jax.core.plugins import resolve
 
     kind = resolve(name, BENCHES, "bench")
     hints = get_type_hints(kind)
     fields = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
 
     def bench(repeats: Repeats = kind.REPEATS, out: Out = None, as_json: AsJson = False, **given: Any) -> None:
-        from ksana_jax.bench.command import run_and_show
+        from ksana_jax.lab.bench.command import run_and_show
 
         options = {field.name: _read(field.name, hints[field.name], given[field.name]) for field in fields}
         run_and_show(kind(**options), repeats=repeats, out=out, as_json=as_json)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax import interrupts
 from ksana_jax.cli.options import ChatTemplate, MaxTokens, Model, TextOptions, read_template, takes_text_options
 from ksana_jax.cli.text import decoded_input, print_stream
+from ksana_jax.core import interrupts
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 

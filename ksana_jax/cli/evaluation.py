@@ -15,7 +15,7 @@ def lm_eval(
 
     Needs the extra eval. Arguments are those of the command lm_eval; model_args are those of LLM: docs/evaluation.md.
     """
-    from ksana_jax.evaluation import harness  # registers the model
+    from ksana_jax.lab.evaluation import harness  # registers the model
 
     assert harness.KsanaLM is not None
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]

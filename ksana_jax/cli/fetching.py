@@ -17,7 +17,7 @@ def fetch(
 
     LLM("smollm2"), `model: smollm2` and `ksana serve smollm2` then find it by name. Nothing is installed.
     """
-    from ksana_jax.sources.fetch import fetch as get
+    from ksana_jax.core.sources.fetch import fetch as get
 
     if name is None:
         _print_catalogue()
@@ -27,8 +27,8 @@ def fetch(
 
 
 def _print_catalogue() -> None:
-    from ksana_jax.sources.catalogue import FETCHABLE, fetched
-    from ksana_jax.units import byte_size
+    from ksana_jax.core.sources.catalogue import FETCHABLE, fetched
+    from ksana_jax.core.units import byte_size
 
     for name, wanted in FETCHABLE.items():
         path = fetched(name)

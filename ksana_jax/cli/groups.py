@@ -23,7 +23,7 @@ class ServeCommand(Command):
     """A command whose settings may be given as flags of `vllm serve`, see `vllm_flags`."""
 
     def parse_args(self, ctx, args):
-        from ksana_jax.vllm_flags import as_settings
+        from ksana_jax.cli.vllm_flags import as_settings
 
         own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, list(as_settings(args, own)))

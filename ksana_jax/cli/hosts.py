@@ -16,6 +16,6 @@ def follow(
     ] = None,
 ) -> None:
     """Computes for process 0 of several that divide a model, until that ends."""
-    from ksana_jax.engine.following import serve
+    from ksana_jax.engine.distributed.worker import serve
 
     serve(read_setting("distributed", distributed), model)

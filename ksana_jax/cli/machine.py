@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ksana_jax.errors import ConfigError
-from ksana_jax.sources import MODEL_HELP
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.sources import MODEL_HELP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Predicts device memory for a model, and the largest batch, context and window that fit."""
-    from ksana_jax.planner.report import main as show
+    from ksana_jax.runner.planner.report import main as show
 
     show(
         model,
@@ -107,19 +107,19 @@ def doctor(
             raise ConfigError("doctor takes a model or --device")
         return _print_model(model, as_json)
     if device is not None:
-        from ksana_jax.probe.report import show
+        from ksana_jax.devkit.device_check.report import show
 
         raise typer.Exit(show(read_setting("device", device), as_json))
 
     from rich.console import Console
     from rich.markup import escape
 
+    from ksana_jax.core.processor import hidden
     from ksana_jax.engine.verdict import verdicts_here
-    from ksana_jax.experiments.environment import environment
+    from ksana_jax.lab.experiments.environment import environment
     from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
     from ksana_jax.ops.table import operator_table
-    from ksana_jax.processor import hidden
 
     console, found, needs, known = Console(highlight=False), environment(), example_needs(), verdicts_here()
     operators = operator_table(EXAMPLE, needs, "bfloat16")
@@ -175,7 +175,7 @@ def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Ver
     """Prints the table of operators, with what a verdict has measured of them."""
     from rich.markup import escape
 
-    from ksana_jax.experiments.tables import terminal_grid
+    from ksana_jax.lab.experiments.tables import terminal_grid
 
     measured = {} if verdict is None else {(found.operator, found.name): found for found in verdict.operators}
     steps = list(next(iter(measured.values())).seconds) if measured else []
@@ -207,6 +207,6 @@ def kernels_check(
     as_json: AsJson = False,
 ) -> None:
     """Compiles kernels and whole steps for an absent GPU; reports registers, spills, memory and copies of the pool."""
-    from ksana_jax.compile_check.kernels import main as check
+    from ksana_jax.devkit.compile_check.kernels import main as check
 
     raise typer.Exit(check(target, only=only, as_json=as_json))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ksana_jax.sources import MODEL_HELP
+from ksana_jax.core.sources import MODEL_HELP
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
@@ -65,7 +65,7 @@ def read_setting(name: str, text: str | None) -> Any:
     Raises:
       ConfigError: it is not YAML.
     """
-    from ksana_jax.experiments.dotted import dotlist
+    from ksana_jax.lab.experiments.dotted import dotlist
 
     return None if text is None else dotlist([f"{name}={text}"])[name]
 
@@ -76,7 +76,7 @@ def read_template(model: str, given: str) -> str:
     Raises:
       ConfigError: it is neither a template, nor a file in UTF-8, nor the name of one of the model's templates.
     """
-    from ksana_jax.errors import ConfigError, system_reason
+    from ksana_jax.core.errors import ConfigError, system_reason
     from ksana_jax.tokenizers import find_tokenizer
 
     if "{{" in given or "{%" in given:

@@ -100,7 +100,7 @@ def route(
     Passes requests and streams on unchanged, follows each server's load and prefix cache, tries another server as long
     as nothing was answered. SIGTERM or Ctrl-C lets requests under way end first.
     """
-    from ksana_jax.errors import ConfigError
+    from ksana_jax.core.errors import ConfigError
 
     try:
         import aiohttp  # noqa: F401  imported to name the extra where one is absent
@@ -108,11 +108,11 @@ def route(
         import starlette  # noqa: F401  likewise
     except ImportError as error:
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
-    from ksana_jax.proxy import running
-    from ksana_jax.proxy.settings import ProxySettings, read_server
-    from ksana_jax.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
-    from ksana_jax.router import RouterSettings
-    from ksana_jax.server.settings import read_api_keys
+    from ksana_jax.serve.gateway import running
+    from ksana_jax.serve.gateway.settings import ProxySettings, read_server
+    from ksana_jax.serve.gateway.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
+    from ksana_jax.serve.routing import RouterSettings
+    from ksana_jax.serve.server.settings import read_api_keys
     from ksana_jax.tokenizers import load_tokenizer
 
     if model is not None and model.startswith("-"):
@@ -170,7 +170,7 @@ def route(
     with contextlib.ExitStack() as stack:
         launcher = None
         if on == "ray" and spawn:
-            from ksana_jax.proxy.on_ray import ray_launcher
+            from ksana_jax.serve.gateway.on_ray import ray_launcher
 
             own = (*arguments, server_key, shutdown_timeout, LOCALHOST if ray_address == "local" else None)
             resources = read_setting("ray_resources", ray_resources) or {}
@@ -188,8 +188,8 @@ def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:
     Raises:
       ConfigError: `ksana serve` does not have such an option, or an option's value is of the wrong type.
     """
-    from ksana_jax.errors import ConfigError
-    from ksana_jax.experiments.dotted import dotlist
+    from ksana_jax.core.errors import ConfigError
+    from ksana_jax.lab.experiments.dotted import dotlist
 
     app = groups.group("")
     app.command(cls=groups.ServeCommand)(serving.serve)

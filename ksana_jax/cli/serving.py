@@ -82,15 +82,15 @@ def serve(
 
     Listens at once; /ready is 200 when the model has been loaded. SIGTERM or Ctrl-C lets accepted requests end first.
     """
-    from ksana_jax.experiments.dotted import dotlist
+    from ksana_jax.lab.experiments.dotted import dotlist
 
     try:
         import uvicorn  # noqa: F401  imported to name the extra where it is absent
     except ImportError as error:
         raise ImportError(f"ksana serve needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
-    from ksana_jax.server.running import listen
-    from ksana_jax.server.running import serve as run
-    from ksana_jax.server.settings import ServerSettings, api_keys_of, read_api_keys
+    from ksana_jax.serve.server.running import listen
+    from ksana_jax.serve.server.running import serve as run
+    from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys
 
     given = ServerSettings(
         host=host,
@@ -130,8 +130,8 @@ def split_names(given: str | None) -> tuple[str, ...]:
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:
     """Loads a model; called in a thread while the server listens."""
+    from ksana_jax.core.request import SamplingParams
     from ksana_jax.engine.async_llm import AsyncLLM
-    from ksana_jax.request import SamplingParams
 
     llm = AsyncLLM(model, **settings)
     if chat_template is not None and llm.tokenizer is not None:

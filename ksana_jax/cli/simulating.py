@@ -10,7 +10,7 @@ import typer
 from ksana_jax.cli import studies
 from ksana_jax.cli.groups import Command, Group, group
 from ksana_jax.cli.options import Experiment, Out, Overrides, read_setting
-from ksana_jax.sources import MODEL_HELP
+from ksana_jax.core.sources import MODEL_HELP
 
 Settings = Annotated[
     list[str] | None, typer.Argument(help="settings of the engine, such as max_num_seqs=64", show_default=False)
@@ -51,10 +51,10 @@ def run(context: typer.Context, file: Experiment, overrides: Overrides = None, o
 
 def _require_simulation(file: Path, overrides: list[str]) -> None:
     """Raises ConfigError for an experiment of another task, such as one that names none: that would load a model."""
-    from ksana_jax.errors import ConfigError
-    from ksana_jax.experiments.config import load
-    from ksana_jax.experiments.tasks import task_named
-    from ksana_jax.experiments.tasks.simulated import SimulatedTask
+    from ksana_jax.core.errors import ConfigError
+    from ksana_jax.lab.experiments.config import load
+    from ksana_jax.lab.experiments.tasks import task_named
+    from ksana_jax.lab.experiments.tasks.simulated import SimulatedTask
 
     task = load(file, overrides).task
     if not isinstance(task_named(task), SimulatedTask):
@@ -87,12 +87,12 @@ def record(
     max_output: Annotated[int, typer.Option(help="longest answer, in tokens")] = 128,
 ) -> None:
     """Runs an engine through steps of many sizes and records what they take."""
-    from ksana_jax import checks
-    from ksana_jax.experiments.dotted import dotlist
-    from ksana_jax.files import require_folder
-    from ksana_jax.simulator.measuring import about, exercise, make_engine
-    from ksana_jax.simulator.move_times import measure_moves
-    from ksana_jax.simulator.step_file import write_steps
+    from ksana_jax.core import checks
+    from ksana_jax.core.files import require_folder
+    from ksana_jax.lab.experiments.dotted import dotlist
+    from ksana_jax.lab.simulator.measuring import about, exercise, make_engine
+    from ksana_jax.lab.simulator.move_times import measure_moves
+    from ksana_jax.lab.simulator.step_file import write_steps
 
     checks.require(
         checks.number("--seconds", seconds, above=0, high=24 * 3600),
@@ -127,12 +127,12 @@ def fit(
     import dataclasses
     import json
 
-    from ksana_jax import checks
-    from ksana_jax.errors import ConfigError
-    from ksana_jax.files import write_atomic
-    from ksana_jax.simulator.fit import fit as fitted
-    from ksana_jax.simulator.move_cost import Link
-    from ksana_jax.simulator.step_file import read_steps
+    from ksana_jax.core import checks
+    from ksana_jax.core.errors import ConfigError
+    from ksana_jax.core.files import write_atomic
+    from ksana_jax.lab.simulator.fit import fit as fitted
+    from ksana_jax.lab.simulator.move_cost import Link
+    from ksana_jax.lab.simulator.step_file import read_steps
 
     checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
     cost = fitted(read_steps(steps), method=method)
@@ -166,9 +166,9 @@ def validate(
     paced: Paced = None,
 ) -> None:
     """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
-    from ksana_jax import checks
-    from ksana_jax.simulator.cost import read_cost
-    from ksana_jax.simulator.validate import check_decisions, check_known_answers, check_prediction
+    from ksana_jax.core import checks
+    from ksana_jax.lab.simulator.cost import read_cost
+    from ksana_jax.lab.simulator.validate import check_decisions, check_known_answers, check_prediction
 
     checks.require(
         checks.one_of("--workload", workload, ("poisson", "bursts", "sessions")),

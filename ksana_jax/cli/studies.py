@@ -11,7 +11,7 @@ import typer
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides
 
 if TYPE_CHECKING:
-    from ksana_jax.experiments.on_ray import OnRay
+    from ksana_jax.lab.experiments.on_ray import OnRay
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
     elsewhere = _elsewhere(on, {"--ray-address": ray_address, "--num-cpus": num_cpus, "--num-gpus": num_gpus})
     if elsewhere is None:
         build.begin()
-    from ksana_jax.experiments.command import run_and_report
+    from ksana_jax.lab.experiments.command import run_and_report
 
     debug = context.find_root().params["debug"]
     raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere, yes=yes))
@@ -53,7 +53,7 @@ def run(
 
 def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
     """Returns the cluster that options name; None is this process."""
-    from ksana_jax.errors import ConfigError
+    from ksana_jax.core.errors import ConfigError
 
     if on not in ("local", "ray"):
         raise ConfigError(f"--on is {on!r}, must be local or ray")
@@ -62,9 +62,9 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
         raise ConfigError(f"{', '.join(given)}: only with --on ray")
     if on == "local":
         return None
-    from ksana_jax.cluster.connection import AUTO
-    from ksana_jax.cluster.places import Resources
-    from ksana_jax.experiments.on_ray import OnRay
+    from ksana_jax.engine.distributed.ray_connection import AUTO
+    from ksana_jax.engine.distributed.ray_places import Resources
+    from ksana_jax.lab.experiments.on_ray import OnRay
 
     resources = Resources(given.get("--num-cpus"), given.get("--num-gpus"))
     return OnRay(given.get("--ray-address", AUTO), resources)
@@ -84,7 +84,7 @@ def report(
     Runs that scored different texts are refused, because their numbers are not comparable. A bundle, which
     `python -m experiments.gpu` writes, is imported first: its records are written to a folder beside it, or to --out.
     """
-    from ksana_jax.experiments.command import report_and_show
+    from ksana_jax.lab.experiments.command import report_and_show
 
     report_and_show(folders, out)
 
@@ -105,9 +105,9 @@ def compare(
     Of two recordings (`ksana trace --record`), shows the first step in which their decisions and their blocks differ,
     and which sequences have other tokens.
     """
-    from ksana_jax.experiments.command import compare_and_show
-    from ksana_jax.trace.command import compare_recordings
-    from ksana_jax.trace.recording import is_recording
+    from ksana_jax.lab.experiments.command import compare_and_show
+    from ksana_jax.lab.trace.command import compare_recordings
+    from ksana_jax.lab.trace.recording import is_recording
 
     if is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)
@@ -119,8 +119,8 @@ def export(
     out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
 ) -> None:
     """Prints a run as CSV, one row per finished trial: label, grid, seed, trial id, and every number of its summary."""
-    from ksana_jax.experiments.export import export as make
-    from ksana_jax.files import write_atomic
+    from ksana_jax.core.files import write_atomic
+    from ksana_jax.lab.experiments.export import export as make
 
     text = make(folder)
     if out is None:
@@ -140,6 +140,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Shows the owners of KV blocks: a picture of the pool over one trial, counts, and a list of blocks."""
-    from ksana_jax.experiments.inspection import inspect_and_show
+    from ksana_jax.lab.experiments.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)

@@ -20,8 +20,8 @@ def tasks(
     from rich.markup import escape
     from rich.table import Table
 
-    from ksana_jax.experiments.reference import fields_of, markdown, summary
-    from ksana_jax.experiments.tasks import TASKS, task_named
+    from ksana_jax.lab.experiments.reference import fields_of, markdown, summary
+    from ksana_jax.lab.experiments.tasks import TASKS, task_named
 
     if as_markdown:
         print(markdown(), end="")

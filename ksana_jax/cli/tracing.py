@@ -44,10 +44,10 @@ def trace(
     from rich.console import Console
     from rich.markup import escape
 
-    from ksana_jax import checks
-    from ksana_jax.trace.bundle import check_new, tracing
-    from ksana_jax.trace.command import trace_target
-    from ksana_jax.trace.target import command_line
+    from ksana_jax.core import checks
+    from ksana_jax.lab.trace.bundle import check_new, tracing
+    from ksana_jax.lab.trace.command import trace_target
+    from ksana_jax.lab.trace.target import command_line
 
     checks.require(checks.integer("--profile-steps", profile_steps, 0))
     check_new(out)
@@ -81,6 +81,6 @@ def replay(
     The same requests enter before the same steps; decisions, blocks and tokens are compared. Without overrides a
     difference ends the replay with exit code 1; with them, it goes on to the end.
     """
-    from ksana_jax.trace.command import replay_and_show
+    from ksana_jax.lab.trace.command import replay_and_show
 
     raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json))

@@ -17,7 +17,7 @@ def train(
     ] = None,
 ) -> None:
     """Trains a model, or resumes an interrupted training run."""
-    from ksana_jax.training import train as train_model
+    from ksana_jax.lab.training import train as train_model
 
     show_log()  # losses and checkpoints are the only output of hours of training
     train_model(str(file), overrides or [])

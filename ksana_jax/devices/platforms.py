@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.devices.target import OF_JAX
+from ksana_jax.core.device_setting import OF_JAX
 
 
 def platform_of(device: Any = None) -> str:

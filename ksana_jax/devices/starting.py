@@ -8,12 +8,12 @@ import threading
 from importlib.metadata import entry_points
 from typing import Any
 
-from ksana_jax import processor
+from ksana_jax.core import processor
+from ksana_jax.core.device_setting import INSTALLED, LOOPBACK, DeviceTarget
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.forks import check_jax
 from ksana_jax.devices.custom_calls import connect
 from ksana_jax.devices.platforms import is_of, platform_of
-from ksana_jax.devices.target import INSTALLED, LOOPBACK, DeviceTarget
-from ksana_jax.errors import ConfigError
-from ksana_jax.forks import check_jax
 
 logger = logging.getLogger("ksana_jax")
 _lock = threading.RLock()
@@ -82,7 +82,7 @@ def _check(target: DeviceTarget) -> None:
 def _register(target: DeviceTarget) -> Any:
     """Registers the plugin of a target; returns it if it is the loopback."""
     if target.plugin == LOOPBACK:
-        from ksana_jax.devices.loopback.options import LoopbackOptions
+        from ksana_jax.core.loopback_options import LoopbackOptions
         from ksana_jax.devices.loopback.plugin import register
 
         return register(target.platform, LoopbackOptions.read(target.options))

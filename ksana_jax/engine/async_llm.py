@@ -10,16 +10,16 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.core.request import RequestInput, RequestOutput, SamplingParams
+from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.engine_stats import EngineStats, NotServing
 from ksana_jax.engine.engine_thread import EngineThread
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.open_requests import OpenRequests
 from ksana_jax.engine.prompts import Prompt, read_requests
-from ksana_jax.engine.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.engine.text_pool import TextPool
-from ksana_jax.request import RequestInput, RequestOutput, SamplingParams
 
 # How long `close` waits for a step that is running; its first one may be compiling.
 _CLOSE_S = 60.0

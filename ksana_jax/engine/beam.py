@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax.request import MAX_LOGPROBS, FinishReason
-from ksana_jax.sequence import Sequence
+from ksana_jax.core.request import MAX_LOGPROBS, FinishReason
+from ksana_jax.scheduler.sequence import Sequence
 
 
 class Hypothesis(NamedTuple):

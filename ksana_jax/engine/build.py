@@ -10,7 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.device_half import DeviceHalf, prepare
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
@@ -19,22 +20,21 @@ from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.loading.config_json import check_tokenizer
-from ksana_jax.pattern_presets import PatternLike, read_patterns
-from ksana_jax.patterns import AttentionPattern
+from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.speculative import draft_lengths, draws_trees, read_speculative
-from ksana_jax.speculative.base import ProposerContext
-from ksana_jax.speculative.speculation import Speculation
-from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor
+from ksana_jax.scheduler.speculative import draft_lengths, draws_trees, read_speculative
+from ksana_jax.scheduler.speculative.base import ProposerContext
+from ksana_jax.scheduler.speculative.speculation import Speculation
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.builder import BatchBuilder
+from ksana_jax.scheduler.step.types import Executor
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from ksana_jax.engine.leading import Followers
-    from ksana_jax.parallel.placement import Placement
+    from ksana_jax.engine.distributed.driver import Followers
+    from ksana_jax.sharding.placement import Placement
 
-# Called with each new engine; empty unless somebody traces, see `ksana_jax.trace`.
+# Called with each new engine; empty unless somebody traces, see `ksana_jax.lab.trace`.
 observers: list[Callable[[Engine], None]] = []
 logger = logging.getLogger("ksana_jax")
 

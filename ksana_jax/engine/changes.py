@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ksana_jax import interrupts
-from ksana_jax.forks import check_process
+from ksana_jax.core import interrupts
+from ksana_jax.core.forks import check_process
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,10 +7,17 @@ import functools
 
 import numpy as np
 
+from ksana_jax.core.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from ksana_jax.engine.beam import Beams
-from ksana_jax.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, SamplingParams
-from ksana_jax.sequence import Sequence
-from ksana_jax.step.contract import TokenScores
+from ksana_jax.scheduler.sequence import Sequence
+from ksana_jax.scheduler.step.types import TokenScores
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
 
 NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weights, KV cache or adjusted scores"

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.patterns import AttentionPattern
-from ksana_jax.step.contract import Executor
+from ksana_jax.scheduler.step.types import Executor
 
 if TYPE_CHECKING:
-    from ksana_jax.parallel.placement import Placement
-    from ksana_jax.planner.engine import PoolPlan
+    from ksana_jax.runner.planner.engine import PoolPlan
+    from ksana_jax.sharding.placement import Placement
 
 logger = logging.getLogger("ksana_jax")
 
@@ -126,9 +126,9 @@ def prepare(
     from ksana_jax.devices.starting import use_device
     from ksana_jax.engine.verdict import preferred
     from ksana_jax.loading.load import abstract_params, check_embedding_on_host
-    from ksana_jax.parallel.placing import place_on
-    from ksana_jax.planner.engine import pool_size
+    from ksana_jax.runner.planner.engine import pool_size
     from ksana_jax.runner.runner import Runner
+    from ksana_jax.sharding.placing import place_on
 
     use_device(config.device)
     if config.embedding_device == "host":

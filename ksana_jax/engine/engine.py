@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.metrics import StepRecord
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.request import FinishReason, RequestInput, RequestOutput, SamplingParams
 from ksana_jax.engine import steps
 from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
@@ -20,17 +23,14 @@ from ksana_jax.engine.intake import Intake
 from ksana_jax.engine.steps import Step, Steps, schedule_after, submit
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.metrics import StepRecord
-from ksana_jax.patterns import AttentionPattern
-from ksana_jax.request import FinishReason, RequestInput, RequestOutput, SamplingParams
 from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor, ScheduledBatch, StepOutput
+from ksana_jax.scheduler.step.builder import BatchBuilder
+from ksana_jax.scheduler.step.types import Executor, ScheduledBatch, StepOutput
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from ksana_jax.planner.engine import PoolPlan
+    from ksana_jax.runner.planner.engine import PoolPlan
 
 
 T = TypeVar("T")

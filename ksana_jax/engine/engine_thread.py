@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ksana_jax.core.metrics import StepRecord
+from ksana_jax.core.request import RequestOutput
 from ksana_jax.engine.completion import Request
+from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.replicas import Replicas
-from ksana_jax.metrics import StepRecord
-from ksana_jax.request import RequestOutput
 
 # Steps that may fail one after the other before the engine counts as dead.
 MAX_FAILURES = 3

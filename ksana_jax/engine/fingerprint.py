@@ -6,9 +6,9 @@ import hashlib
 
 import jax
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.params import Params
-from ksana_jax.parallel.placement import ONE_DEVICE, Placement
+from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 
 # Number of elements sampled from each weight; further training changes all of them.
 _SAMPLED = 4096

@@ -10,16 +10,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ksana_jax import refusals
-from ksana_jax.config import ModelConfig
+from ksana_jax.core import refusals
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import ContextLengthError
+from ksana_jax.core.request import RequestInput, RequestMetrics, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request, special_stops
-from ksana_jax.errors import ContextLengthError
 from ksana_jax.kv.state import KVState
-from ksana_jax.request import RequestInput, RequestMetrics, SamplingParams
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.sequence import Sequence
-from ksana_jax.step.bias import bad_word_ids
+from ksana_jax.scheduler.sequence import Sequence
+from ksana_jax.scheduler.step.bias import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
 
 # Token ids of each way to write the words that a request never completes.

@@ -15,35 +15,35 @@ from typing import Any, Literal
 
 import jax
 
-from ksana_jax import checks, vllm_names
-from ksana_jax.compilation_cache import keep_compiled_steps
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core import checks, vllm_names
+from ksana_jax.core.compilation_cache import keep_compiled_steps
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.metrics import StepRecord
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.request import RequestOutput, SamplingParams
+from ksana_jax.core.sources import compose, model_path
+from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.distributed.driver import Followers, LeadingRunner
+from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
+from ksana_jax.engine.distributed.worker import start
 from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.engine.following import start
-from ksana_jax.engine.leading import Followers, LeadingRunner
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
-from ksana_jax.engine.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.settings import beyond_training, engine_config
 from ksana_jax.engine.warming import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
-from ksana_jax.metrics import StepRecord
+from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.models.params import Params, num_params
-from ksana_jax.parallel.placement import Placement
-from ksana_jax.pattern_presets import PatternLike, read_patterns
-from ksana_jax.patterns import AttentionPattern
-from ksana_jax.planner.engine import Compared, usage
-from ksana_jax.planner.process import resident_bytes
-from ksana_jax.request import RequestOutput, SamplingParams
 from ksana_jax.runner.example import StepFunction, step_function
+from ksana_jax.runner.planner.engine import Compared, usage
+from ksana_jax.runner.planner.process import resident_bytes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.sources import compose, model_path
-from ksana_jax.step.contract import StepShape
+from ksana_jax.scheduler.step.types import StepShape
+from ksana_jax.sharding.placement import Placement
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
-from ksana_jax.units import byte_size
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}
 logger = logging.getLogger("ksana_jax")

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ksana_jax.config import EngineConfig, ModelConfig
-from ksana_jax.errors import LoadError
-from ksana_jax.gguf_file import gguf_of, read_gguf
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import per_layer
+from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import listed, load_config, read_generation, read_json
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.load import auto_dtype
 from ksana_jax.loading.tensor_files import find_tensors
-from ksana_jax.patterns import per_layer
-from ksana_jax.sources import model_path
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, render_chat
 from ksana_jax.tokenizers.files import one_line
 

@@ -7,10 +7,10 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
+from ksana_jax.core.request import RequestOutput
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.engine.mailbox import Mailbox
-from ksana_jax.request import RequestOutput
 
 
 @dataclasses.dataclass(eq=False)

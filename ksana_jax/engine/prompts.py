@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ksana_jax import vllm_names
-from ksana_jax.request import RequestInput, SamplingParams
+from ksana_jax.core import vllm_names
+from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
 # A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "question": text, "question_token_ids": ids,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.llm import LLM
-from ksana_jax.request import SamplingParams
 
 
 def score(llm: LLM, token_ids: Sequence[int], window: int, positions: Sequence[int]) -> np.ndarray:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ksana_jax.core.request import RequestOutput
 from ksana_jax.engine.mailbox import Mailbox, joined
-from ksana_jax.request import RequestOutput
 
 
 class RequestStream:

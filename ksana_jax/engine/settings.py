@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax import refusals, vllm_names
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.dtypes import canonical_dtype
+from ksana_jax.core import refusals, vllm_names
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.dtypes import canonical_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.scheduler.policies import find_scheduling_policy
-from ksana_jax.speculative import read_speculative
-from ksana_jax.speculative.base import SpeculativeMethod
+from ksana_jax.scheduler.speculative import read_speculative
+from ksana_jax.scheduler.speculative.base import SpeculativeMethod
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from ksana_jax.core.metrics import StepRecord
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.beam import advance
 from ksana_jax.engine.completion import Completion, Request, top_logprobs
-from ksana_jax.metrics import StepRecord
-from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.scheduler import Scheduler
-from ksana_jax.sequence import Rows, Sequence
-from ksana_jax.step.builder import BatchBuilder
-from ksana_jax.step.contract import Executor, Pending, ScheduledBatch, StepInput, StepOutput, share_a_call
+from ksana_jax.scheduler.sequence import Rows, Sequence
+from ksana_jax.scheduler.step.builder import BatchBuilder
+from ksana_jax.scheduler.step.types import Executor, Pending, ScheduledBatch, StepInput, StepOutput, share_a_call
 
 
 @dataclasses.dataclass(eq=False)

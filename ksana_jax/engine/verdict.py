@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax.compilation_cache import cache_folder
-from ksana_jax.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.compilation_cache import cache_folder
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.files import read_bytes, write_atomic
+from ksana_jax.core.processor import machine
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.devices.platforms import platform_of
-from ksana_jax.files import read_bytes, write_atomic
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import array_dtype
 from ksana_jax.ops.implementations import implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.processor import machine
 
 # Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
 NUM_ERRORS = 2

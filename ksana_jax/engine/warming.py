@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from ksana_jax.core.processor import num_cores
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.engine import Engine
-from ksana_jax.processor import num_cores
-from ksana_jax.request import SamplingParams
 from ksana_jax.runner.keys import keys_for
 
 

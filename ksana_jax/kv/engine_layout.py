@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from ksana_jax import refusals
-from ksana_jax.config import EngineConfig, ModelConfig
+from ksana_jax.core import refusals
+from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import KVLayout, codec_name
-from ksana_jax.patterns import AttentionPattern
 
 
 def make_layout(

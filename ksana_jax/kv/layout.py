@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax import refusals
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core import refusals
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange, per_layer
 from ksana_jax.kv.codecs.registry import find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
-from ksana_jax.patterns import FULL, AttentionPattern, LiveRange, per_layer
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}

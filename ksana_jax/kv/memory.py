@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
@@ -33,7 +34,6 @@ from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
 from ksana_jax.kv.swap import Swap
 from ksana_jax.kv.tier import DEVICE, HOST, CacheListener
-from ksana_jax.patterns import FULL
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ksana_jax.core.patterns import FULL, LiveRange
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
@@ -14,7 +15,6 @@ from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.prefix_index import Link, PrefixIndex
 from ksana_jax.kv.state import HeldBlocks, KVState, Origin
 from ksana_jax.kv.tier import DEVICE, HOST, Node
-from ksana_jax.patterns import FULL, LiveRange
 
 
 @dataclasses.dataclass

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.kv.tier import Node
-from ksana_jax.patterns import FAR, AttentionPattern
 
 # Number of salts remembered before those without blocks are forgotten.
 MAX_ROOTS = 1024

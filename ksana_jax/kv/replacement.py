@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ksana_jax.plugins import resolve
+from ksana_jax.core.plugins import resolve
 
 
 class CachedBlock(Protocol):
@@ -33,42 +33,9 @@ class CachedBlock(Protocol):
 ReplacementPolicy = Callable[[CachedBlock, float], tuple[float, ...]]
 
 
-def lru(block: CachedBlock, age: float) -> tuple[float, ...]:
-    """Replaces the least recently used block; among blocks last used together, the deepest."""
-    return (block.last_use, -block.depth)
-
-
-def lfu(block: CachedBlock, age: float) -> tuple[float, ...]:
-    """Replaces the least often used block; among equals, the least recently used."""
-    return (block.num_uses, block.last_use, -block.depth)
-
-
-def fifo(block: CachedBlock, age: float) -> tuple[float, ...]:
-    """Replaces the block that was inserted first."""
-    return (block.inserted, -block.depth)
-
-
-def newest_subtree_first(block: CachedBlock, age: float) -> tuple[float, ...]:
-    """Replaces the block that was inserted last, regardless of hits: old shared prefixes stay (as in KsanaLLM)."""
-    return (-block.inserted, -block.depth)
-
-
-def cost_aware(block: CachedBlock, age: float) -> tuple[float, ...]:
-    """Replaces the block with the lowest recomputation cost x number of uses (all blocks have one size), with ageing.
-
-    Once-popular blocks age: the priority of a new block starts at that of the block replaced last.
-
-    Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1.
-    """
-    return (age + (1 + block.num_uses) * block.cost, block.last_use)
-
-
-REPLACEMENT_POLICIES: dict[str, ReplacementPolicy] = {
-    "lru": lru,
-    "lfu": lfu,
-    "fifo": fifo,
-    "newest_subtree_first": newest_subtree_first,
-    "cost_aware": cost_aware,
+REPLACEMENT_POLICIES: dict[str, str] = {
+    name: f"ksana_jax.methods.replacement:{name}"
+    for name in ("lru", "lfu", "fifo", "newest_subtree_first", "cost_aware")
 }
 
 

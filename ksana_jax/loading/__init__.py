@@ -5,10 +5,10 @@ Names resolve on first use, so reading a config does not import jax, and loading
 
 from typing import TYPE_CHECKING
 
-from ksana_jax.lazy import lazy_names
+from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ksana_jax.errors import LoadError
+    from ksana_jax.core.errors import LoadError
     from ksana_jax.loading.checkpoint import latest_step, restore_checkpoint, save_checkpoint
     from ksana_jax.loading.config_json import check_tokenizer, load_config
     from ksana_jax.loading.export import export_hf
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ksana_jax.models.families import config_from_hf
 
 _PUBLIC = {
-    "ksana_jax.errors": "LoadError",
+    "ksana_jax.core.errors": "LoadError",
     "ksana_jax.loading.config_json": "load_config check_tokenizer",
     "ksana_jax.models.families": "config_from_hf",
     "ksana_jax.loading.load": "load_model abstract_params",

@@ -19,10 +19,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ksana_jax import checks
-from ksana_jax.config import ModelConfig
-from ksana_jax.errors import LoadError
-from ksana_jax.files import read_bytes, write_atomic
+from ksana_jax.core import checks
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.files import read_bytes, write_atomic
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import Params
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.sources import model_path
 from ksana_jax.loading.gguf_config import gguf_config
 from ksana_jax.loading.hints import folder_hint
 from ksana_jax.models.families import config_from_hf
-from ksana_jax.sources import model_path
 
 logger = logging.getLogger("ksana_jax")
 # Far above any real config or shard index; larger files are not read.
@@ -63,7 +63,7 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def load_config(model: str | os.PathLike[str]) -> ModelConfig:
-    """Reads the configuration of a model, given by path or name; see `sources.model_path` and `gguf_file.gguf_of`.
+    """Reads the configuration of a model, given by path or name; see `core.sources.model_path` and `gguf_of`.
 
     BOS comes from generation_config.json if a directory has it there. EOS ids are the union of what both files name,
     generation_config.json first; an engine adds the tokenizer's.

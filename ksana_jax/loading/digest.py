@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from ksana_jax.files import open_to_read
-from ksana_jax.gguf_file import gguf_of, read_gguf
-from ksana_jax.sources.hub import INDEX, SMALL_FILES
+from ksana_jax.core.files import open_to_read
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.sources.hub import INDEX, SMALL_FILES
 
 _SAMPLE_BYTES = 2**20
 _WEIGHTS = (".safetensors",)

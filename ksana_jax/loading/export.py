@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.errors import LoadError
-from ksana_jax.files import replacing, write_atomic
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.files import replacing, write_atomic
+from ksana_jax.core.sources.hub import SINGLE
 from ksana_jax.loading.load import tensors_of
 from ksana_jax.models.families import config_to_hf
 from ksana_jax.models.params import Params, is_shape, param_shapes
-from ksana_jax.sources.hub import SINGLE
 
 STORED_DTYPES = ("float32", "bfloat16", "float16")
 

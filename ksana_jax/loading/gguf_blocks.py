@@ -13,7 +13,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from ksana_jax.gguf_file import TYPES
+from ksana_jax.core.gguf_file import TYPES
 
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 # Types without blocks, whose values are stored as they are.

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.gguf_file import GGUFFile
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core import checks
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.gguf_file import GGUFFile
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading.gguf_blocks import FLOATS
 from ksana_jax.loading.gguf_tensors import ROPE_FACTORS, as_stored
 from ksana_jax.models.families import config_from_hf

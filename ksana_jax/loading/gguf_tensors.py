@@ -13,10 +13,10 @@ import re
 
 import numpy as np
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.errors import LoadError
-from ksana_jax.files import open_to_read
-from ksana_jax.gguf_file import TYPES, GGUFFile, TensorInfo
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.files import open_to_read
+from ksana_jax.core.gguf_file import TYPES, GGUFFile, TensorInfo
 from ksana_jax.loading.gguf_blocks import FLOATS, decode
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.models.families import FAMILIES

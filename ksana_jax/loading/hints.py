@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.gguf_file import SUFFIX
+from ksana_jax.core.gguf_file import SUFFIX
 
 MAX_NAMED = 5
 

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core import checks
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.dtypes import canonical_dtype
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.dtypes import canonical_dtype
-from ksana_jax.errors import LoadError
-from ksana_jax.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.gguf_config import gguf_dtype
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
@@ -34,10 +35,9 @@ from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
-from ksana_jax.parallel.placement import ONE_DEVICE, Placement
-from ksana_jax.parallel.shares import WHOLE_WEIGHT, Share
-from ksana_jax.parallel.specs import field_of
-from ksana_jax.sources import model_path
+from ksana_jax.sharding.placement import ONE_DEVICE, Placement
+from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share
+from ksana_jax.sharding.specs import field_of
 
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")

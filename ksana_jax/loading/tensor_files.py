@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ksana_jax.errors import LoadError
-from ksana_jax.gguf_file import SUFFIX, gguf_of
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import SUFFIX, gguf_of
+from ksana_jax.core.sources.hub import INDEX, SINGLE
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.hints import folder_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
-from ksana_jax.sources.hub import INDEX, SINGLE
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 100_000

@@ -6,7 +6,7 @@ import jax.
 
 from typing import TYPE_CHECKING
 
-from ksana_jax.lazy import lazy_names
+from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.models.dense import attention_weights, dense_attend, dense_logits

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.params import Params, sink_logits
 from ksana_jax.models.rope import layer_ropes

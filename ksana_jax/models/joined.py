@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.params import LayerParams, Params, param_shapes, stated, weight_fields

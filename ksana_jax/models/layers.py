@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax import checks
-from ksana_jax.errors import ConfigError
-from ksana_jax.layer_spec import NormSpec
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models.int8_matrix import Int8Matrix, rounded_rows
 
 # A function with the contract of `linear`.

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax import checks
-from ksana_jax.config import ModelConfig
-from ksana_jax.errors import ConfigError
-from ksana_jax.layer_spec import MLPSpec
+from ksana_jax.core import checks
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.layer_spec import MLPSpec
 from ksana_jax.models.layers import Linear
 
 # Names by which kernels know the activation of a gated MLP.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.layer_spec import LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.mlp import mlp_kind

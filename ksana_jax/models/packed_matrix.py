@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of

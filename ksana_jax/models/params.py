@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax.struct import field
 
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.layer_spec import AttentionSpec
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import AttentionSpec
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import mlp_kind, unstated

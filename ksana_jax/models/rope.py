@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
 
 
 class Rope(NamedTuple):

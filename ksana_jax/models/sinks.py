@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_attend
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import forward

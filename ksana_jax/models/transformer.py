@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.models.layers import Linear, linear, soft_capped
 from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ksana_jax.compilation_cache import cache_folder
-from ksana_jax.processor import hidden, machine
+from ksana_jax.core.compilation_cache import cache_folder
+from ksana_jax.core.processor import hidden, machine
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.patterns import FAR, SINK_POSITIONS, PatternArrays
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.context import AttentionContext
@@ -15,7 +16,6 @@ from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
 from ksana_jax.ops.sources import Source, sources
-from ksana_jax.patterns import FAR, SINK_POSITIONS, PatternArrays
 
 # Keys of a row, and queries of different rows, that are looked at together: few enough for the processor's own caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,

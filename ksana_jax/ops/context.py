@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import jax
 
+from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.observation import Observer
-from ksana_jax.patterns import PatternArrays
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
 class AttentionContext(NamedTuple):

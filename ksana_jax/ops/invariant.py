@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ksana_jax import refusals
-from ksana_jax.config import ModelConfig
-from ksana_jax.errors import ConfigError
+from ksana_jax.core import refusals
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
 from ksana_jax.ops.implementations import IMPLEMENTATIONS

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.core.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.ops.attention import (
     Attended,
     AttentionContext,
@@ -21,8 +22,7 @@ from ksana_jax.ops.attention import (
 )
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.patterns import SINK_POSITIONS, PatternArrays
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from pallas_kernels import contract
 from pallas_kernels.contract import Kernel, Result, Written
 from pallas_kernels.patterns import Pattern

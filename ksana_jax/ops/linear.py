@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax import processor
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import NormSpec
+from ksana_jax.core import processor
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import joined

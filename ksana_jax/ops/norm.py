@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import NormSpec
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.layers import NORMS, Normalise, norm_kind
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ksana_jax.layer_spec import LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import LayerSpec, NormSpec
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators

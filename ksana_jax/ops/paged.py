@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 
+from ksana_jax.core.layer_spec import LayerSpec
+from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
-from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.attention import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.patterns import PatternArrays
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
 def paged_attend(

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ksana_jax import patterns
-from ksana_jax.config import ModelConfig
+from ksana_jax.core import patterns
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import EXACT, KVLayout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.operator_settings import AUTO, OperatorSettings
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 from ksana_jax.ops.norm import NORM_IMPLEMENTATIONS, choose_norm, kinds_of

@@ -19,7 +19,7 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, step_packed
 from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with, report_packing
-from ksana_jax.step.contract import StepInput, StepShape, share_a_call
+from ksana_jax.scheduler.step.types import StepInput, StepShape, share_a_call
 
 
 class LoopKey(NamedTuple):

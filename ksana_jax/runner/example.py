@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ksana_jax.patterns import FAR
+from ksana_jax.core.patterns import FAR
 from ksana_jax.runner.runner import Runner
-from ksana_jax.step.contract import StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
 class StepFunction(NamedTuple):

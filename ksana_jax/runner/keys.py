@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ksana_jax.request import MAX_LOGPROBS, SamplingParams
+from ksana_jax.core.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.packing import bucket_of_top
 from ksana_jax.runner.token_programs import VerificationKey
 from ksana_jax.sampling.acceptance import rule_of
-from ksana_jax.step.contract import StepShape
+from ksana_jax.scheduler.step.types import StepShape
 
 
 def keys_for(

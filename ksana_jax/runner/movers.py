@@ -16,9 +16,9 @@ from ksana_jax.kv.layout import KV_HEADS, KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.parallel.placement import ONE_DEVICE, Placement
-from ksana_jax.parallel.specs import BY_HEAD
 from ksana_jax.runner.compiling import compiled, lower
+from ksana_jax.sharding.placement import ONE_DEVICE, Placement
+from ksana_jax.sharding.specs import BY_HEAD
 
 # Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
 SIZES = (1, 8, 64)

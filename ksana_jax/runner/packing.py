@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.core.request import MAX_LOGPROBS
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.request import MAX_LOGPROBS
 from ksana_jax.sampling.acceptance import num_before
-from ksana_jax.step.contract import Part, StepArrays, StepInput, StepOutput, StepShape
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.types import Part, StepArrays, StepInput, StepOutput, StepShape
 
 _NO_TOKENS = np.zeros(0, np.int32)
 

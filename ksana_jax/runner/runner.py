@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.operator_settings import AUTO, OperatorSettings
+from ksana_jax.core.patterns import AttentionPattern, stack
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
@@ -19,15 +21,12 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
-from ksana_jax.operator_settings import AUTO, OperatorSettings
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm, kinds_of
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.parallel.placement import ONE_DEVICE, Placement
-from ksana_jax.patterns import AttentionPattern, stack
 from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, PackedLoop, Stop, lower_loop, serves
 from ksana_jax.runner.evicting import Evictor
@@ -51,7 +50,8 @@ from ksana_jax.runner.token_programs import (
     verification_packing,
 )
 from ksana_jax.runner.tree_paths import lower_trees
-from ksana_jax.step.contract import SamplingArrays, StepArrays, StepInput, StepShape
+from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepShape
+from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 
 
 class _Seen(NamedTuple):

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import LayerSpec
+from ksana_jax.core.patterns import FULL, PatternArrays
 from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.layer_spec import LayerSpec
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
@@ -27,12 +28,11 @@ from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import paged_attend
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.parallel.placement import Placement
-from ksana_jax.parallel.specs import BY_HEAD, EVERYWHERE
-from ksana_jax.patterns import FULL, PatternArrays
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
-from ksana_jax.step.contract import StepArrays, StepShape, fed
+from ksana_jax.scheduler.step.types import StepArrays, StepShape, fed
+from ksana_jax.sharding.placement import Placement
+from ksana_jax.sharding.specs import BY_HEAD, EVERYWHERE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
-from ksana_jax.parallel.placement import Placement
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import PackedStep, Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
-from ksana_jax.step.contract import Part, SamplingArrays, StepShape, TokenScores
-from ksana_jax.step.drafts import Drafts, FlatDrafts
+from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
+from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepShape, TokenScores
+from ksana_jax.sharding.placement import Placement
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from ksana_jax.models.params import Params
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.parallel.specs import BY_HEAD, EVERYWHERE
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.token_programs import OutputHead, VerificationKey, verify_tokens
+from ksana_jax.sharding.specs import BY_HEAD, EVERYWHERE
 
 
 def lower_trees(head: OutputHead, params: Params, cache: Any, num_groups: int, key: VerificationKey) -> Any:

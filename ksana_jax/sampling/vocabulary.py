@@ -14,7 +14,7 @@ from ksana_jax.devices.features import ALL_FEATURES, Features
 class Vocabulary:
     """The scores [S, V] that a function gets, as part of those of the vocabulary: here all of them.
 
-    `parallel.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
+    `sharding.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
     on all of them.
 
     features: what programs are made of on the devices.

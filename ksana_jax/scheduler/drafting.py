@@ -8,9 +8,9 @@ import numpy as np
 
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Provision
-from ksana_jax.speculative.speculation import Speculation
-from ksana_jax.step.contract import ScheduledBatch
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.scheduler.speculative.speculation import Speculation
+from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.types import ScheduledBatch
 
 
 @dataclasses.dataclass(frozen=True)

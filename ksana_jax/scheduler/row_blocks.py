@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR, LiveRange
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
-from ksana_jax.patterns import FAR, LiveRange
-from ksana_jax.sequence import Rows, Sequence
-from ksana_jax.step.contract import NewBlocks
+from ksana_jax.scheduler.sequence import Rows, Sequence
+from ksana_jax.scheduler.step.types import NewBlocks
 
 
 class RowBlocks:

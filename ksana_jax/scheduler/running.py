@@ -14,8 +14,8 @@ import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.scheduler.row_blocks import RowBlocks
-from ksana_jax.sequence import Sequence
-from ksana_jax.step.contract import NewBlocks, Part
+from ksana_jax.scheduler.sequence import Sequence
+from ksana_jax.scheduler.step.types import NewBlocks, Part
 
 
 class Running:

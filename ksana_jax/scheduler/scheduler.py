@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_index import Scope
-from ksana_jax.request import FinishReason
 from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
 from ksana_jax.scheduler.running import Provision, Running, StepBudget, StepResult
+from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
+from ksana_jax.scheduler.speculative.speculation import Speculation
+from ksana_jax.scheduler.step.types import ScheduledBatch, most_tiles
 from ksana_jax.scheduler.waiting import Admission, WaitingQueue
-from ksana_jax.sequence import ONE, Rows, Sequence
-from ksana_jax.speculative.speculation import Speculation
-from ksana_jax.step.contract import ScheduledBatch, most_tiles
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 _NO_ROWS = np.zeros(0, np.intp)
@@ -39,7 +39,7 @@ class Scheduler:
       memory: where blocks come from.
       max_num_seqs: most rows.
       max_num_batched_tokens: most tokens of a step.
-      query_tile: most tokens of one row that share a tile in a step, see `step.contract.most_tiles`.
+      query_tile: most tokens of one row that share a tile in a step, see `scheduler.step.types.most_tiles`.
       max_model_len: most tokens of a sequence.
       layout: of the pool: which positions stay visible to later tokens, in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.

@@ -18,7 +18,7 @@ from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.scheduler.policies import SchedulingPolicy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running, StepBudget
-from ksana_jax.sequence import Sequence
+from ksana_jax.scheduler.sequence import Sequence
 
 # Waiting sequences that are looked at in a step although one before them waits for a prefix or the disk.
 LOOKAHEAD = 16

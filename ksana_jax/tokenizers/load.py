@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.gguf_file import gguf_of, read_gguf
-from ksana_jax.sources import model_path
-from ksana_jax.sources.hub import OTHER_TEMPLATES, TOKENIZERS
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.sources import model_path
+from ksana_jax.core.sources.hub import OTHER_TEMPLATES, TOKENIZERS
 from ksana_jax.tokenizers.added_tokens import added_tokens, older_added_tokens
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
@@ -27,7 +27,7 @@ def find_tokenizer(model: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer of a model, given by path or name; see `sources.model_path`.
+    """Loads the tokenizer of a model, given by path or name; see `core.sources.model_path`.
 
     A GGUF file has its own, whatever is next to it.
 

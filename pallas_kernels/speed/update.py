@@ -16,7 +16,7 @@ from pallas_kernels.aot import check
 from pallas_kernels.speed import baseline
 
 # Steps are of the engine, which the kernels do not import.
-SOURCES = (*check.SOURCES, "ksana_jax.compile_check.kernels:cases")
+SOURCES = (*check.SOURCES, "ksana_jax.devkit.compile_check.kernels:cases")
 
 
 def main(argv: list[str] | None = None) -> int:

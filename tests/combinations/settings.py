@@ -15,17 +15,17 @@ import jax
 import numpy as np
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.core.request import RequestOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.loading.export import export_hf
-from ksana_jax.pattern_presets import PatternLike, read_patterns
-from ksana_jax.request import RequestOutput
-from ksana_jax.speculative import PROPOSERS, draft_lengths, draws_trees
-from ksana_jax.step.buckets import Buckets
-from ksana_jax.step.contract import StepShape
+from ksana_jax.methods.presets import PatternLike, read_patterns
+from ksana_jax.scheduler.speculative import PROPOSERS, draft_lengths, draws_trees
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.drafters import draft_model
 from tests.engine.small import VOCAB, model
 

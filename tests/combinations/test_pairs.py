@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from ksana_jax.refusals import REFUSALS
+from ksana_jax.core.refusals import REFUSALS
 from tests import mappings
 from tests.combinations.settings import SETTINGS, Engines, Setting
 from tests.soak import soak_unless
 
-# On several devices: tests/parallel/on_devices/test_pairs.py.
+# On several devices: tests/sharding/on_devices/test_pairs.py.
 ONE_DEVICE = [setting for setting in SETTINGS.values() if setting.kind != "devices"]
 PAIRS = [(a, b) for a, b in itertools.combinations(ONE_DEVICE, 2) if a.kind != b.kind]
 # One that ended in ZeroDivisionError, and some drawn by a seed; `make soak` has all.

@@ -16,9 +16,9 @@ import ctypes, warnings
 import pytest
 from ksana_jax.devices.starting import started, use_device
 from ksana_jax.devices.loopback.plugin import LoopbackPlugin
-from ksana_jax.forks import outlives_python
+from ksana_jax.core.forks import outlives_python
 from ksana_jax.devices.loopback.stub_library import stub_library
-from ksana_jax.errors import ConfigError
+from ksana_jax.core.errors import ConfigError
 """
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import jax
 import pytest
 
-from ksana_jax.probe.page import _HEAD
-from ksana_jax.probe.report import NAMES, TOKENS
-from ksana_jax.probe.stablehlo import engine_operations
-from ksana_jax.probe.withheld import ENDS, RUNS, RUNS_WITH_RBG
+from ksana_jax.devkit.device_check.page import _HEAD
+from ksana_jax.devkit.device_check.report import NAMES, TOKENS
+from ksana_jax.devkit.device_check.stablehlo import engine_operations
+from ksana_jax.devkit.device_check.withheld import ENDS, RUNS, RUNS_WITH_RBG
 
 OPERATION = r"^\| `(stablehlo\.\w+)` \| (.*?) \| .*? \| .*? \|$"
 PAGE = (Path(__file__).parents[2] / "docs" / "new-accelerator.md").read_text()
 
 
 def test_the_page_has_the_text_and_all_groups_of_both_devices():
-    assert PAGE.startswith(_HEAD), "python -m ksana_jax.probe.page PLUGIN.so > docs/new-accelerator.md"
+    assert PAGE.startswith(_HEAD), "python -m ksana_jax.devkit.device_check.page PLUGIN.so > docs/new-accelerator.md"
     assert re.findall(r"^### (\w+)$", PAGE, re.M) == [*NAMES, TOKENS] * 2
     assert PAGE.removeprefix(_HEAD).count("The engine's tokens are the CPU's.") == 2
 

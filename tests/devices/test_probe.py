@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ksana_jax.probe import report
-from ksana_jax.probe.findings import Finding, tried
+from ksana_jax.devkit.device_check import report
+from ksana_jax.devkit.device_check.findings import Finding, tried
 
 
 def loopback(**options):

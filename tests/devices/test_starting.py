@@ -76,7 +76,7 @@ def test_an_installed_plugin_is_found_by_its_platform(tmp_path):
     package.mkdir(parents=True)
     package.joinpath("__init__.py").write_text(
         textwrap.dedent("""
-        from ksana_jax.devices.loopback.options import LoopbackOptions
+        from ksana_jax.core.loopback_options import LoopbackOptions
         from ksana_jax.devices.loopback.plugin import register
 
         def initialize():

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from ksana_jax import EngineConfig
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.device_setting import FEATURES, DeviceTarget, canonical_device
+from ksana_jax.core.loopback_options import LoopbackOptions
 from ksana_jax.devices.features import Features
-from ksana_jax.devices.loopback.options import LoopbackOptions
-from ksana_jax.devices.target import FEATURES, DeviceTarget, canonical_device
-from ksana_jax.experiments.config import plan
+from ksana_jax.lab.experiments.config import plan
 
 LOOPBACK = {"platform": "npu", "plugin": "loopback"}
 

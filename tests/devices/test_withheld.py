@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ksana_jax.probe.withheld import RUNS, RUNS_WITH_RBG
+from ksana_jax.devkit.device_check.withheld import RUNS, RUNS_WITH_RBG
 
 # Of each kind of outcome some; docs/new-accelerator.md has all.
 OPERATIONS = {
@@ -24,7 +24,13 @@ FUNCTIONS = {
 
 @pytest.mark.soak
 def test_what_is_withheld_is_done_without_or_named():
-    command = [sys.executable, "-m", "ksana_jax.probe.withheld", ",".join(OPERATIONS), ",".join(FUNCTIONS)]
+    command = [
+        sys.executable,
+        "-m",
+        "ksana_jax.devkit.device_check.withheld",
+        ",".join(OPERATIONS),
+        ",".join(FUNCTIONS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     operations, functions = json.loads(done.stdout.splitlines()[-1])

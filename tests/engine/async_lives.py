@@ -16,10 +16,10 @@ import time
 
 import numpy as np
 
+from ksana_jax.core.request import FinishReason, RequestOutput, SamplingParams
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.mailbox import joined
 from ksana_jax.engine.request_stream import RequestStream
-from ksana_jax.request import FinishReason, RequestOutput, SamplingParams
 from tests.expected import LONGEST
 from tests.fakes import FakeExecutor, asking, check_books
 from tests.simulated_requests import Expected

@@ -10,15 +10,15 @@ import operator
 import numpy as np
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.request import CompletionOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import group_layers
+from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params
-from ksana_jax.pattern_presets import read_patterns
-from ksana_jax.request import CompletionOutput
-from ksana_jax.speculative import draft_lengths, draws_trees
-from ksana_jax.step.buckets import Buckets
+from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
+from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.tokenizers import Tokenizer, TokenizerError
 from ksana_jax.tokenizers.detokenizer import Piece
 from tests.reference import reference_logprobs

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.request import FinishReason
 from tests.engine.async_serving import assert_idle, serving, settled, slow, tokens
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run
 from tests.kv.disk.double import DiskDouble

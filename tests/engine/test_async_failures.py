@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.async_llm import NotServing
-from ksana_jax.request import FinishReason
 from tests.engine.async_serving import assert_idle, of, serving, slow, tokens
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 

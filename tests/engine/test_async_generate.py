@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AsyncLLM, SamplingParams
+from ksana_jax.core.request import FinishReason, RequestOutput
 from ksana_jax.engine.mailbox import joined
-from ksana_jax.request import FinishReason, RequestOutput
 from tests.engine.small import Letters, assert_idle, complete, make_llm
 
 PROMPTS = ["x.y", "the cat", "in the end", "a", "1234"]

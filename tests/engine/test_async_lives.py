@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.planner.process import resident_bytes
+from ksana_jax.runner.planner.process import resident_bytes
 from tests.engine.async_lives import live
 from tests.fakes import asking, make_engine, prompt_of
 from tests.soak import soak_unless

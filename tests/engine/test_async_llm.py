@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.engine.replicas import Replica, Replicas
+from ksana_jax.engine.distributed.replicas import Replica, Replicas
 from tests.engine.async_serving import assert_idle, serving, settled, slow, tokens
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import init_params, num_params
-from ksana_jax.step.contract import StepShape
+from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.small import expect_dense
 from tests.reference import reference_logprobs
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.request import RequestInput
+from ksana_jax.core.request import RequestInput
 from tests.engine.small import BOS, Letters, MoreThanRows, assert_idle, make_llm, model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ksana_jax.request import FinishReason
+from ksana_jax.core.request import FinishReason
 from tests.expected import expected_beams
 from tests.fakes import FULLY, SINKS, asking, make_engine, prompt_of, step
 

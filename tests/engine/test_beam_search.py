@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.beam import Beams, advance
-from ksana_jax.request import FinishReason
-from ksana_jax.sequence import Sequence
+from ksana_jax.scheduler.sequence import Sequence
 from tests.expected import searched
 from tests.fakes import asking
 

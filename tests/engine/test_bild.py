@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.draft_models.bild import BildProposer
-from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.speculation import SpeculationCounts
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.engine.draft_models.bild import BildProposer
+from ksana_jax.scheduler.speculative.speculation import SpeculationCounts
 from tests.engine.drafters import draft_model
 from tests.engine.small import Letters, assert_idle, make_llm, model
 from tests.reference import reference_logprobs

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.codecs.registry import find_sealing
-from ksana_jax.planner import plan
-from ksana_jax.planner.step_memory import NO_STEP
+from ksana_jax.runner.planner import plan
+from ksana_jax.runner.planner.step_memory import NO_STEP
 from tests.engine.small import VOCAB, make_llm, model, tokens_of
 from tests.kv.codecs.block_definitions import DEFINITIONS
 from tests.reference import reference_logprobs

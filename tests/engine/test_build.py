@@ -3,11 +3,11 @@
 import pytest
 
 from ksana_jax import LLM
-from ksana_jax.config import EngineConfig
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.build import build_engine
 from ksana_jax.loading import load
-from ksana_jax.patterns import AttentionPattern
-from ksana_jax.planner import engine as planner_engine
+from ksana_jax.runner.planner import engine as planner_engine
 from tests.engine.small import model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
-from ksana_jax.patterns import FULL
+from ksana_jax.core.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.disk import failpoints
 from ksana_jax.kv.disk.tier import DiskTier
 from tests.engine.small import VOCAB, make_llm, tokens_of

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.draft_models import draft_model
-from ksana_jax.draft_models.proposer import DraftModelProposer
-from ksana_jax.errors import ConfigError
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.engine.draft_models import draft_model
+from ksana_jax.engine.draft_models.proposer import DraftModelProposer
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.sampling.acceptance import RULES
 from ksana_jax.tokenizers.detokenizer import Piece

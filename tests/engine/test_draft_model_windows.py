@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.draft_models.proposer import DraftModelProposer
+from ksana_jax.engine.draft_models.proposer import DraftModelProposer
 from tests.engine.small import Letters, assert_idle, make_llm
 
 # Up to ten windows long, and computed in chunks of up to two.

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.gguf_file import read_gguf
+from ksana_jax.core.gguf_file import read_gguf
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import gguf_metadata, gguf_tensors
 from tests.loading.models_on_disk import TINY, random_tensors, write_model

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.fingerprint import fingerprint
@@ -19,7 +20,6 @@ from ksana_jax.models.params import init_params
 from ksana_jax.ops.invariant import why_not_invariant
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.machine import compiled, native_products
 from tests.models.own_kinds import register
@@ -258,7 +258,7 @@ def test_what_keeps_a_model_from_the_operators_of_invariant_numerics_is_named(mo
 
 @compiled
 def test_an_engine_on_a_cpu_without_wide_registers_says_so_before_it_compiles(monkeypatch):
-    monkeypatch.setattr("ksana_jax.processor.features", frozenset)
+    monkeypatch.setattr("ksana_jax.core.processor.features", frozenset)
     with pytest.raises(ValueError, match=r"numerics 'invariant' needs native products.*AVX-512"):
         invariant_llm()
 

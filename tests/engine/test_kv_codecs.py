@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.inspect import take_snapshot
+from ksana_jax.engine.inspect import take_snapshot
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
 from ksana_jax.kv.layout import KVLayout
 from tests.engine.small import VOCAB, make_llm, model, tokens_of

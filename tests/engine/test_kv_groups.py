@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.models.params import init_params
-from ksana_jax.patterns import FULL
 from tests.engine.small import VOCAB, assert_idle, model, tokens_of
 from tests.reference import reference_logprobs
 

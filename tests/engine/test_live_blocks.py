@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ksana_jax.patterns import FULL, AttentionPattern
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from tests.fake_pool import StoringExecutor
 from tests.fake_sealed_pool import SealingExecutor
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from tests.engine.small import BOS, SMALL, VOCAB, Letters, assert_idle, complete, make_llm, model
 from tests.reference import reference_logprobs
 from tests.sampling.reference import penalised

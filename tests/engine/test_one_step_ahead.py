@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from ksana_jax.request import FinishReason
+from ksana_jax.core.request import FinishReason
 from tests.fakes import FULLY, SINKS, asking, make_engine, prompt_of, reference_tokens, run, step
 
 

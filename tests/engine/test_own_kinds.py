@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.models.dense import dense_logits

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.params import init_params
 from ksana_jax.ops import attention
 from tests.engine.small import expect_dense

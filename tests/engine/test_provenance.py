@@ -6,10 +6,10 @@ from concurrent.futures import Executor, Future
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.inspect.snapshot import take_snapshot
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.engine.inspect.snapshot import take_snapshot
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.layout import Leaf
-from ksana_jax.patterns import AttentionPattern
 from tests.engine.small import Letters, make_llm
 from tests.fakes import asking, make_engine, prompt_of, run, step
 

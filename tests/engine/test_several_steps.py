@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ksana_jax.request import FinishReason
+from ksana_jax.core.request import FinishReason
 from tests.engine.test_one_step_ahead import WAITS, expected, tokens_of
 from tests.fakes import FULLY, SINKS, asking, make_engine, prompt_of, reference_tokens, run, step
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
-from ksana_jax.patterns import FAR
-from ksana_jax.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
+from ksana_jax.core.patterns import FAR
+from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS, find_shared_runs, split_tables
 from tests.engine.small import VOCAB, make_llm, model
 from tests.reference import reference_logprobs
 

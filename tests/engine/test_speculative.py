@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.config import EngineConfig
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.settings import check_policies
-from ksana_jax.errors import ConfigError
-from ksana_jax.speculative.speculation import SpeculationCounts
+from ksana_jax.scheduler.speculative.speculation import SpeculationCounts
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, complete, make_llm
 from tests.guessing import ANSWERS, GUESSES
 from tests.machine import native_products

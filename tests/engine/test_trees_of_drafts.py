@@ -3,7 +3,7 @@
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.errors import ConfigError
+from ksana_jax.core.errors import ConfigError
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, make_llm
 from tests.engine.test_speculative import PARAMS, PROMPTS, answers, counts_of, same
 from tests.guessing import Guessing

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ksana_jax.config import ConfigError, EngineConfig
+from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.engine import verdict
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, command, conditions_of, is_longer, read_verdict
@@ -147,7 +147,7 @@ def test_the_command_asks_for_the_engine_s_settings():
     asked = EngineConfig(dtype="bf16", kv_cache_dtype={"k": "kivi4", "v": "int8"}, kv_full_precision_layers=(0, 1))
     import shlex
 
-    from ksana_jax.align.command import side_settings
+    from ksana_jax.lab.align.command import side_settings
 
     words = shlex.split(command(asked))
     assert words[:2] == ["ksana", "align"] and words[3:] == ["--choose", "--model", "MODEL"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.experiments.config import plan
-from ksana_jax.experiments.report import report
-from ksana_jax.experiments.run import run
-from ksana_jax.router.policies import read_policy
+from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.experiments.report import report
+from ksana_jax.lab.experiments.run import run
+from ksana_jax.serve.routing.policies import read_policy
 
 PAGE = Path(__file__).parents[2] / "docs/extend.md"
 TEXT = "def main(x):\n    return x\n\n" * 3

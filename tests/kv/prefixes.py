@@ -5,7 +5,7 @@ import numpy as np
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_cache import Hit, PrefixCache
 from ksana_jax.kv.state import HeldBlocks, KVState
-from ksana_jax.sequence import Sequence
+from ksana_jax.scheduler.sequence import Sequence
 from tests.fakes import asking
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.kv.disk.tier import BlockFacts
 from ksana_jax.kv.layout import KVGroup, KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
-from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from tests.fakes import prompt_of
 from tests.kv.disk.double import DiskDouble
 from tests.kv.prefixes import claim, pin, sequence

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.layout import KVLayout, Leaf
-from ksana_jax.patterns import FULL, AttentionPattern
 
 MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=32)
 MIXED = (FULL, AttentionPattern(window=24)) * 2

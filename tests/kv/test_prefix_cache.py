@@ -5,11 +5,11 @@ import functools
 import numpy as np
 import pytest
 
+from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange
 from ksana_jax.kv.layout import KVGroup, KVLayout, group_layers
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE
-from ksana_jax.patterns import FULL, AttentionPattern, LiveRange
 from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.kv.prefixes import cache, claim, pin, sequence
 from tests.reference import literal

@@ -7,7 +7,8 @@ import pytest
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex
-from ksana_jax.kv.replacement import REPLACEMENT_POLICIES, cost_aware
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES, find_replacement_policy
+from ksana_jax.methods.replacement import cost_aware
 
 
 @dataclasses.dataclass
@@ -33,7 +34,7 @@ BLOCKS = [
 
 
 def order(policy: str, age: float = 0.0) -> str:
-    return "".join(b.name for b in sorted(BLOCKS, key=lambda block: REPLACEMENT_POLICIES[policy](block, age)))
+    return "".join(b.name for b in sorted(BLOCKS, key=lambda block: find_replacement_policy(policy)(block, age)))
 
 
 @pytest.mark.parametrize(
@@ -53,15 +54,15 @@ def test_blocks_go_in_the_order_of_the_policy(policy, first_to_last):
 
 def test_the_newest_subtree_goes_first_whatever_was_used():
     used, old = Block("new", 9, 99, 50, 3), Block("old", 1, 1, 0, 9)
-    policy = REPLACEMENT_POLICIES["newest_subtree_first"]
+    policy = find_replacement_policy("newest_subtree_first")
     assert policy(used, 0) < policy(old, 0)
-    assert REPLACEMENT_POLICIES["lru"](old, 0) < REPLACEMENT_POLICIES["lru"](used, 0)
+    assert find_replacement_policy("lru")(old, 0) < find_replacement_policy("lru")(used, 0)
 
 
 @pytest.mark.parametrize("policy", REPLACEMENT_POLICIES)
 def test_of_blocks_inserted_and_used_together_the_deepest_goes_first_or_the_cheapest(policy):
     shallow, deep = Block("a", 1, 1, 0, 0, 1.0), Block("b", 1, 1, 0, 5, 2.0)
-    first = min(shallow, deep, key=lambda block: REPLACEMENT_POLICIES[policy](block, 0))
+    first = min(shallow, deep, key=lambda block: find_replacement_policy(policy)(block, 0))
     assert first is (shallow if policy == "cost_aware" else deep)
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from ksana_jax.kv.replacement import REPLACEMENT_POLICIES, lru
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES, find_replacement_policy
 from ksana_jax.kv.tier import DEVICE, HOST, NOWHERE, Node, Tier
+from ksana_jax.methods.replacement import lru
 
 
 class Tree:
@@ -139,7 +140,7 @@ def test_what_is_not_here_is_not_considered_when_it_is_used():
 def test_victims_come_in_the_order_of_the_policy(policy):
     """Against sorting at each turn, over random trees."""
     rng = np.random.default_rng(7)
-    tree = Tree(64, REPLACEMENT_POLICIES[policy])
+    tree = Tree(64, find_replacement_policy(policy))
     names = [chr(0x4E00 + i) for i in range(40)]
     for at, name in enumerate(names):
         parent = names[rng.integers(at)] if at and rng.random() < 0.7 else None
@@ -151,7 +152,7 @@ def test_victims_come_in_the_order_of_the_policy(policy):
     while left:
         parents = {tree.nodes[n].parent.key.decode() for n in left}
         for name in left - parents - set(entered):  # leaves, from now on
-            entered[name] = REPLACEMENT_POLICIES[policy](tree.nodes[name], age)
+            entered[name] = find_replacement_policy(policy)(tree.nodes[name], age)
         gone = tree.evict()
         assert entered[gone] == min(entered.values())
         age = entered.pop(gone)[0]
@@ -159,7 +160,7 @@ def test_victims_come_in_the_order_of_the_policy(policy):
 
 
 def test_ageing_rises_to_the_priority_of_the_block_evicted_last():
-    tree = Tree(policy=REPLACEMENT_POLICIES["cost_aware"])
+    tree = Tree(policy=find_replacement_policy("cost_aware"))
     for name, cost in [("a", 3.0), ("b", 5.0)]:
         tree.put(name, cost=cost)
     tree.release(*"ab")

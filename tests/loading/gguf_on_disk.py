@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
-from ksana_jax.patterns import AttentionPattern
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import AttentionPattern
 from tests.gguf_writer import write_gguf
 from tests.loading.models_on_disk import TINY
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
     from ksana_jax.loading import load_model
     from ksana_jax.loading.stored_tensor import StoredTensor
-    from ksana_jax.parallel.placing import place_on
+    from ksana_jax.sharding.placing import place_on
 
     taken, num_read = StoredTensor.chunks, 0
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.loading.load import tensors_of
 from ksana_jax.models.families import config_to_hf
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import LoadError, export_hf, load_model
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import LAYER_NAMES, Family
 from ksana_jax.models.params import init_params, num_params
-from ksana_jax.patterns import AttentionPattern
 from tests.golden.cases import golden_cases
 from tests.loading.models_on_disk import TINY
 from tests.models.own_kinds import CONFIGS, Stated, register, weights

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import TYPES, read_gguf
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.devices.tuning import Tuning
-from ksana_jax.errors import LoadError
-from ksana_jax.experiments.models import num_layers, training_context
-from ksana_jax.gguf_file import TYPES, read_gguf
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.lab.experiments.models import num_layers, training_context
 from ksana_jax.loading import load, load_config, load_model, stored_tensor
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_blocks import decode
@@ -25,8 +25,8 @@ from ksana_jax.loading.load import auto_dtype, read_weight
 from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.models.params import num_params
 from ksana_jax.models.rope import make_rope
-from ksana_jax.parallel.shares import Share
-from ksana_jax.planner.solve import read_model
+from ksana_jax.runner.planner.solve import read_model
+from ksana_jax.sharding.shares import Share
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import TWINS, gguf_metadata, gguf_name, gguf_tensors, permuted, write_twin
 from tests.loading.models_on_disk import TINY, random_tensors, write_model

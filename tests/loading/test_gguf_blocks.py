@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ksana_jax.gguf_file import TYPES
+from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.loading.gguf_blocks import FLOATS, decode
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "gguf_blocks.npz"))

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import load_config
 from ksana_jax.models.families import config_from_hf, config_to_hf
-from ksana_jax.patterns import AttentionPattern
 from ksana_jax.tokenizers import TokenizerError
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import TWINS, gguf_metadata

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.loading import abstract_params, load_config, load_model, stored_tensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits

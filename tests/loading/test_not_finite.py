@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax.errors import LoadError
+from ksana_jax.core.errors import LoadError
 from ksana_jax.loading import load_model
 from ksana_jax.loading.load import all_finite
 from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_model

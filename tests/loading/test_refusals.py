@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.loading import LoadError, check_tokenizer, load_config, load_model
 from tests.loading.models_on_disk import (
     TINY,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.gguf_file import read_gguf
+from ksana_jax.core.gguf_file import read_gguf
+from ksana_jax.core.sources import model_path
 from ksana_jax.loading import load_config
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
-from ksana_jax.sources import model_path
 from tests import real
 
 pytestmark = real.smollm2

@@ -1,6 +1,6 @@
 """Hugging Face configs of each family, for the tests that read, refuse and write them."""
 
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import RopeConfig
 
 SIZES = {
     "vocab_size": 1000,

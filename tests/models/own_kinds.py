@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import params as model_params
 from ksana_jax.models.layers import NORMS, Norm
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
-from ksana_jax.patterns import FULL, AttentionPattern
 from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, without
 
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import FULL
 from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params
-from ksana_jax.patterns import FULL
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

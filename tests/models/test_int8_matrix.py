@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.layers import linear
 from ksana_jax.models.params import init_params, quantised
-from ksana_jax.planner.terms import weights_bytes
+from ksana_jax.runner.planner.terms import weights_bytes
 
 CONFIG = ModelConfig(vocab_size=64, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=72)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)

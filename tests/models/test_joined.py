@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.devices import tuning
 from ksana_jax.models.joined import joined, separate
 from ksana_jax.models.operators import XLA_OPERATORS

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.loading import LoadError, export_hf, load_model
 from ksana_jax.loading.load import read_weight
 from ksana_jax.loading.tensor_files import find_tensors
@@ -19,8 +19,8 @@ from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import LAYER_NAMES, Family
 from ksana_jax.models.mlp import MLP, MLPS
 from ksana_jax.models.params import num_params
-from ksana_jax.parallel.shares import Share, local_model
-from ksana_jax.planner.terms import weights_bytes
+from ksana_jax.runner.planner.terms import weights_bytes
+from ksana_jax.sharding.shares import Share, local_model
 
 NUM_EXPERTS = 3
 VALUES = {

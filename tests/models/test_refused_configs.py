@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from ksana_jax.config import ConfigError
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.rope import make_rope
 from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, without

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import init_params
 from ksana_jax.models.sinks import received_attention, sink_measures, sink_strength
 from tests.reference import reference_logprobs

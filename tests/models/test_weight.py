@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models import params as model_params
 from ksana_jax.models.families import FAMILIES
@@ -15,7 +15,7 @@ from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
 from ksana_jax.models.packed_matrix import packed, unpacked
 from ksana_jax.models.params import LayerParams, init_params, param_shapes, quantised, weight_fields, weights_of
 from ksana_jax.models.weight import Weight, matrix
-from ksana_jax.parallel.shares import local_model
+from ksana_jax.sharding.shares import local_model
 from tests.models.own_kinds import CONFIGS, Unstated, register, triple, weights
 
 JOINED = {weight.joins for weight in weight_fields().values() if weight is not None} - {None}

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
-from ksana_jax.patterns import FULL, AttentionPattern
 from tests.models.hf_configs import ROPES
 
 SLIDING = (FULL, AttentionPattern(window=9))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
@@ -186,6 +186,6 @@ def test_only_matrices_of_whole_words_are_packed():
 
 @native_products
 def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.processor.features", lambda: {"avx512f", "amx_bf16"})
+    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx512f", "amx_bf16"})
     assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"
     assert choose_linear("cpu", "bfloat16", row_by_row=True).name == "native"

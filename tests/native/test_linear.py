@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import quantise
-from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 from tests.machine import native_products, no_native_products
 
@@ -101,7 +101,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     ("dtype", "features", "most"), [("float32", "amx_bf16", 64), ("bfloat16", "", 64), ("bfloat16", "amx_bf16", 7)]
 )
 def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
-    monkeypatch.setattr("ksana_jax.processor.features", lambda: {"avx512f", features})
+    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx512f", features})
     mixed = choose_linear("cpu", dtype, "mixed").apply
     for rows, is_native in ((1, True), (most, True), (most + 1, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
@@ -109,5 +109,5 @@ def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch
 
 
 def test_a_cpu_without_wide_registers_is_served_by_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.processor.features", frozenset)
+    monkeypatch.setattr("ksana_jax.core.processor.features", frozenset)
     assert choose_linear("cpu", "float32").name == "xla"

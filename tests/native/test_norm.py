@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.layer_spec import NormSpec
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.layers import NORMS
 from ksana_jax.ops.norm import choose_norm, native_normaliser, not_native

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.layer_spec import NormSpec
+from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.native.kernel import KERNEL
 from ksana_jax.native.layer import Norms, Weights, project, rest_of_layer
 from ksana_jax.native.linear import linear

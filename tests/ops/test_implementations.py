@@ -8,24 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
+from ksana_jax.core.patterns import FAR
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.eviction.h2o import H2O
-from ksana_jax.kv.eviction.keyformer import Keyformer
-from ksana_jax.kv.eviction.snapkv import SnapKV
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.methods.eviction.h2o import H2O
+from ksana_jax.methods.eviction.keyformer import Keyformer
+from ksana_jax.methods.eviction.snapkv import SnapKV
 from ksana_jax.models.rope import make_rope
-from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops.attention import AttentionContext, Queries, ragged_paged_attention, write
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.patterns import FAR
-from ksana_jax.step.contract import Part, StepArrays, StepShape
+from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
 from pallas_kernels import reference
 from pallas_kernels.contract import Kernel, Result, check_options
 from pallas_kernels.registry import KERNELS, KV_WRITES

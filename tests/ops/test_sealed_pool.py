@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.sealed_pool import SealedCache

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.ops.attention import Queries, ragged_paged_attention
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.patterns import FAR, AttentionPattern
-from ksana_jax.sequence import Rows
-from ksana_jax.step.contract import Part, StepShape
-from ksana_jax.step.drafts import Drafts
-from ksana_jax.step.verification import verification_arrays
+from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.verification import verification_arrays
 from tests.reference import literal
 
 COMPUTED, WIDTH, NUM_BLOCKS = np.array([9, 1, 0, 22]), 7, 64

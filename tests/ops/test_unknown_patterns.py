@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from ksana_jax import AttentionPattern, patterns
+from ksana_jax import AttentionPattern
 from ksana_jax.cli import app
-from ksana_jax.config import ModelConfig
+from ksana_jax.core import patterns
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.operator_settings import OperatorSettings
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import init_params
-from ksana_jax.operator_settings import OperatorSettings
 from ksana_jax.ops import implementations
 from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
 from ksana_jax.ops.implementations import choose, explain
 from ksana_jax.ops.kernels import kernel_pattern
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.parallel.placement import Placement
 from ksana_jax.runner.runner import Runner
+from ksana_jax.sharding.placement import Placement
 from tests.test_recipes import Chunked, ChunkedArrays
 
 LLAMA = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)

@@ -9,7 +9,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # public since jax 0.11
 
-from ksana_jax.processor import num_cores
+from ksana_jax.core.processor import num_cores
 
 PARAMS = InterpretGPUParams(detect_races=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.operator_settings import IMPLEMENTATION_NAMES
+from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops import implementations, kernels
 from ksana_jax.ops.implementations import Implementation, explain
 from pallas_kernels import arguments

@@ -8,7 +8,7 @@ import pytest
 from ksana_jax import SamplingParams
 from ksana_jax.devices import tuning as tuned
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
-from ksana_jax.step.contract import StepShape
+from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.small import Letters, assert_idle, make_llm
 
 ASKED = {

@@ -14,7 +14,7 @@ from ksana_jax.devices import tuning
 from ksana_jax.models.packed_matrix import unpacked
 from ksana_jax.models.params import init_params
 from ksana_jax.runner.step_program import compiled_programs
-from ksana_jax.step.contract import Part, StepArrays, StepShape
+from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 from tests.soak import soak_unless

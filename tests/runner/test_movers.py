@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from ksana_jax.core.patterns import FULL, LiveRange
 from ksana_jax.kv.layout import KVGroup, KVLayout, Leaf
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.patterns import FULL, LiveRange
 from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover
 
 # Keys and values [L, 2, K, B, H] of a block with scales [L, 2, K]: whatever else a block has moves along.

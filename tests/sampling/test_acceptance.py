@@ -16,7 +16,7 @@ from ksana_jax.sampling.acceptance import (
     good_enough,
     num_before,
 )
-from ksana_jax.step.drafts import Drafts
+from ksana_jax.scheduler.step.drafts import Drafts
 
 
 def tables(rng: np.random.Generator, vocab: int, length: int, sharp: float = 1.0) -> dict[tuple[int, ...], np.ndarray]:

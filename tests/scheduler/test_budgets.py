@@ -2,7 +2,7 @@
 
 import pytest
 
-from ksana_jax.step.contract import Part
+from ksana_jax.scheduler.step.types import Part
 from tests.expected import expect_reference
 from tests.fakes import FULLY, SINKS, make_engine, run, step
 from tests.scheduler.requests import add, watch_batches

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from ksana_jax import EngineConfig
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.settings import check_policies
-from ksana_jax.scheduler.policies import SCHEDULING_POLICIES, LongestPrefix, make_policy
-from ksana_jax.sequence import Sequence
+from ksana_jax.methods.scheduling import LongestPrefix
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES, make_policy
+from ksana_jax.scheduler.sequence import Sequence
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens, run, step
 from tests.kv.prefixes import sequence
 

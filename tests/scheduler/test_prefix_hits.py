@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from ksana_jax.core.request import FinishReason
 from ksana_jax.kv.prefix_index import sha256
-from ksana_jax.request import FinishReason
 from tests.expected import expect_reference
 from tests.fakes import FULLY, SINKS, make_engine, prompt_of, run, step
 from tests.kv.prefixes import pin

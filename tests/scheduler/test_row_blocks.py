@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ksana_jax.patterns import FULL, AttentionPattern
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from tests.expected import expect_reference
 from tests.fakes import asking, make_engine, prompt_of, step
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ksana_jax.request import FinishReason
+from ksana_jax.core.request import FinishReason
 from tests.expected import expect_reference
 from tests.fakes import FULLY, make_engine, prompt_of, reference_tokens, run, step
 from tests.scheduler.requests import add, expect_empty

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 import ksana_jax.tokenizers.files as files
-from ksana_jax.errors import LoadError
+from ksana_jax.core.errors import LoadError
 from ksana_jax.tokenizers import TokenizerError, find_tokenizer, load_tokenizer
 from tests.gguf_writer import write_gguf
 

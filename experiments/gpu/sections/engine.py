@@ -21,7 +21,7 @@ TIE = 0.05
 
 
 def run(context: Context) -> None:
-    from ksana_jax.config import ModelConfig
+    from ksana_jax.core.config import ModelConfig
     from ksana_jax.devices.capabilities import stored_as_bits
     from ksana_jax.kv.layout import KVLayout
     from ksana_jax.ops.implementations import IMPLEMENTATIONS, explain
@@ -75,7 +75,7 @@ def _tiny(context: Context, operators: dict[str, str]):
 
 
 def _random(context: Context, operators: dict[str, str]):
-    from ksana_jax.config import ModelConfig
+    from ksana_jax.core.config import ModelConfig
     from ksana_jax.engine.llm import LLM
 
     small = (64, 2, 4, 2, 64, 128) if context.tiny else (2048, 4, 16, 4, 128, 4096)
@@ -86,7 +86,7 @@ def _random(context: Context, operators: dict[str, str]):
 
 def _tokens(context: Context, make, implementation) -> list[Any]:
     """Greedy completions of 16 prompts of 3 to 150 tokens, with the two most probable tokens of each place."""
-    from ksana_jax.request import SamplingParams
+    from ksana_jax.core.request import SamplingParams
 
     llm = make(context, XLA if implementation.name == "xla" else {"attention": implementation.name})
     rng = np.random.default_rng(5)

@@ -14,7 +14,7 @@ from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL, random_params
 from experiments.gpu.timing import CHAIN, Chained, Sampler, chain, measured
-from ksana_jax.layer_spec import LayerSpec
+from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.models.joined import joined
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams

@@ -13,7 +13,7 @@ import numpy as np
 from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL, operators, random_params
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 
 if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
@@ -23,8 +23,8 @@ FIRST_RUN = "requests on Llama-8B's shape"
 
 
 def run(context: Context) -> None:
-    from ksana_jax.bench.throughput import workload
-    from ksana_jax.request import SamplingParams
+    from ksana_jax.core.request import SamplingParams
+    from ksana_jax.lab.bench.throughput import workload
 
     config, requests = (SMALL, 4) if context.tiny else (LLAMA_8B, REQUESTS)
     prompts, lengths = workload(config.vocab_size, requests, 0)
@@ -58,7 +58,7 @@ def run(context: Context) -> None:
 
 def _one_request(context: Context, llm: LLM, prompt: Any) -> None:
     """Milliseconds from token to token of a request by itself, and what the host does meanwhile."""
-    from ksana_jax.request import SamplingParams
+    from ksana_jax.core.request import SamplingParams
 
     count = 8 if context.tiny else 200
     seconds = []

@@ -9,7 +9,7 @@ import time
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL
 from experiments.gpu.sections.throughput import REQUESTS
-from ksana_jax.bench.throughput import workload
+from ksana_jax.lab.bench.throughput import workload
 
 
 def run(context: Context) -> None:

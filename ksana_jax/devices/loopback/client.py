@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from ksana_jax.core.loopback_options import LoopbackOptions
 from ksana_jax.devices.loopback import abi
 from ksana_jax.devices.loopback.hardware import Device, Topology
 from ksana_jax.devices.loopback.marshal import Kept, Refused, read_named_values
-from ksana_jax.devices.loopback.options import LoopbackOptions
 from ksana_jax.devices.loopback.state import State
 
 

@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from ksana_jax.core.forks import outlives_python
+from ksana_jax.core.loopback_options import LoopbackOptions
 from ksana_jax.devices.loopback import abi
 from ksana_jax.devices.loopback.doors import doors
 from ksana_jax.devices.loopback.marshal import Refused
-from ksana_jax.devices.loopback.options import LoopbackOptions
 from ksana_jax.devices.loopback.running import RunningFunctions
-from ksana_jax.forks import outlives_python
 
 # These return nothing.
 _VOID = ("Error_Destroy", "Error_Message")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ksana_jax.core.loopback_options import LoopbackOptions
 from ksana_jax.devices.loopback.hardware import Device, Topology
 from ksana_jax.devices.loopback.marshal import Handles, Kept
-from ksana_jax.devices.loopback.options import LoopbackOptions
 
 
 class State(Kept):

@@ -10,44 +10,34 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ksana_jax.errors import ConfigError
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import resolve
 from ksana_jax.kv.codecs.base import BlockCodec, Codec
-from ksana_jax.kv.codecs.floats import Float
-from ksana_jax.kv.codecs.gear import Gear
-from ksana_jax.kv.codecs.kivi import Kivi
-from ksana_jax.kv.codecs.kvquant import KVQuant
-from ksana_jax.kv.codecs.packed import Packed
-from ksana_jax.kv.codecs.scaled import Scaled
 from ksana_jax.kv.codecs.sealing import Sealing, read_sealing
-from ksana_jax.plugins import resolve
 
-# Functions or classes that take no arguments. Those of `dtypes.DTYPES` also hold an engine's own dtype.
-CODECS: dict[str, Callable[[], Codec]] = {
-    "f32": functools.partial(Float, "float32"),
-    "bf16": functools.partial(Float, "bfloat16"),
-    "f16": functools.partial(Float, "float16"),
-    "int8": functools.partial(Scaled, "int8", 127.0),
-    "fp8_e4m3": functools.partial(Scaled, "float8_e4m3fn", 448.0),
-    "fp8_e5m2": functools.partial(Float, "float8_e5m2"),
-    "int4": functools.partial(Packed, 4),
-    "int3": functools.partial(Packed, 3),
-    "int2": functools.partial(Packed, 2),
+_FILES = "ksana_jax.methods.codecs"
+# Functions that take no arguments. The first three, the names of `dtypes.DTYPES`, also hold an engine's own dtype.
+CODECS: dict[str, str] = {
+    "f32": f"{_FILES}.floats:f32",
+    "bf16": f"{_FILES}.floats:bf16",
+    "f16": f"{_FILES}.floats:f16",
+    "int8": f"{_FILES}.scaled:int8",
+    "fp8_e4m3": f"{_FILES}.scaled:fp8_e4m3",
+    "fp8_e5m2": f"{_FILES}.floats:fp8_e5m2",
+    "int4": f"{_FILES}.packed:int4",
+    "int3": f"{_FILES}.packed:int3",
+    "int2": f"{_FILES}.packed:int2",
 }
 
-# Classes, or functions with their arguments: what is called gets the side, "k" or "v".
-BLOCK_CODECS: dict[str, Callable[..., BlockCodec]] = {
-    "kivi4": functools.partial(Kivi, bits=4),
-    "kivi3": functools.partial(Kivi, bits=3),
-    "kivi2": functools.partial(Kivi, bits=2),
-    "gear4": functools.partial(Gear, bits=4),
-    "gear3": functools.partial(Gear, bits=3),
-    "gear2": functools.partial(Gear, bits=2),
-    "gear_l4": functools.partial(Gear, bits=4, outliers=0.0),
-    "gear_l3": functools.partial(Gear, bits=3, outliers=0.0),
-    "gear_l2": functools.partial(Gear, bits=2, outliers=0.0),
-    "kvquant4": functools.partial(KVQuant, bits=4),
-    "kvquant3": functools.partial(KVQuant, bits=3),
-    "kvquant2": functools.partial(KVQuant, bits=2),
+# Functions that take the side, "k" or "v".
+BLOCK_CODECS: dict[str, str] = {
+    name: f"{_FILES}.{module}:{name}"
+    for module, names in {
+        "kivi": "kivi4 kivi3 kivi2",
+        "gear": "gear4 gear3 gear2 gear_l4 gear_l3 gear_l2",
+        "kvquant": "kvquant4 kvquant3 kvquant2",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -68,6 +58,15 @@ def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:
         find_codec(setting)
 
 
+def find_block_codec(name: str) -> Callable[..., BlockCodec]:
+    """Returns what makes the block codec of a side, by a name in `BLOCK_CODECS` or "package.module:name".
+
+    Raises:
+      ConfigError: there is no such codec.
+    """
+    return resolve(name, BLOCK_CODECS, "kv_cache_dtype")
+
+
 def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:
     """Returns the block codecs of a `kv_cache_dtype`; None if it names a codec of single vectors.
 
@@ -78,7 +77,7 @@ def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:
       ConfigError: there is no such codec, or a setting is wrong.
     """
     if isinstance(setting, str):
-        return read_sealing({"k": setting, "v": setting}, BLOCK_CODECS.__getitem__) if setting in BLOCK_CODECS else None
+        return read_sealing({"k": setting, "v": setting}, find_block_codec) if setting in BLOCK_CODECS else None
     if not {"k", "v"} <= setting.keys():
         raise ConfigError(f'kv_cache_dtype is {setting!r:.80}, must have "k" and "v", such as "kivi2" and "kivi4"')
-    return read_sealing(setting, functools.partial(resolve, registry=BLOCK_CODECS, what="kv_cache_dtype"))
+    return read_sealing(setting, find_block_codec)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax import checks
-from ksana_jax.dtypes import DTYPES
-from ksana_jax.errors import ConfigError
+from ksana_jax.core import checks
+from ksana_jax.core.dtypes import DTYPES
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.patterns import LiveRange
 from ksana_jax.kv.codecs.base import BlockCodec
-from ksana_jax.patterns import LiveRange
 
 Arrays = dict[str, tuple[tuple[int, ...], str]]
 

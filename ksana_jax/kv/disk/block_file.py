@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ksana_jax.files import create, open_to_read
+from ksana_jax.core.files import create, open_to_read
 from ksana_jax.kv.disk.failpoints import failpoint
 from ksana_jax.kv.layout import KVLayout, Leaf
 

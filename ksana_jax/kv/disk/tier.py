@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.errors import ConfigError
-from ksana_jax.files import UnsafeFile
-from ksana_jax.folder_lock import FolderInUse, FolderLock
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.files import UnsafeFile
+from ksana_jax.core.folder_lock import FolderInUse, FolderLock
 from ksana_jax.kv.disk.block_file import (
     BadBlockFile,
     BlockFacts,

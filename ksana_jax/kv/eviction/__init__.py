@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax.core.plugins import read_method
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.plugins import read_method
 
 EVICTION_METHODS: dict[str, str] = {
-    "h2o": "ksana_jax.kv.eviction.h2o:H2O",
-    "keyformer": "ksana_jax.kv.eviction.keyformer:Keyformer",
-    "snapkv": "ksana_jax.kv.eviction.snapkv:SnapKV",
-    "tova": "ksana_jax.kv.eviction.tova:TOVA",
-    "knorm": "ksana_jax.kv.eviction.knorm:KNorm",
-    "vatp": "ksana_jax.kv.eviction.vatp:VATP",
-    "window": "ksana_jax.kv.eviction.window:Window",
-    "streaming_llm": "ksana_jax.kv.eviction.window:StreamingLLM",
-    "random": "ksana_jax.kv.eviction.random:Random",
-    "oracle": "ksana_jax.kv.eviction.oracle:Oracle",
+    "h2o": "ksana_jax.methods.eviction.h2o:H2O",
+    "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
+    "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
+    "tova": "ksana_jax.methods.eviction.tova:TOVA",
+    "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
+    "vatp": "ksana_jax.methods.eviction.vatp:VATP",
+    "window": "ksana_jax.methods.eviction.window:Window",
+    "streaming_llm": "ksana_jax.methods.eviction.window:StreamingLLM",
+    "random": "ksana_jax.methods.eviction.random:Random",
+    "oracle": "ksana_jax.methods.eviction.oracle:Oracle",
 }
 
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ksana_jax import checks
-from ksana_jax.errors import ConfigError
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
 
 Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
 

@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
-from ksana_jax.errors import ConfigError
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.patterns import FAR
 
 
 @dataclasses.dataclass(frozen=True)

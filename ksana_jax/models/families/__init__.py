@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core import checks
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ksana_jax import checks
-from ksana_jax.config import ConfigError, ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core import checks
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
-from ksana_jax.patterns import AttentionPattern
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax import checks
-from ksana_jax.config import ConfigError
+from ksana_jax.core import checks
+from ksana_jax.core.config import ConfigError
 
 # Larger numbers are mistakes or attacks: arrays or lists of that size would kill the process.
 MAX_INTEGER = 2**31 - 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import AttentionPattern, per_layer
 from ksana_jax.models.families.family import LAYER_NAMES, Family, layer_kinds, one_or_each
 from ksana_jax.models.families.fields import Fields
-from ksana_jax.patterns import AttentionPattern, per_layer
 
 NAMES = LAYER_NAMES | {
     "post_attn_norm": "post_attention_layernorm.weight",

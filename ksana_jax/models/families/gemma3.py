@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import gemma2
 from ksana_jax.models.families.family import Family, one_or_each
 from ksana_jax.models.families.fields import Fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.families.family import Family
 from ksana_jax.models.families.fields import Fields
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.families import llama
 from ksana_jax.models.families.family import LAYER_NAMES, Family
 from ksana_jax.models.families.fields import Fields

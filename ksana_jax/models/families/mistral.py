@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import AttentionPattern, per_layer
 from ksana_jax.models.families.family import Family
 from ksana_jax.models.families.fields import Fields
-from ksana_jax.patterns import AttentionPattern, per_layer
 
 
 def read(fields: Fields) -> dict[str, Any]:

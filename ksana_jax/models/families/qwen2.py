@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ksana_jax.config import ModelConfig
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import per_layer
 from ksana_jax.models.families.family import Family, layer_windows
 from ksana_jax.models.families.fields import Fields
-from ksana_jax.patterns import per_layer
 
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax import checks
-from ksana_jax.config import ModelConfig
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core import checks
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern, LiveRange
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.base import BlockCodec
-from ksana_jax.kv.codecs.gear import Gear
-from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_sealing
+from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_block_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.patterns import AttentionPattern, LiveRange
+from ksana_jax.methods.codecs.gear import Gear
 from tests.kv.codecs.block_definitions import DEFINITIONS
 from tests.soak import soak_unless
 
@@ -33,7 +33,7 @@ BLOCKS = {
 
 def read(name: str, side: str, x: np.ndarray, xp=np) -> np.ndarray:
     """Blocks [..., B, H] as they are read after being encoded."""
-    codec = BLOCK_CODECS[name](side=side)
+    codec = find_block_codec(name)(side=side)
     stored = codec.encode(xp.asarray(x, xp.float32), xp)
     expected = codec.arrays(*x.shape[-2:])
     assert {part: (a.shape[x.ndim - 2 :], a.dtype.name) for part, a in stored.items()} == expected
@@ -117,7 +117,9 @@ def test_bytes_count_outliers_and_factors():
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_the_compiled_formulas_are_those_of_numpy(name, side):
     x = BLOCKS["outliers"].astype(np.float32)
-    got = jax.jit(lambda x: BLOCK_CODECS[name](side=side).decode(BLOCK_CODECS[name](side=side).encode(x, jnp), jnp))(x)
+    got = jax.jit(
+        lambda x: find_block_codec(name)(side=side).decode(find_block_codec(name)(side=side).encode(x, jnp), jnp)
+    )(x)
     # Factors in float16 may be rounded the other way.
     tolerance = 1e-3 if "gear" in name else 1e-5
     np.testing.assert_allclose(np.asarray(got, np.float64), read(name, side, x), atol=tolerance * np.abs(x).max())

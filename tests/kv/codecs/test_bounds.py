@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ksana_jax.errors import ConfigError
-from ksana_jax.kv.codecs.packed import Packed
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
+from ksana_jax.methods.codecs.packed import Packed
 
 RNG = np.random.default_rng(11)
 H = 64

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ksana_jax.config import ConfigError
+from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.disk.tier import DiskTier
 from tests.kv.disk.blocks import BF16, FORMAT, AtOnce, Later, blank, chain, data_of
 from tests.kv.disk.tiers import PLENTY, assert_books, files, read, write

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.layers import rms_norm
 from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.pool import KVCache

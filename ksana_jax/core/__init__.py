@@ -1,0 +1,1 @@
+"""What all rooms share: settings, requests, attention patterns, layers as data, checks and errors. No jax."""

@@ -1,0 +1,379 @@
+"""Configurations of models and engines, as frozen values. Knows no arrays, no files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ksana_jax.core import checks, refusals
+from ksana_jax.core.device_setting import canonical_device
+from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.hosts_setting import canonical_distributed
+from ksana_jax.core.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
+from ksana_jax.core.operator_settings import AUTO, OperatorSettings
+from ksana_jax.core.patterns import FAR, FULL, AttentionPattern, per_layer
+from ksana_jax.core.plugins import name_of
+from ksana_jax.core.units import GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Configures a decoder-only transformer; `layers` gives the specification of each layer.
+
+    Args:
+      rope, pattern: rotary embedding and attention pattern, one for all layers or a tuple with one per layer.
+      attention_scale: factor of the attention scores; None is 1 / sqrt(head_dim).
+      soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap); None for no cap.
+      sinks: each head has a logit without a key or a value in the softmax's denominator: "learned", or "zero" for
+        softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
+      mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
+      norm: kind of the norms, a name in `models.layers.NORMS`.
+      sandwich_norms: whether the outputs of attention and MLP are also normalised before they are added.
+      embed_scale: factor of the embedding's rows.
+      max_position: context length in tokens that the model was trained for.
+    """
+
+    family: str = "llama"
+    vocab_size: int = 32_000
+    d_model: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    d_ff: int = 1408
+    norm_eps: float = 1e-5
+    rope: RopeConfig | tuple[RopeConfig, ...] = PLAIN_ROPE
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_scale: float | None = None
+    soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sinks: SinkLogits | None = None
+    mlp: str = "swiglu"
+    norm: str = "rms"
+    sandwich_norms: bool = False
+    embed_scale: float = 1.0
+    max_position: int = 2048
+    pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def problems(self) -> list[str]:
+        """Returns the problems of this shape, one sentence each; empty if it is valid."""
+        sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "max_position")
+        found = [problem for name in sizes if (problem := checks.integer(name, getattr(self, name)))]
+        if not found and self.num_heads % self.num_kv_heads:
+            found.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if isinstance(self.head_dim, int) and self.head_dim % 2:
+            found.append(f"head_dim is {self.head_dim}, must be even for rotary embeddings")
+        for name in ("rope", "pattern"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != self.num_layers:
+                found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
+        optional = ("attention_scale", "soft_cap", "logit_soft_cap")
+        problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
+        problems += [checks.number(name, getattr(self, name), above=0) for name in ("norm_eps", "embed_scale")]
+        problems.append(checks.one_of("sinks", self.sinks, (None, "learned", "zero")))
+        found += filter(None, problems)
+        for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
+            numbers = {"rope theta": rope.theta, "rope factor": rope.factor}
+            found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
+            if rope.kind in ("dynamic", "llama3", "yarn") and not rope.original_max_len:
+                found.append(f"rope {rope.kind!r} needs original_max_len")
+            if rope.kind == "factors" and len(rope.factors) != self.head_dim // 2:
+                found.append(f"rope has {len(rope.factors)} factors, must have {self.head_dim // 2}, half of head_dim")
+            found += filter(None, (checks.number("rope factor", value, above=0) for value in rope.factors))
+        return found
+
+    def validate(self) -> ModelConfig:
+        """Checks the fields; returns itself.
+
+        Raises:
+          ConfigError: fields are invalid; one line lists all problems.
+        """
+        if found := self.problems():
+            raise ConfigError("; ".join(found))
+        return self
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The specification of each layer."""
+        attention = functools.partial(
+            AttentionSpec,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+        )
+        mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias)
+        norms = NormSpec(self.norm, self.norm_eps, self.sandwich_norms)
+        ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
+        patterns = per_layer(self.pattern, self.num_layers)
+        return tuple(
+            LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms)
+            for rope, pattern in zip(ropes, patterns, strict=True)
+        )
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """Returns the config of this model truncated to its first layers."""
+        rope, pattern = (v[:num_layers] if isinstance(v, tuple) else v for v in (self.rope, self.pattern))
+        return dataclasses.replace(self, num_layers=num_layers, rope=rope, pattern=pattern)
+
+
+# Text positions and numbers of blocks, which are int32, stay below FAR.
+MAX_TOKENS = FAR - 1
+# The host keeps arrays with a row for each.
+MAX_SEQS = 2**20
+MAX_DEVICES = 1024
+QUANTIZATIONS = (None, "int8", "w8a8")
+
+
+def _layers(given: Any) -> tuple[int, ...]:
+    """Returns layers in rising order, each once.
+
+    Raises:
+      ConfigError: a value is not a list of integers from 0.
+    """
+    if not isinstance(given, (list, tuple)) or any(checks.integer("layer", layer, 0) for layer in given):
+        raise ConfigError(f"kv_full_precision_layers is {given!r:.60}, must be a list of layers, counted from 0")
+    return tuple(sorted(set(given)))
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Configures the engine; every default works on a laptop.
+
+    Args:
+      dtype: dtype of weights and activations: "f32", "bf16" or "f16", in any common spelling ("float32", "half",
+        jnp.bfloat16). "auto" takes the checkpoint's, "f32" for a quantised GGUF file, whose values have more bits than
+        bf16, and "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times slower (2048 x 8192, 1 to
+        32 rows).
+      quantization: "int8" stores the matrices of layers as codes with a scale for each row, and computes with them in
+        `dtype`. "w8a8" also rounds what they are multiplied with to codes, each token's by itself, and multiplies
+        integers (W8A8 with dynamic scales per token). Weights are quantised when they are loaded, for which there must
+        be room. Embedding, output head and norms keep their dtype. None leaves all weights in `dtype`.
+      kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
+        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
+        "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
+        int2 a float16 scale and zero per token and 64 channels of a KV head. A name in `BLOCK_CODECS` ("kivi4",
+        "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encodes whole blocks and keeps recent tokens in
+        `dtype`: see `kv.codecs.sealing`, also for what {"k": "kivi2", "v": "kivi4", "residual": 128, "group": 64} may
+        have.
+      kv_full_precision_layers: layers whose keys and values are stored in `dtype` nevertheless. Every group of layers
+        (`kv.layout`) must have equally many. On a GPU, XLA then computes the attention.
+      block_size: tokens per KV block.
+      num_blocks: blocks in the pool, each of one group of layers (`kv.layout`); None allocates as many as max_num_seqs
+        sequences need, within memory_bytes.
+      max_model_len: maximum tokens of a sequence, prompt plus output; None takes the model's max_position.
+      max_num_seqs: maximum number of sequences that run at once.
+      max_num_batched_tokens: maximum number of tokens computed in a step.
+      query_tile: tokens of one sequence that form an attention tile in a step; many short chunks get tiles of a quarter
+        of it. Hopper GPUs have a separate kernel for tiles of at least 128 queries x query heads of a group, reached
+        with a query_tile of 32 with groups of four and 128 with MHA.
+      policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
+        "package.module:name" of your own, or the function itself.
+      async_scheduling: schedule and submit a step while the one before it runs; tokens are the same. Sampled tokens go
+        from step to step on the device. Where a step depends on them in another way (beams, penalties, several
+        completions of one prompt, prefix caching under a window, a tier on the host, the embedding on the host, a pool
+        that is nearly full), the engine waits for them first.
+      num_scheduler_steps: number of decode steps in one compiled call, while no request waits. They are scheduled at
+        once; their tokens are sampled and fed on the device, arrive together, and are the same as step by step. A
+        request that comes meanwhile waits for the call to end. Steps are computed one by one where fewer are left,
+        where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens. With
+        async_scheduling, a call is submitted before the one before it has ended.
+      max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
+        None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
+      memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
+      memory_fraction: fraction of the device's memory that weights, pool and the temporary buffers of a step may take
+        together, if num_blocks is None; see `planner`.
+      enable_prefix_caching: keep full blocks after use and reuse them by content. Off by default, because a measurement
+        that repeats its prompts would otherwise measure the cache.
+      prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
+        "package.module:name" of your own, or the function itself.
+      kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
+        {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
+      shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
+      speculative_config: how draft tokens are guessed, and verified by one step for all of them, such as
+        {"method": "ngram", "num_speculative_tokens": 4}: see `scheduler.speculative`. None decodes token by token.
+      preempt: what happens to the keys and values of a preempted sequence: "swap" moves them to the host, "recompute"
+        drops them, "auto" chooses the cheaper one by measured times. Without host memory, "recompute" is used.
+      host_cache_bytes: bytes of host memory, allocated at the start, for swapped sequences and cached prefixes.
+      disk_cache_dir: folder of the disk tier; None for no disk tier.
+      disk_cache_bytes: maximum bytes of this model's files in that folder; files of other models are not counted.
+      cache_write: when cached prefixes are written to the next slower tier: "back" when they are replaced, "through"
+        when they are computed, "drop" never.
+      embedding_device: where the token embedding is stored and looked up.
+      numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
+        batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
+        norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
+        kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
+      operators: the implementation of each operator, such as {"attention": "xla"}, or {"prefer": "agreement"} to choose
+        by measured agreement: see `operator_settings`. "auto" takes the first that supports the model on this device;
+        `ksana doctor` lists them.
+      tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.sharding`). Sizes in
+        bytes and fractions of memory are those of each device.
+      data_parallel_size: replicas of the engine, each on tensor_parallel_size devices of its own; a request goes to the
+        one that has served the longest part of its prompt before, or has the least work (`engine.replicas`). Sizes in
+        bytes, of host memory too, are those of each replica. Not together with a disk tier or several processes.
+      seed: seed for requests without a seed.
+      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
+        installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
+        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `devices.target.DeviceTarget`. None
+        takes jax's default. jax must not have started before.
+      distributed: processes, usually one on each host, that divide the model among all of their devices:
+        {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
+        "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
+        host_cache_bytes are those of each. Process 0 has the requests. The others compute for it (`ksana follow`): an
+        `LLM` that one of them makes serves until process 0 ends, and then ends its process. It stands for the whole
+        process and comes before jax's first use.
+    """
+
+    dtype: str = "f32"
+    quantization: Literal["int8", "w8a8"] | None = None
+    kv_cache_dtype: Any = "auto"
+    kv_full_precision_layers: tuple[int, ...] = ()
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    query_tile: int = 32
+    policy: Any = "fcfs"
+    async_scheduling: bool = True
+    num_scheduler_steps: int = 1
+    max_repositioned_sinks: int | None = None
+    memory_bytes: int = 2 * GIB
+    memory_fraction: float | None = None
+    enable_prefix_caching: bool = False
+    prefix_replacement: Any = "lru"
+    kv_eviction: dict[str, Any] | None = None
+    shared_prefix_attention: bool = False
+    speculative_config: dict[str, Any] | None = None
+    preempt: Literal["swap", "recompute", "auto"] = "auto"
+    host_cache_bytes: int = 0
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int = GIB
+    cache_write: Literal["back", "through", "drop"] = "back"
+    embedding_device: Literal["device", "host"] = "device"
+    operators: OperatorSettings = AUTO
+    numerics: Literal["fast", "invariant"] = "fast"
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    seed: int = 0
+    device: Any = None
+    distributed: Any = dataclasses.field(default=None, metadata={"place": True})
+
+    def __post_init__(self):
+        object.__setattr__(self, "distributed", canonical_distributed(self.distributed))
+        object.__setattr__(self, "device", canonical_device(self.device))
+        object.__setattr__(self, "operators", OperatorSettings.of(self.operators))
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
+        object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
+        object.__setattr__(self, "kv_full_precision_layers", _layers(self.kv_full_precision_layers))
+        if self.kv_full_precision_layers and self.kv_cache_dtype == "auto":
+            raise ConfigError('kv_full_precision_layers needs another kv_cache_dtype than "auto"')
+        sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
+        sizes |= {"max_num_seqs": MAX_SEQS, "memory_bytes": 2**63 - 1, "num_scheduler_steps": MAX_TOKENS}
+        checks.require(
+            *(checks.integer(name, getattr(self, name), 1, most) for name, most in sizes.items()),
+            checks.integer("num_blocks", self.num_blocks, 1, MAX_TOKENS, optional=True),
+            checks.integer("max_model_len", self.max_model_len, 1, MAX_TOKENS, optional=True),
+            checks.integer("max_repositioned_sinks", self.max_repositioned_sinks, 0, optional=True),
+            checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES),
+            checks.integer("data_parallel_size", self.data_parallel_size, 1, MAX_DEVICES),
+            checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
+            checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
+            checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
+            checks.number("memory_fraction", self.memory_fraction, above=0, high=1, optional=True),
+            checks.one_of("preempt", self.preempt, ("swap", "recompute", "auto")),
+            checks.one_of("cache_write", self.cache_write, ("back", "through", "drop")),
+            checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
+            checks.one_of("numerics", self.numerics, ("fast", "invariant")),
+            checks.one_of("quantization", self.quantization, QUANTIZATIONS),
+            checks.boolean("async_scheduling", self.async_scheduling),
+            checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
+            checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
+            error=ConfigError,
+        )
+        if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
+            raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
+        refusals.check(self.used())
+        folder = self.disk_cache_dir
+        if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+            raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
+        if folder is not None and not (self.enable_prefix_caching and self.host_cache_bytes):
+            raise ConfigError(
+                "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
+            )
+
+    def used(self) -> dict[str, object]:
+        """Returns which settings that others exclude are in use, see `refusals`."""
+        tp, dp, prefer = self.tensor_parallel_size, self.data_parallel_size, self.operators.prefer
+        return {
+            "kv_eviction": self.kv_eviction is not None,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "shared_prefix_attention": self.shared_prefix_attention,
+            "tensor_parallel_size": tp > 1 and f"tensor_parallel_size {tp}",
+            "data_parallel_size": dp > 1 and f"data_parallel_size {dp}",
+            "distributed": self.distributed is not None,
+            "disk_cache_dir": self.disk_cache_dir is not None,
+            refusals.INVARIANT: self.numerics == "invariant",
+            refusals.HOST_EMBEDDING: self.embedding_device == "host",
+            refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",
+        }
+
+    def _depends_on_the_batch(self) -> list[str]:
+        """Returns the values with which a request's numbers depend on how it is served."""
+        row_by_row = {
+            "attention": ("auto", "native"),
+            "linear": ("auto", "packed", "native"),
+            "norm": ("auto", "native"),
+        }
+        found = [
+            f"operators.{name} {value!r}, must be {' or '.join(names)}"
+            for name, names in row_by_row.items()
+            if (value := getattr(self.operators, name)) not in names
+        ]
+        if self.block_size % 16:
+            found.append(f"block_size {self.block_size}, must be a multiple of 16")
+        return found
+
+    @property
+    def kv_dtype(self) -> str | dict[str, Any]:
+        """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that divide the model."""
+        if self.distributed is None:
+            return 1
+        assert isinstance(self.distributed, dict), "the engine asks the launcher first"
+        return self.distributed["num_processes"]
+
+    def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
+        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""
+        rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
+        return dataclasses.replace(
+            self,
+            max_model_len=self.max_model_len or model.max_position,
+            max_repositioned_sinks=rotated if self.max_repositioned_sinks is None else self.max_repositioned_sinks,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the fields as JSON values for records; a custom policy is given by its name."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["operators"] = dataclasses.asdict(self.operators)
+        return {name: list(value) if isinstance(value, tuple) else name_of(value) for name, value in values.items()}

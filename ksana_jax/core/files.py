@@ -1,0 +1,129 @@
+"""Safely opens files in folders that others can write to, such as cache and output folders. Standard library only.
+
+Anyone who can write to a folder can put a link or a FIFO under a name that is about to be used. With a plain open, the
+target of the link would be truncated, and the FIFO would block forever. The functions here write only to plain files
+of the folder itself, and never block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from ksana_jax.core.errors import ConfigError
+
+
+class UnsafeFile(OSError, ConfigError):
+    """A path is a link, a FIFO or the like instead of a plain file; one line says which."""
+
+
+def open_to_read(path: Path, buffering: int = -1) -> BufferedReader:
+    """Opens a plain file for reading, following links.
+
+    Raises:
+      UnsafeFile: it is a FIFO, a folder or a device.
+      OSError: it cannot be opened.
+    """
+    return cast(BufferedReader, open(_open(path, os.O_RDONLY), "rb", buffering))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a plain file; see `open_to_read`."""
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def open_to_update(path: Path, flags: int = 0, mode: int = 0o666) -> int:
+    """Opens a plain file for reading and writing without truncating it, or creates it.
+
+    Args:
+      mode: permissions of a new file, less the umask.
+
+    Returns:
+      A file descriptor.
+
+    Raises:
+      UnsafeFile: it is a link, has several hard links, or is not a plain file.
+      OSError: it cannot be opened.
+    """
+    return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
+
+
+def create(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Creates a new file for writing.
+
+    Args:
+      mode: its permissions, less the umask.
+
+    Raises:
+      FileExistsError: the name exists, even as a dangling link.
+      OSError: it cannot be created.
+    """
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # O_EXCL follows no link
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise.
+
+    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same pid
+    with create(temporary) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a file atomically: a reader sees the old or the new content; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def _open(path: Path, flags: int, mode: int = 0o666) -> int:
+    try:
+        # O_NONBLOCK: opening a FIFO would otherwise wait for its other end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) and os.path.lexists(path):
+            raise UnsafeFile(f"{path} is {_kind(os.lstat(path).st_mode)}, must be a plain file") from None
+        raise
+    found = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(found.st_mode):
+        problem = f"is {_kind(found.st_mode)}, must be a plain file"
+    elif flags & os.O_CREAT and found.st_nlink > 1:
+        problem = f"is one of {found.st_nlink} names of a file (hard links), must be its only one"
+    if problem:
+        os.close(descriptor)
+        raise UnsafeFile(f"{path} {problem}")
+    return descriptor
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISLNK, "a link"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISDIR, "a folder"))
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a device or a socket")
+
+
+def require_folder(name: str, path: Path | None) -> None:
+    """Raises ConfigError if a folder neither is there nor can be made, because something else is in its place."""
+    if path is None:
+        return
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{name} is {str(path)!r}, must be a folder, and {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name} is {str(path)!r}, and {there} may not be written to")

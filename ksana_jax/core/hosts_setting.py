@@ -1,0 +1,84 @@
+"""The setting `distributed`: which processes run an engine together, and which one this is. Knows no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import nearest
+
+AUTO = "auto"
+MAX_PROCESSES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsSetting:
+    """Says which processes run an engine together; names as in `jax.distributed.initialize`.
+
+    Args:
+      coordinator_address: "host:port" of process 0, which listens there, on that address alone.
+      num_processes: of the job, at least 2; usually one on each host.
+      process_id: of this one, in [0, num_processes).
+      initialization_timeout: seconds to wait for the other processes.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    initialization_timeout: float = 300.0
+
+    @classmethod
+    def read(cls, given: Any) -> HostsSetting | str | None:
+        """Reads the setting: a mapping with the fields above, "auto" for what Slurm, Open MPI or another launcher that
+        jax knows says, or None for one process.
+
+        Raises:
+          ConfigError: a field is unknown or missing, or a value cannot be.
+        """
+        if given is None or given == AUTO:
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"distributed is {given!r:.80}, must be auto or a mapping with a coordinator_address")
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            close = nearest(str(unknown[0]), known, cutoff=0.0)
+            raise ConfigError(f"distributed has no field {unknown[0]!r}; the nearest is {close!r}")
+        if missing := [name for name in known[:3] if given.get(name) is None]:
+            raise ConfigError(f"distributed has no {', '.join(missing)}: {dict(given)!r:.80}")
+        return cls(**given)
+
+    def __post_init__(self):
+        checks.require(
+            checks.integer("distributed.num_processes", self.num_processes, 2, MAX_PROCESSES),
+            checks.integer("distributed.process_id", self.process_id, 0),
+            checks.number("distributed.initialization_timeout", self.initialization_timeout, above=0),
+            error=ConfigError,
+        )
+        if self.process_id >= self.num_processes:
+            raise ConfigError(
+                f"distributed.process_id is {self.process_id}, must be below num_processes {self.num_processes}"
+            )
+        host, _, port = str(self.coordinator_address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"distributed.coordinator_address is {self.coordinator_address!r:.80}, must be HOST:PORT of process 0"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of process 0."""
+        host, _, port = self.coordinator_address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def canonical_distributed(given: Any) -> Any:
+    """Returns one spelling of each value of the setting.
+
+    Raises:
+      ConfigError: it is wrong.
+    """
+    found = HostsSetting.read(given)
+    return dataclasses.asdict(found) if isinstance(found, HostsSetting) else found

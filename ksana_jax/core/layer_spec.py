@@ -1,0 +1,92 @@
+"""Specifications of a network's layers, as frozen values. Knows no arrays; the kinds are defined in `models/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ksana_jax.core.patterns import AttentionPattern
+
+SinkLogits = Literal["learned", "zero"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, arXiv:2104.09864, and its scaled variants.
+
+    Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
+    original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
+    factors: divisors of the H/2 frequencies ("factors": the form in which GGUF has llama3).
+    """
+
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_len: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+
+
+PLAIN_ROPE = RopeConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Specifies the attention of one layer.
+
+    pattern: positions that the layer was trained to see; an engine may use another pattern.
+    scale: factor of the scores, applied before the soft cap.
+    soft_cap: scores become cap * tanh(score / cap); None for no cap.
+    sinks: a logit of each head in the softmax's denominator, without a key or a value, so that a head can attend to
+      nothing. "learned" is a parameter (gpt-oss, arXiv:2508.10925); "zero" is fixed at 0, which gives
+      exp(x_i) / (1 + sum_j exp(x_j)), softmax-off-by-one (arXiv:2309.17453, section 3.3); None for no such logit.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    pattern: AttentionPattern
+    scale: float
+    soft_cap: float | None
+    sinks: SinkLogits | None
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPSpec:
+    """Specifies the MLP of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors."""
+
+    kind: str
+    d_ff: int
+    bias: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """Specifies the norms of one layer, before its attention and its MLP.
+
+    kind: a name in `models.layers.NORMS`. sandwich: whether the outputs of attention and MLP are normalised as well.
+    """
+
+    kind: str
+    eps: float
+    sandwich: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Specifies one layer: its attention, its MLP and its norms."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    norms: NormSpec

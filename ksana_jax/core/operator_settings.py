@@ -1,0 +1,81 @@
+"""Which implementation of each operator an engine takes: names alone, which `ops.table` knows the rest of. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import nearest
+
+# Implementations of each operator that has several, in order of preference.
+IMPLEMENTATION_NAMES = {
+    "attention": ("hopper", "triton", "native", "xla"),
+    "linear": ("packed", "mixed", "native", "hopper", "xla"),
+    "norm": ("native", "xla"),
+}
+# Entry points of this group add implementations of attention from other packages, each under its own name.
+ATTENTION_GROUP = "ksana_jax.attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorSettings:
+    """Names an implementation of each operator, or says how "auto" chooses among those that serve.
+
+    Args:
+      prefer: "speed" takes the first that serves in the order of preference; "agreement" the pair of attention and
+        products with weights that agrees longest with a float32 reference, and the fastest of those that agree as long,
+        by what `ksana align --choose` has measured for this model's shape, dtype and KV on this device; the path of a
+        .json file of that command, the same by that file.
+      attention: paged attention and the write of keys and values. On a CPU "native" is C++, compiled on first use and
+        kept; without a C++ compiler "xla" serves.
+      linear: products with weights. On a CPU "packed" repacks weights when they are loaded and computes all that
+        a layer does besides attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
+        64 rows of a step and XLA's for more. With "packed" and "native", a row's result is the same whatever the other
+        rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with
+        norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.
+      norm: norms, where "packed" does not compute them with its products. On a CPU "native" is C++.
+    """
+
+    prefer: str = "speed"
+    attention: str = "auto"
+    linear: str = "auto"
+    norm: str = "auto"
+
+    def __post_init__(self):
+        checks.require(*map(self._problem, IMPLEMENTATION_NAMES), error=ConfigError)
+        if self.prefer not in ("speed", "agreement") and not str(self.prefer).endswith(".json"):
+            raise ConfigError(
+                f"operators.prefer is {self.prefer!r}, must be speed, agreement or the path of a .json file"
+            )
+
+    def _problem(self, operator: str) -> str | None:
+        name, known = getattr(self, operator), ("auto", *IMPLEMENTATION_NAMES[operator])
+        if operator == "attention" and name not in known:
+            known += tuple(point.name for point in entry_points(group=ATTENTION_GROUP))
+        return checks.one_of(f"operators.{operator}", name, known)
+
+    @classmethod
+    def of(cls, given: Any) -> OperatorSettings:
+        """Returns settings from a mapping of their fields, or as they are; None gives the defaults.
+
+        Raises:
+          ConfigError: a key is unknown, with the nearest one, or there is no implementation of a name.
+        """
+        if isinstance(given, cls):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"operators is {given!r:.60}, must be a mapping such as {{'attention': 'xla'}}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in given or {}:
+            if key not in names:
+                raise ConfigError(
+                    f"operators has no key {key!r}, the nearest is {nearest(str(key), names, cutoff=0.0)!r}"
+                )
+        return cls(**(given or {}))
+
+
+AUTO = OperatorSettings()

@@ -1,0 +1,255 @@
+"""Attention patterns: which cached text positions a query sees. Plain numbers; no jax, no blocks.
+
+One definition, `AttentionPattern.visible`, serves NumPy and jax arrays alike, and everything is tested against it.
+`stack` turns one pattern per layer into arrays [L], which enter the compiled step as data: a sweep over windows and
+sinks runs on one compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ksana_jax.core import checks
+from pallas_kernels import mask
+from pallas_kernels.mask import FAR
+
+SinkPosition = Literal["absolute", "cache", "ceiling"]
+# By index, as `mask.repositioned` reads them.
+SINK_POSITIONS: tuple[SinkPosition, ...] = ("absolute", "cache", "ceiling")
+
+
+class PatternArrays(NamedTuple):
+    """Patterns of all layers as int32 arrays [L], or of one layer as scalars.
+
+    window and global_every are FAR where there is none (position 0 then counts as global only through `has_global`).
+    sink_position indexes SINK_POSITIONS; sink_ceiling is FAR unless that position is "ceiling".
+    """
+
+    window: Any
+    num_sinks: Any
+    stride: Any
+    has_global: Any
+    global_every: Any
+    sink_position: Any
+    sink_ceiling: Any
+
+    def layer(self, index: int) -> PatternArrays:
+        return PatternArrays(*(a[index] for a in self))
+
+    def visible(self, q_pos, kv_pos):
+        """Whether each key is seen by each query: boolean, shapes broadcast. Keys at or beyond FAR are never seen."""
+        return mask.visible(self, q_pos, kv_pos)
+
+    def repositioned(self, q_pos, kv_pos):
+        """Whether each key is a repositioned sink for each query; shapes broadcast."""
+        return mask.repositioned(self, q_pos, kv_pos)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPattern:
+    """Decides which keys j a query i sees: j <= i and (near, or sink, or global), where
+
+      near    i - j < window and (i - j) % stride == 0
+      sink    j < num_sinks
+      global  global_every is given and j % global_every == 0
+
+    Args:
+      window: tokens, including the query's own; None sees the whole text.
+      num_sinks: number of first tokens of the text that stay visible.
+      stride: 1 is dense; 2 sees every second token of the window (dilated).
+      global_every: positions that are multiples of this stay visible.
+      sink_position: the position from which a query looks at a sink. None, the default, becomes "cache" if there are
+        both a window and sinks, and "absolute" otherwise.
+        "absolute": its own position i.
+        "cache": min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
+        "ceiling": beyond the window, the position at a distance of min(i - j, sink_ceiling) (LM-Infinite,
+        arXiv:2308.16137).
+      sink_ceiling: tokens; only with "ceiling", where it defaults to the window.
+
+    Raises:
+      ValueError: a number is out of range, or sink_position needs a field that is not set.
+    """
+
+    window: int | None = None
+    num_sinks: int = 0
+    stride: int = 1
+    global_every: int | None = None
+    sink_position: SinkPosition | None = None
+    sink_ceiling: int | None = None
+
+    def __post_init__(self):
+        for name, least in (("window", 1), ("num_sinks", 0), ("stride", 1), ("global_every", 1), ("sink_ceiling", 1)):
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, value := int(value))
+            optional = name in ("window", "global_every", "sink_ceiling")
+            checks.require(checks.integer(f"AttentionPattern.{name}", value, least, FAR - 1, optional=optional))
+        if self.sink_position is None:
+            object.__setattr__(self, "sink_position", self._default_sink_position)  # the value is final from here on
+        checks.require(checks.one_of("AttentionPattern.sink_position", self.sink_position, SINK_POSITIONS))
+        if self.sink_position != "absolute" and self.window is None:
+            raise ValueError(f"AttentionPattern.sink_position {self.sink_position!r} needs a window")
+        if self.sink_ceiling is not None and self.sink_position != "ceiling":
+            raise ValueError(
+                f"AttentionPattern.sink_ceiling is {self.sink_ceiling}, "
+                f"but sink_position is {self.sink_position!r}, not 'ceiling'"
+            )
+
+    @property
+    def _default_sink_position(self) -> SinkPosition:
+        return "cache" if self.window is not None and self.num_sinks else "absolute"
+
+    @property
+    def num_repositioned_sinks(self) -> int:
+        """Number of repositioned sinks, at which queries look from a position other than their own."""
+        return 0 if self.sink_position == "absolute" else self.num_sinks
+
+    @property
+    def ceiling(self) -> int:
+        """Maximum distance in tokens at which a sink beyond the window is seen; FAR if there is no limit."""
+        if self.sink_position != "ceiling":
+            return FAR
+        return self.sink_ceiling or self.window or FAR
+
+    @property
+    def full_until(self) -> int:
+        """A length of text below which the pattern surely is full attention: queries see all that is before them, from
+        their own positions. Exact for dense patterns without global positions."""
+        if self.stride > 1:
+            return 1
+        if self.window is None:
+            return FAR
+        # Window 4, 2 sinks: query 6 is the first that does not see something, position 2, or sees it from elsewhere.
+        full_until = self.window + self.num_sinks
+        if self.num_sinks and self.sink_position == "ceiling":
+            # Window 2, ceiling 4: query 5 is the first to see position 0 from elsewhere.
+            full_until = min(full_until, max(self.window, self.ceiling + 1))
+        return full_until
+
+    @property
+    def bounded(self) -> bool:
+        """Whether some positions become invisible to all later queries."""
+        return self.window is not None and self.global_every != 1
+
+    def arrays(self) -> PatternArrays:
+        """The pattern as int32 scalars."""
+        values = (
+            self.window or FAR,
+            self.num_sinks,
+            self.stride,
+            self.global_every is not None,
+            self.global_every or FAR,
+            SINK_POSITIONS.index(self.sink_position or self._default_sink_position),
+            self.ceiling,
+        )
+        return PatternArrays(*(np.int32(v) for v in values))
+
+    def visible(self, q_pos, kv_pos):
+        """Whether each key is seen by each query: boolean, shapes broadcast."""
+        return self.arrays().visible(q_pos, kv_pos)
+
+    def __str__(self) -> str:
+        if self == AttentionPattern():
+            return "full"
+        defaults = {f.name: f.default for f in dataclasses.fields(self)} | {
+            "sink_position": self._default_sink_position
+        }
+        values = {name: getattr(self, name) for name in defaults}
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value != defaults[name])
+
+
+FULL = AttentionPattern()
+
+
+def per_layer(pattern: AttentionPattern | Sequence[AttentionPattern], num_layers: int) -> tuple[AttentionPattern, ...]:
+    """Returns one pattern per layer, from one for all layers or a list.
+
+    Raises:
+      ValueError: the list does not have num_layers entries.
+    """
+    if isinstance(pattern, AttentionPattern):
+        return (pattern,) * num_layers
+    patterns = tuple(pattern)
+    if len(patterns) != num_layers:
+        raise ValueError(f"{len(patterns)} attention patterns were given, the model has {num_layers} layers")
+    return patterns
+
+
+def stack(patterns: Sequence[AttentionPattern]) -> PatternArrays:
+    """Patterns of all layers as int32 arrays [L]."""
+    return PatternArrays(*(np.stack(column) for column in zip(*(p.arrays() for p in patterns), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRange:
+    """Positions that at least one layer can still see, the union of the layers' patterns; decides what may be freed.
+
+    window is None where some layer sees everything. globals_every holds the distinct strides of global positions.
+    """
+
+    window: int | None
+    num_sinks: int
+    globals_every: tuple[int, ...]
+
+    @classmethod
+    def of(cls, patterns: Sequence[AttentionPattern]) -> LiveRange:
+        # Window 8, stride 3: the farthest distance seen is 6, so 7 positions are enough.
+        windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.bounded and p.window is not None]
+        everything = len(windows) < len(patterns)
+        return cls(
+            window=None if everything else max(windows),
+            num_sinks=max(p.num_sinks for p in patterns),
+            globals_every=tuple(sorted({p.global_every for p in patterns if p.global_every is not None})),
+        )
+
+    def seen_from(self, next_position):
+        """First text position that queries at next_position or later see, besides sinks and global positions; shapes
+        are kept. Only where there is a window."""
+        # Window 4, next query 10: it sees 7, 8, 9 and itself.
+        return next_position - self.window + 1
+
+    def dead_blocks(self, block_start, block_size: int, next_position):
+        """Whether no query at next_position or later sees a block's positions.
+
+        Args:
+          block_start: text position of each block's first slot; integer array.
+          next_position: text position of the next query, broadcast against block_start.
+        """
+        if self.window is None:
+            return np.zeros(np.broadcast_shapes(np.shape(block_start), np.shape(next_position)), bool)
+        dead = block_start + block_size <= self.seen_from(next_position)
+        dead &= block_start >= self.num_sinks
+        for every in self.globals_every:
+            dead &= (-block_start) % every >= block_size
+        return dead
+
+    def num_live_blocks(self, block_size: int, num_tokens: int) -> int:
+        """Returns the blocks that a sequence of num_tokens holds for the tokens after them."""
+        whole = -(-num_tokens // block_size)
+        if self.window is None:
+            return whole
+        if not self.globals_every:
+            sinks = min(-(-self.num_sinks // block_size), whole)
+            first = self.seen_from(num_tokens) // block_size
+            return sinks + whole - min(max(first, sinks), whole)
+        starts = np.arange(0, num_tokens, block_size)
+        return int(np.count_nonzero(~self.dead_blocks(starts, block_size, num_tokens)))
+
+    def max_live_blocks(self, block_size: int, max_tokens: int, chunk: int = 1) -> int:
+        """Returns the maximum number of blocks of one sequence while it computes chunks of up to `chunk` tokens.
+
+        Args:
+          max_tokens: length at which the sequence ends.
+        """
+        whole = -(-max_tokens // block_size)
+        if self.window is None:
+            return whole
+        sinks = -(-self.num_sinks // block_size)
+        # A chunk of c queries reaches W - 1 + c positions; n positions touch at most ceil((n - 1) / B) + 1 blocks.
+        recent = -(-(self.window - 2 + chunk) // block_size) + 1
+        pinned = sum(-(-max_tokens // max(every, block_size)) for every in self.globals_every)
+        return min(whole, sinks + recent + pinned)

@@ -1,0 +1,117 @@
+"""Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
+
+A policy or a task can thus live in the user's project. Modules are found on the Python path and in the working
+directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ksana_jax.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
+    """Returns the function or class that a setting names.
+
+    Args:
+      spec: a key of the registry, "package.module:name" of a callable, or a callable.
+      registry: {name: object}; a value that is a string is imported as "package.module:name".
+      what: name of the setting, for messages.
+
+    Raises:
+      ConfigError: there is no such name, module or attribute, it cannot be imported, or it is not callable.
+    """
+    if isinstance(spec, str) and spec in registry:
+        found = registry[spec]
+        return _imported(found, what) if isinstance(found, str) else found
+    if isinstance(spec, str) and ":" in spec:
+        spec = _imported(spec, what)
+    if not callable(spec):
+        raise ConfigError(f"{what} is {spec!r:.80}, must be one of {', '.join(registry)}, or 'package.module:name'")
+    return spec
+
+
+def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: type[T], what: str, example: str) -> T:
+    """Returns the dataclass that a setting names, with its fields.
+
+    Args:
+      setting: {"method": as `resolve` takes it, and fields}. kind: what it must be a subclass of.
+      what: name of the setting, example: a value of it, for messages.
+
+    Raises:
+      ConfigError: there is no such method or field, or a value is out of range.
+    """
+    if not isinstance(setting, Mapping) or "method" not in setting:
+        raise ConfigError(f"{what} is {setting!r:.80}, must be None or a dict such as {example}")
+    name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
+    found = resolve(name, registry, f"{what} method")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{what} method is {name!r}, which is not a subclass of {kind.__name__}")
+    known = [field.name for field in dataclasses.fields(found)]  # pyright: ignore[reportArgumentType]  methods are dataclasses
+    for key in fields:
+        if key not in known:
+            close = nearest(str(key), known)
+            hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
+            raise ConfigError(f"{what} {name!r} has no setting {key!r}{hint}")
+    return found(**fields)
+
+
+def name_of(spec: Any) -> Any:
+    """Returns a name for records that is the same in every process: "package.module:name" of a callable.
+
+    An object that is not a function or class gets the name of its class. Values that are not callable are returned
+    unchanged.
+    """
+    if not callable(spec):
+        return spec
+    named = spec if hasattr(spec, "__qualname__") else type(spec)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the most similar name; None if none is similar enough. A cutoff of 0 always finds one."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
+
+
+def _imported(spec: str, what: str) -> Any:
+    module_name, _, path = spec.partition(":")
+    if not module_name or not path:
+        raise ConfigError(f"{what} is {spec!r}, must be 'package.module:name'")
+    found: Any = _module(spec, module_name, what)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            names = [n for n in dir(found) if not n.startswith("_")]
+            close = nearest(name, names)
+            hint = f"; the nearest is {close!r}" if close else ""
+            raise ConfigError(f"{what} is {spec!r}, but {module_name} has no {path!r}{hint}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{what} is {spec!r}, which is of type {type(found).__name__}, not a function or class")
+    return found
+
+
+def _module(spec: str, name: str, what: str) -> Any:
+    top = name.partition(".")[0]
+    try:
+        known = top in sys.modules or importlib.util.find_spec(top) is not None
+        if not known and os.getcwd() not in sys.path:
+            # Appended, so that nothing in the working directory shadows an installed package.
+            sys.path.append(os.getcwd())
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a user's module may raise
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            where = "on the Python path or in the working directory"
+            raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error

@@ -1,0 +1,114 @@
+"""Settings that an engine refuses together: one list, each with its reason. No jax.
+
+python -m ksana_jax.core.refusals      prints the table in docs/status.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ksana_jax.core.errors import ConfigError
+
+
+class Refusal(NamedTuple):
+    """Two settings that an engine refuses together.
+
+    reason: why, as it follows the names of both in the error. principle: whether no implementation could serve both;
+    otherwise nobody has built it.
+    """
+
+    setting: str
+    other: str
+    reason: str
+    principle: bool = False
+
+
+# Names of properties that several settings, or only some values of one, have.
+ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
+WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
+NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
+UNEVEN = "groups of layers in which they are not equally many"
+NO_FULL_LAYER = "patterns without a layer of full attention"
+SEVERAL_COMPLETIONS = "several completions of one prompt"
+BRANCHES = "speculative_config with branches"
+COMPARES = 'speculative_config with another acceptance than "sampled"'
+DRAFT_MODEL = "speculative_config with a draft model"
+INVARIANT = 'numerics "invariant"'
+HOST_EMBEDDING = 'embedding_device "host"'
+PREFER = "operators.prefer"
+BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
+
+REFUSALS = (
+    Refusal("kv_eviction", "enable_prefix_caching", "it moves tokens within blocks that other texts would read"),
+    Refusal("kv_eviction", "shared_prefix_attention", "rows that evict share no blocks", principle=True),
+    Refusal("kv_eviction", SEVERAL_COMPLETIONS, "they share its blocks, and eviction moves tokens within blocks"),
+    Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
+    Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide which tokens later queries see", principle=True),
+    Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
+    Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
+    Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
+    Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
+    Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
+    Refusal(INVARIANT, "shared_prefix_attention", "it divides sums by the rows that share blocks", principle=True),
+    Refusal(INVARIANT, NOT_NATIVE, "native attention reads f32, bf16, f16 and int8"),
+    Refusal(INVARIANT, PREFER, "there is one implementation of each operator, and no choice", principle=True),
+    Refusal(BRANCHES, INVARIANT, "XLA computes the attention of branches, in an order of its own"),
+    Refusal(BRANCHES, COMPARES, "the rules are defined for drafts without branches"),
+    Refusal(BRANCHES, "tensor_parallel_size", "accepted tokens are moved on one device"),
+    Refusal(COMPARES, "tensor_parallel_size", "each device has a part of the distributions that the rules compare"),
+    Refusal(DRAFT_MODEL, "kv_eviction", "it moves tokens within blocks whose ids the draft model's pool shares"),
+    Refusal(DRAFT_MODEL, "tensor_parallel_size", "the draft model is on one device"),
+    Refusal(DRAFT_MODEL, "data_parallel_size", "there is one draft model, and each replica would need its own"),
+    Refusal(DRAFT_MODEL, "distributed", "the draft model is in one process"),
+    Refusal(DRAFT_MODEL, HOST_EMBEDDING, "sampled tokens reach the draft model on the device"),
+    Refusal("tensor_parallel_size", "kv_eviction", "some methods compare the heads of a layer"),
+    Refusal("tensor_parallel_size", INVARIANT, "no order of the sums over devices is known"),
+    Refusal("tensor_parallel_size", PREFER, "what it chooses by was measured on one device"),
+    Refusal("data_parallel_size", "distributed", "replicas are in one process"),
+    Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
+    Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),
+    Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
+    Refusal("beam_width", "stop", "beams are compared by token, before there is text"),
+    Refusal("beam_width", "logprobs", "beams report the sums of their log-probabilities only"),
+    Refusal("beam_width", "prompt_logprobs", "beams report the sums of their log-probabilities only"),
+    Refusal("beam_width", "min_tokens", "a beam may end at any token"),
+    Refusal("beam_width", BIASES, "beams are compared by the model's own probabilities"),
+    Refusal("beam_width", "top_k", "the width says how many continuations are followed", principle=True),
+    Refusal("beam_width", "top_p", "the width says how many continuations are followed", principle=True),
+    Refusal("beam_width", "min_p", "the width says how many continuations are followed", principle=True),
+)
+
+
+def check(used: Mapping[str, object], error: type[ValueError] = ConfigError) -> None:
+    """Checks that settings go together.
+
+    Args:
+      used: names of `REFUSALS` and whether each is in use; a string is shown in place of the name.
+
+    Raises:
+      ConfigError: or the type given as `error`: some do not, and why.
+    """
+    found = [
+        f"{_shown(used, r.setting)} does not go with {_shown(used, r.other)}: {r.reason}"
+        for r in REFUSALS
+        if used.get(r.setting) and used.get(r.other)
+    ]
+    if found:
+        raise error("; ".join(found))
+
+
+def _shown(used: Mapping[str, object], name: str) -> str:
+    return value if isinstance(value := used[name], str) else name
+
+
+def table() -> str:
+    """Returns the list as Markdown."""
+    lines = ["| setting | refused with | why | |", "|---|---|---|---|"]
+    for r in REFUSALS:
+        lines.append(f"| {r.setting} | {r.other} | {r.reason} | {'in principle' if r.principle else 'not built'} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

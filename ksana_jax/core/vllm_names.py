@@ -1,0 +1,299 @@
+"""vLLM's keywords: their names here, or why they are not supported. No jax.
+
+One table feeds the keywords that `LLM`, `generate` and `SamplingParams` accept, their errors, and
+docs/coming-from-vllm.md (`python -m ksana_jax.cli.vllm_flags` prints it).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import nearest
+from ksana_jax.core.units import GIB
+
+LLM, GENERATE, CHAT, SAMPLING = "LLM", "LLM.generate", "LLM.chat", "SamplingParams"
+
+
+ANY = ("any value",)
+
+
+class Name(NamedTuple):
+    """A vLLM keyword that has another name here, or none.
+
+    Args:
+      where: LLM, GENERATE, CHAT or SAMPLING. name: vLLM's name.
+      note: one sentence on why other values are refused, or on the alternative.
+      neutral: values that request what happens here anyway; they are accepted and have no effect.
+      here: name of the corresponding setting.
+      value: converts vLLM's value to that of `here`.
+      examples: values as written in code, for the documentation and its test.
+    """
+
+    where: str
+    name: str
+    note: str
+    neutral: Collection[Any] = ()
+    here: str = ""
+    value: Callable[[Any], Any] = lambda value: value
+    examples: tuple[str, ...] = ()
+
+
+def _from_gib(value: Any) -> Any:
+    return int(value * GIB) if checks.is_number(value) else value
+
+
+def _fraction(value: Any) -> Any:
+    return float(value) if checks.is_integer(value) else value
+
+
+_MEMORY = "fraction of the device's memory for weights, pool and a step; on a CPU, of the machine's"
+_SWAP = "GiB of host memory for swapped requests and cached prefixes"
+RENAMED = (
+    Name(LLM, "gpu_memory_utilization", _MEMORY, (), "memory_fraction", _fraction, ("0.9",)),
+    Name(LLM, "num_gpu_blocks_override", "blocks in the pool", here="num_blocks", examples=("64",)),
+    Name(LLM, "swap_space", _SWAP, (), "host_cache_bytes", _from_gib, ("0.5",)),
+    Name(LLM, "preemption_mode", "what happens to a preempted request", here="preempt", examples=('"swap"',)),
+)
+
+# Keywords that have no name here: a note, and below it those that it explains, each as
+#     NAME = values that ask for what happens here anyway | examples; for; the; documentation
+MISSING = {
+    LLM: """
+policy= selects a built-in order, or takes a function of your own
+    scheduling_policy = "fcfs" | "fcfs"; "priority"
+one process drives all devices; tensor_parallel_size= divides heads and matrices among them
+    pipeline_parallel_size = 1 | 1; 2
+    distributed_executor_backend = None | "ray"
+    disable_custom_all_reduce = True, False | True
+distributed= names the processes that divide a model, and which one this is; `ksana follow` runs the others
+    nnodes = 1 | 1; 2
+    node_rank = 0 | 0; 1
+    master_addr = any | "10.0.0.1"
+    master_port = any | 29501
+steps are always compiled, once per bucket of shapes; `llm.warm_up()` compiles them ahead of time
+    enforce_eager = True, False | True
+    compilation_config = any | 3
+    max_seq_len_to_capture = any | 8192
+each step's record is in `llm.records`
+    disable_log_stats = True, False | True
+code in a checkpoint is never run
+    trust_remote_code = False | False; True
+prompts are always computed in chunks of up to max_num_batched_tokens
+    enable_chunked_prefill = True, None | True; False
+weights stay on the device; embedding_device="host" moves the embedding to the host
+    cpu_offload_gb = 0, 0.0 | 4
+the tokenizer is the model's; `tokenizer="org/name@revision"` names another
+    tokenizer_revision = None | "main"
+code in a checkpoint is never run
+    code_revision = None
+huggingface_hub downloads: HF_HOME names its folder, HF_TOKEN or `hf auth login` its token
+    download_dir = None | "/models"
+    hf_token = None, False
+edit the directory's config.json
+    hf_overrides = None | {"rope_theta": 1e6}
+tokenizer.json and SentencePiece files are read
+    tokenizer_mode = "auto" | "slow"
+give prompt_token_ids and detokenize=False; the tokenizer is then not used
+    skip_tokenizer_init = False | True
+up to 20 log-probabilities per token
+    max_logprobs = 0..20 | 20; 50
+no adapters: merge them into the weights
+    enable_lora = False | True
+speculative_config= has all settings, with "method" and those of that method
+    speculative_model = None | "ngram"
+    num_speculative_tokens = None | 4
+no guided decoding yet; allowed_token_ids is in SamplingParams
+    guided_decoding_backend = None, "auto" | "xgrammar"
+sampling settings come from SamplingParams only; EOS ids are the union of this file's, config.json's and the tokenizer's
+    generation_config = None, "auto", "vllm" | "auto"
+text only
+    limit_mm_per_prompt = None | {"image": 1}
+pattern="full" attends to everything
+    disable_sliding_window = False | True
+models generate; there are no embeddings or scores
+    task = "auto", "generate" | "generate"; "embed"
+    runner = "auto", "generate" | "pooling"
+`ksana serve --served-model-name` names the model
+    served_model_name = None | "llama"
+""",
+    GENERATE: """
+no adapters: merge them into the weights
+    lora_request = None | None; "adapter"
+    prompt_adapter_request = None
+no priorities per request; LLM(policy=...) orders requests
+    priority = None | [1]
+no guided decoding yet; allowed_token_ids is in SamplingParams
+    guided_options_request = None
+""",
+    CHAT: """
+no adapters: merge them into the weights
+    lora_request = None | None; "adapter"
+text only: parts of a content are joined by line breaks
+    chat_template_content_format = "auto", "string" | "auto"; "openai"
+    mm_processor_kwargs = None | {"a": 1}
+""",
+    SAMPLING: """
+ask for n completions with logprobs=0 and take the best by cumulative_logprob
+    best_of = None | 4
+beam_width=4 searches with four beams
+    use_beam_search = False | True
+a beam search ends when no beam can become one of the best
+    early_stopping = False
+Python cannot run within a compiled step; use logit_bias, allowed_token_ids or bad_words
+    logits_processors = None | ['a function']
+no guided decoding yet; allowed_token_ids restricts tokens
+    guided_decoding = None | {"json": "{}"}
+    structured_outputs = None | {"json": "{}"}
+a tokenizer's own spaces are kept
+    spaces_between_special_tokens = True, False | False
+shorten the prompt_token_ids yourself; `ksana serve` takes it with a request
+    truncate_prompt_tokens = None, -1 | 8
+`generate` returns complete outputs, `stream` the text so far or, with `delta=True`, its new part
+    output_kind = any
+there are no further arguments
+    extra_args = None | {"a": 1}
+""",
+}
+
+
+def read_table(where: str, table: str) -> Iterator[Name]:
+    """Yields the names of a table such as those of MISSING."""
+    note = ""
+    for line in table.strip().splitlines():
+        if line.startswith(" "):
+            name, values = line.strip().split(" = ", 1)
+            neutral, _, examples = values.partition(" | ")
+            yield Name(where, name, note, _values(neutral), examples=tuple(filter(None, examples.split("; "))))
+        else:
+            note = line
+
+
+def _values(text: str) -> Collection[Any]:
+    first, dots, last = text.partition("..")
+    if dots:
+        return range(int(first), int(last) + 1)
+    return ANY if text == "any" else ast.literal_eval(f"({text},)")
+
+
+NAMES = (*RENAMED, *(name for where, table in MISSING.items() for name in read_table(where, table)))
+
+
+def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[str, Any]:
+    """Translates vLLM's keyword arguments to this engine's.
+
+    Args:
+      where: LLM, GENERATE, CHAT or SAMPLING, or another method, which has no names of vLLM.
+      known: names that are valid here.
+
+    Raises:
+      ConfigError: a name is unknown (the nearest one or an alternative is named), or vLLM's value is not supported.
+    """
+    if given.keys() <= known:
+        return dict(given)
+    table = {entry.name: entry for entry in NAMES if entry.where == where}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in known:
+            pass
+        elif name not in table:
+            close = nearest(name, [*known, *table])
+            raise ConfigError(f"{where} has no setting {name!r}" + (f"; the nearest is {close!r}" if close else ""))
+        elif not table[name].here:
+            refuse_unless_neutral(table[name], value)
+            continue
+        else:
+            name, value = table[name].here, table[name].value(value)
+            if name in given:
+                twice = next(n for n in given if n in table and table[n].here == name)
+                raise ConfigError(f"{twice} and {name} are two names of one setting; give only one")
+        found[name] = value
+    return found
+
+
+def refuse_unless_neutral(entry: Name, value: Any) -> None:
+    """Raises ConfigError for a value that asks for something else than what happens here anyway."""
+    # Types must match too: True is not 1 here.
+    if entry.neutral is not ANY and not any(type(value) is type(n) and value == n for n in entry.neutral):
+        raise ConfigError(f"{entry.where} does not support {entry.name}={value!r:.60}: {entry.note}")
+
+
+# vLLM keywords that are the same here, each with a value for the documentation and its test.
+SAME = {
+    LLM: """
+dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
+kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
+max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
+num_scheduler_steps=8; device="cpu"; tensor_parallel_size=2; data_parallel_size=1; load_format="dummy";
+tokenizer="ksana-tiny"
+""",
+    GENERATE: """
+prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];
+prompts={"prompt_token_ids": [5, 6, 7]}; prompt_token_ids=[[5, 6, 7]]; use_tqdm=True;
+sampling_params=SamplingParams(max_tokens=2); sampling_params=[SamplingParams(max_tokens=2)]
+""",
+    CHAT: """
+use_tqdm=True; chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"; add_generation_prompt=False;
+continue_final_message=True; tools=[{"type": "function", "function": {"name": "add"}}];
+chat_template_kwargs={"enable_thinking": False}
+""",
+    SAMPLING: """
+n=2; temperature=0.7; top_k=-1; top_p=0.9; min_p=0.1; repetition_penalty=1.2; presence_penalty=0.5;
+frequency_penalty=0.5; seed=1; stop=["x"]; stop_token_ids=[7]; include_stop_str_in_output=True;
+ignore_eos=True; min_tokens=1; max_tokens=None;
+logprobs=2; prompt_logprobs=2; detokenize=False; skip_special_tokens=False; logit_bias={5: -100};
+allowed_token_ids=[5, 6]; bad_words=["no"]
+""",
+}
+
+_HEAD = """# Coming from vLLM
+
+`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meanings. Each line of the tables
+below is tested. Any other keyword is refused with a one-line error that names the nearest one.
+
+Other differences:
+
+- `use_tqdm` is off by default, so that scripts and notebooks that call `generate` often stay quiet. `use_tqdm=True`
+  draws a progress bar on standard error.
+- `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
+- `enable_prefix_caching` is off by default in `LLM`, because a measurement that repeats its prompts would measure the
+  cache; `ksana serve` has it on.
+- `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
+- `revision="v1"` and `gguf_file="model-Q4_0.gguf"` belong to a name of the Hugging Face hub, and can be part of it:
+  `LLM("org/name@v1/model-Q4_0.gguf")`, see [models.md](models.md).
+- `llm.chat(..., continue_final_message=True)` needs no `add_generation_prompt=False`, and `chat_template=` also takes
+  the name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
+- `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
+- `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
+  `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only
+  the new part of each with `delta=True`. The server is `ksana serve`.
+"""
+
+
+def page() -> str:
+    """Returns docs/coming-from-vllm.md up to the flags of `vllm serve`, which `vllm_flags` adds."""
+    lines = [_HEAD]
+    for where in (LLM, GENERATE, CHAT, SAMPLING):
+        lines += [f"## {where}", "", "| vLLM | here | |", "|---|---|---|"]
+        lines += [f"| `{text.strip()}` | the same | |" for text in SAME[where].split(";")]
+        for entry in NAMES:
+            if entry.where == where:
+                lines += [_line(entry, text) for text in entry.examples]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(entry: Name, text: str) -> str:
+    value = ast.literal_eval(text)
+    if entry.here:
+        what = f"`{entry.here}={entry.value(value)!r}`"
+    else:
+        try:
+            refuse_unless_neutral(entry, value)
+            what = "no effect"
+        except ConfigError:
+            what = "refused"
+    return f"| `{entry.name}={text}` | {what} | {entry.note} |"

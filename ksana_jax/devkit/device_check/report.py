@@ -1,0 +1,126 @@
+"""Runs all groups of checks on a device, each in a process of its own with a time limit, and shows what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ksana_jax.core.device_setting import canonical_device
+from ksana_jax.devkit.device_check.findings import Finding
+
+# As in `checks.GROUPS`, which imports jax.
+NAMES = ("identity", "memory", "transfers", "donation", "operations", "programs", "running", "devices", "optional")
+TOKENS = "tokens"
+SECONDS = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What all groups found. device: the setting. groups: {group: findings}. verdict: None if tokens are the CPU's, or
+    why they are not."""
+
+    device: Any
+    groups: dict[str, list[Finding]]
+    verdict: str | None
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the report as JSON values."""
+        groups = {name: [dataclasses.asdict(f) for f in found] for name, found in self.groups.items()}
+        return {"device": self.device, "verdict": self.verdict, "groups": groups}
+
+    def markdown(self) -> str:
+        """Returns the report as a table for each group."""
+        lines = []
+        for name, found in self.groups.items():
+            lines += [f"### {name}", "", "| | | seen | without it |", "|---|---|---|---|"]
+            for f in found:
+                cells = (f.what, _WORDS[f.works], f.detail, f.without if f.works is False else "")
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append("")
+        return "\n".join([*lines, _verdict(self.verdict), ""])
+
+
+_WORDS = {True: "works", False: "missing", None: ""}
+
+
+def _verdict(verdict: str | None) -> str:
+    return "The engine's tokens are the CPU's." if verdict is None else f"The engine does not run here: {verdict}."
+
+
+def probe(
+    setting: Any, seconds: float = SECONDS, on_group: Callable[[str, list[Finding]], None] = lambda *_: None
+) -> Report:
+    """Tries out a device.
+
+    Args:
+      setting: the setting `device`; None takes jax's default.
+      seconds: time limit of a group.
+      on_group: called with each group's name and findings as soon as they are there.
+
+    Raises:
+      ConfigError: the setting is wrong.
+    """
+    device, groups = canonical_device(setting), {}
+    for name in (*NAMES, TOKENS):
+        groups[name] = _run(name, device, seconds)
+        on_group(name, groups[name])
+    return Report(device, groups, _compared(groups[TOKENS], _run(TOKENS, {"platform": "cpu"}, seconds)))
+
+
+def _run(group: str, device: Any, seconds: float) -> list[Finding]:
+    command = [sys.executable, "-m", "ksana_jax.devkit.device_check.child", group, json.dumps(device)]
+    # Else the child's C++ libraries write what they do into the report.
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+        ended = None
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        ended = f"it hung, and was ended after {seconds:g} s"
+    found = [Finding(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
+    if ended is None and process.returncode:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        code = process.returncode
+        ended = f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}: {last[:300]}"
+    if ended is not None:
+        after = f"after {found[-1].what!r}" if found else "at once"
+        found.append(Finding("the rest of this group", False, f"{ended}, {after}"))
+    return found
+
+
+def _compared(here: list[Finding], cpu: list[Finding]) -> str | None:
+    """Returns None if tokens are those of the CPU, or what differs."""
+    if broken := [f for f in (*here, *cpu) if f.works is False]:
+        return f"{broken[0].what}: {broken[0].detail}"
+    for a, b in zip(here, cpu, strict=True):
+        if a.detail != b.detail:
+            return f"{a.what} are {a.detail}, the CPU's {b.detail}"
+    return None
+
+
+def show(setting: Any, as_json: bool = False, seconds: float = SECONDS) -> int:
+    """Prints the report of a device as it is made; returns the exit code, 0 if the engine runs there."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+
+    def group(name: str, found: list[Finding]) -> None:
+        console.print(f"[bold]{name}[/bold]")
+        for f in found:
+            mark = {True: "[green]works  [/green]", False: "[red]missing[/red]", None: "       "}[f.works]
+            line = f"  {mark} {escape(f.what)}" + (f": {escape(f.detail)}" if f.detail else "")
+            console.print(line + (f" -> {escape(f.without)}" if f.works is False and f.without else ""))
+
+    report = probe(setting, seconds, group)
+    console.print(f"[bold]{escape(_verdict(report.verdict))}[/bold]")
+    if as_json:
+        print(json.dumps(report.plain()))
+    return 0 if report.verdict is None else 1

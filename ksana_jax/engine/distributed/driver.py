@@ -1,0 +1,206 @@
+"""Process 0 of several that divide a model: what it asks of its runner, it also asks of those of the others.
+
+Each request goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
+the same order; their collectives then find each other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.sources import model_path
+from ksana_jax.engine.device_half import DeviceHalf, Prepared
+from ksana_jax.engine.distributed.job import Job
+from ksana_jax.kv.moves import Evictions, Moves
+from ksana_jax.loading.digest import digest_of_files
+from ksana_jax.runner.decode_loop import LoopKey, PackedLoop
+from ksana_jax.runner.packing import PackedStep, Submitted
+from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.types import Part, StepOutput, StepShape
+
+# Types of the messages between the processes of a job.
+KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Drafts, Moves, Evictions, AttentionPattern)
+# Settings that concern process 0 alone: functions, perhaps, and where each process is.
+OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
+
+
+def facts(prepared: Prepared, model: str, load_format: str) -> dict[str, Any]:
+    """Returns what must be the same in all processes, by what an error calls it."""
+    path = model_path(model, weights=load_format != "dummy")
+    return {
+        "operators.attention": prepared.attention,
+        "operators.linear": prepared.config.operators.linear,
+        "the device": prepared.placement.device.device_kind,
+        "model files with the digest": digest_of_files(path, load_format),
+    }
+
+
+class Followers:
+    """The other processes of a job, for one engine.
+
+    Args:
+      model, load_format: as in `LLM`; each process reads the model from its own disk.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, job: Job, model: str, load_format: str):
+        self.job, self.model, self.load_format = job, model, load_format
+        self.number = next(self._numbers)
+
+    def load(
+        self,
+        prepare: Callable[[], Prepared],
+        config: EngineConfig,
+        patterns: Seq[AttentionPattern],
+        params: Any,
+        programs: dict[Any, Any] | None,
+    ) -> DeviceHalf:
+        """Prepares and loads the device half here and in all other processes.
+
+        Raises:
+          ConfigError: one of them cannot, or differs from this one.
+          JobError: one of them is gone.
+        """
+        try:
+            with self.job.lock:
+                prepared, num_blocks = self._prepare(prepare, config, patterns)
+                self._send("load", num_blocks)
+                with self.job.waiting():
+                    half = prepared.load(params, num_blocks, self._made, programs)
+                self.job.replies()
+        except Exception:
+            self.close()
+            raise
+        return half
+
+    def _prepare(
+        self, prepare: Callable[[], Prepared], config: EngineConfig, patterns: Seq[AttentionPattern]
+    ) -> tuple[Prepared, int]:
+        """Returns the prepared half of this process, and the number of blocks for which all have room."""
+        settings = {name: value for name, value in config.plain().items() if name not in OF_PROCESS_0}
+        self._send("prepare", self.model, self.load_format, settings, list(patterns))
+        prepared = problem = None
+        try:
+            prepared = prepare()
+        except Exception as error:
+            problem = error
+        replies = self.job.replies()
+        if prepared is None:
+            assert problem is not None
+            raise problem
+        own, num_blocks = facts(prepared, self.model, self.load_format), prepared.plan.num_blocks
+        for peer, reply in replies:
+            if "error" in reply:
+                raise ConfigError(f"{peer}: {reply['error']}")
+            if not isinstance(reply.get("facts"), dict) or type(reply.get("num_blocks")) is not int:
+                raise ConfigError(f"{peer} does not say what it has prepared")
+            for name, value in own.items():
+                if (other := reply["facts"].get(name)) != value:
+                    raise ConfigError(f"{peer} has {name} {other}, process 0 has {value}")
+            num_blocks = min(num_blocks, reply["num_blocks"])
+        return prepared, num_blocks
+
+    def _made(self, *args: Any, **settings: Any) -> LeadingRunner:
+        runner = LeadingRunner(self, *args, **settings)
+        weakref.finalize(runner, _closing(self.job).append, self.number)
+        return runner
+
+    def _send(self, what: str, *rest: Any) -> None:
+        with self.job.lock:
+            closing = _closing(self.job)
+            while closing:
+                self.job.send(("close", closing.popleft()))
+            self.job.send((what, self.number, *rest))
+
+    @contextlib.contextmanager
+    def doing(self, what: str, *rest: Any) -> Iterator[None]:
+        """Has the other processes do something, and surrounds the same in this one.
+
+        Raises:
+          JobError: the job has failed.
+        """
+        with self.job.lock:
+            self._send(what, *rest)
+            with self.job.together():
+                yield
+
+    def close(self) -> None:
+        """Frees the engine in the other processes."""
+        with contextlib.suppress(Exception):  # the job has failed, which others say
+            self._send("close")
+
+
+def _closing(job: Job) -> collections.deque[int]:
+    """Returns the engines to be closed before the next message: one may be collected in the middle of another."""
+    return job.__dict__.setdefault("closing", collections.deque())
+
+
+class LeadingRunner(Runner):
+    """The runner of process 0, with the contract of `Runner`; whatever it does, the other processes do.
+
+    Args:
+      followers: the other processes. settings: of `Runner`.
+    """
+
+    def __init__(self, followers: Followers, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.followers = followers
+
+    def run(self, step: PackedStep) -> Any:
+        with self.followers.doing("step", step):
+            return Led(self.followers.job, super().run(step))
+
+    def run_loop(self, loop: PackedLoop) -> list[Any]:
+        with self.followers.doing("loop", loop):
+            return [Led(self.followers.job, submitted) for submitted in super().run_loop(loop)]
+
+    def move(self, moves: Moves) -> None:
+        with self.followers.doing("move", moves):
+            super().move(moves)
+
+    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
+        self.check_patterns(patterns)
+        with self.followers.doing("patterns", list(patterns)):
+            super().set_patterns(patterns)
+
+    def reset(self) -> None:
+        if self.followers.job.failure is None:  # otherwise there is nothing left to reset
+            with self.followers.doing("reset"):
+                super().reset()
+
+    def compile(self, keys: Seq[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
+        with self.followers.doing("compile", list(keys), workers, table_width, moves):
+            super().compile(keys, workers, table_width=table_width, moves=moves)
+            self.followers.job.replies()
+
+
+class Led(NamedTuple):
+    """A step that all processes compute; see `step.Pending`."""
+
+    job: Job
+    submitted: Submitted
+
+    def result(self) -> StepOutput:
+        """Waits for the step; see `Submitted.result`.
+
+        Raises:
+          JobError: the job has failed.
+        """
+        with self.job.together():
+            return self.submitted.result()
+
+
+def settings_of(given: dict[str, Any], job: Job) -> EngineConfig:
+    """Returns the configuration that process 0 has sent, for this process."""
+    return EngineConfig(**given, distributed=dataclasses.asdict(job.setting))

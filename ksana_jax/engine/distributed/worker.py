@@ -1,0 +1,178 @@
+"""What a process of a job does that is not process 0: it computes the steps that process 0 schedules.
+
+It holds a runner for each of process 0's engines, with its own devices' part of the weights and of the pool, and the
+host tier of its own heads. It has no scheduler, no requests and no text.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+from ksana_jax.core.compilation_cache import keep_compiled_steps
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.hosts_setting import HostsSetting
+from ksana_jax.core.sources import model_path
+from ksana_jax.engine.device_half import Prepared, prepare
+from ksana_jax.engine.distributed.driver import KINDS, OF_PROCESS_0, facts, settings_of
+from ksana_jax.engine.distributed.job import Job, end_process, join
+from ksana_jax.kv.moves import Moves
+from ksana_jax.loading.load import open_model
+from ksana_jax.runner.packing import Submitted
+from ksana_jax.runner.runner import Runner
+
+logger = logging.getLogger("ksana_jax")
+# Methods of an engine that process 0 asks for.
+ASKED = frozenset({"load", "step", "loop", "move", "patterns", "reset", "compile"})
+
+
+def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] | None = None) -> Job:
+    """Starts jax in all processes of a job; returns the job in process 0 alone.
+
+    Args:
+      distributed, device: as in `EngineConfig`. given: model and settings of this process, which must be those of
+        process 0.
+
+    Raises:
+      SystemExit: this is another process, and process 0 has ended.
+      ConfigError: the job cannot start; the message says why.
+    """
+    job = join(distributed, device, KINDS)
+    if not job.leads:
+        follow(job, given)
+        raise SystemExit(0)
+    return job
+
+
+def serve(distributed: Any, model: str | None = None) -> None:
+    """Joins a job as a process other than 0; returns when process 0 has ended.
+
+    Args:
+      distributed: as in `EngineConfig`. model: see `follow`.
+
+    Raises:
+      ConfigError: the job cannot start, or this is process 0.
+    """
+    setting = HostsSetting.read(distributed)
+    if setting is None:
+        raise ConfigError("distributed is not given: which processes are there, and which one is this?")
+    if isinstance(setting, HostsSetting) and setting.process_id == 0:
+        raise ConfigError("process 0 leads: it is the one with the requests, such as ksana generate; others follow")
+    follow(join(distributed, None, KINDS), model=model)
+
+
+def follow(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
+    """Computes what process 0 asks for; returns when that has ended. If it fails, this process ends with one line.
+
+    Args:
+      given: see `start`. model: directory of the model on this host, where it is another one than process 0's.
+    """
+    engines: dict[int, _Engine] = {}
+    while True:
+        _, message = job.messages.get()
+        if isinstance(message, dict):
+            if "bye" in message:
+                return
+            end_process(str(job.failure))
+        what, number, *rest = message
+        try:
+            with job.waiting():
+                if what == "prepare":
+                    _prepare(engines, job, number, given, model, *rest)
+                elif what == "close":
+                    engines.pop(number, None)
+                elif what not in ASKED:
+                    raise ValueError(f"process 0 asks for {what!r:.40}")
+                else:
+                    getattr(engines[number], what)(*rest)
+        except Exception as error:
+            _fail(job, error)
+
+
+def _fail(job: Job, error: Exception) -> NoReturn:
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    logger.debug("a step failed", exc_info=error)
+    job.wait_for_failure()
+    job.peers[0].channel.send({"failed": line}) if job.failure is None else None
+    end_process(job.failure or f"process {job.setting.process_id} failed: {line}")
+    raise AssertionError
+
+
+def _prepare(
+    engines: dict[int, _Engine], job: Job, number: int, given: Any, own_model: str | None, model: str, *rest: Any
+) -> None:
+    try:
+        _check_given(given, model, rest[1])
+        engine = engines[number] = _Engine(job, own_model or model, *rest)
+    except (ValueError, OSError, NotImplementedError) as error:
+        job.send({"error": " ".join(str(error).split())})
+    else:
+        job.send({"facts": engine.facts, "num_blocks": engine.prepared.plan.num_blocks})
+
+
+def _check_given(given: tuple[str, EngineConfig] | None, model: str, settings: dict[str, Any]) -> None:
+    """Checks that a process was given what process 0 was."""
+    if given is None:
+        return
+    own = {"model": given[0], **given[1].plain()}
+    for name, value in {"model": model, **settings}.items():
+        if name not in OF_PROCESS_0 and own[name] not in (None, "auto", value):
+            raise ConfigError(f"it was given {name} {own[name]!r}, process 0 {value!r}")
+
+
+class _Engine:
+    """This process's part of one engine. Its methods are what process 0 asks for."""
+
+    def __init__(self, job: Job, model: str, load_format: Any, settings: dict[str, Any], patterns: list[Any]):
+        from ksana_jax.sharding.placing import place_on
+
+        keep_compiled_steps()
+        config = settings_of(settings, job)
+        placement = place_on(config.tensor_parallel_size, config.num_processes)
+        path = model_path(model, weights=load_format != "dummy")
+        model_config, self._read = open_model(path, config.dtype, load_format, config.seed, placement=placement)
+        self._job = job
+        self.prepared: Prepared = prepare(model_config, config, patterns)
+        self.facts = facts(self.prepared, model, load_format)
+        self._runner: Any = None
+        # Steps whose saves to the host are not finished.
+        self._submitted: list[Submitted] = []
+
+    def load(self, num_blocks: int) -> None:
+        self._runner = self.prepared.load(self._read, num_blocks, Runner).executor
+        self._job.send({"done": True})
+
+    def step(self, step: Any) -> None:
+        self._before(step.moves)
+        self._submit([self._runner.run(step)])
+
+    def loop(self, loop: Any) -> None:
+        self._before(loop.moves)
+        self._submit(self._runner.run_loop(loop))
+
+    def _before(self, moves: Moves | None) -> None:
+        if moves is not None and len(moves.loads):  # perhaps of what a step before has saved
+            self._submit([])
+
+    def _submit(self, steps: list[Submitted]) -> None:
+        """Finishes the steps before the newest ones, while the devices compute those."""
+        for submitted in self._submitted:
+            if submitted.finish_moves is not None:
+                submitted.finish_moves()
+        self._submitted = steps
+
+    def move(self, moves: Moves) -> None:
+        self._submit([])
+        self._runner.move(moves)
+
+    def patterns(self, patterns: list[Any]) -> None:
+        self._runner.set_patterns(patterns)
+
+    def reset(self) -> None:
+        self._submitted = []
+        self._runner.reset()
+
+    def compile(self, keys: list[Any], workers: int, table_width: int, moves: bool) -> None:
+        self._runner.compile(keys, workers, table_width=table_width, moves=moves)
+        self._job.send({"done": True})

@@ -1,0 +1,1 @@
+"""Measuring and studying: experiments, benchmarks, traces, training, the simulator."""

@@ -1,0 +1,113 @@
+"""Lower bounds of times: bytes over the bandwidth of memory, operations over the rate of matrix products; measured."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.dtypes import DTYPE_BYTES
+from ksana_jax.core.processor import num_cores
+from ksana_jax.devices.platforms import platform_of
+
+# Larger than any cache.
+_READ_BYTES = 2**29
+_WIDTH = 2048
+
+
+class Rates(NamedTuple):
+    """What this machine reaches: bytes read per second, and operations per second of matrix products in a dtype."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+
+class Work(NamedTuple):
+    """What a workload needs at least: bytes read from memory, and operations."""
+
+    num_bytes: float
+    flop: float
+
+    def seconds(self, rates: Rates) -> float:
+        """Returns the larger of the two bounds."""
+        return max(self.num_bytes / rates.bytes_per_s, self.flop / rates.flop_per_s)
+
+
+def work_of(model: ModelConfig, dtype: str, prompts: Sequence[int], outputs: Sequence[int]) -> Work:
+    """Returns what greedy decoding of some requests at once needs, whatever the engine.
+
+    Every output token but a request's first needs a step after the one before, which reads all weights once for all
+    requests, and its own keys and values. Keys and values are counted in the dtype of weights.
+
+    Args:
+      prompts, outputs: tokens of each request.
+    """
+    from ksana_jax.lab.bench.tokens_in_forward import flop_per_token
+
+    size = DTYPE_BYTES[dtype]
+    weights = flop_per_token(model, 0) // 2 * size
+    kv_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
+    seen = [sum(range(p + 1, p + n)) for p, n in zip(prompts, outputs, strict=True)]  # by the steps after the first
+    attended = sum(sum(range(1, p + n)) for p, n in zip(prompts, outputs, strict=True))
+    # The last token is sampled and never computed; of a prompt, only the last token needs logits.
+    computed = sum(prompts) + sum(outputs) - len(outputs)
+    head = 2 * model.vocab_size * model.d_model
+    body = flop_per_token(model, 0) - head
+    per_attended = 4 * model.num_layers * model.num_heads * model.head_dim
+    flop = computed * body + sum(outputs) * head + attended * per_attended
+    return Work(max(outputs) * weights + sum(seen) * kv_token, flop)
+
+
+def measure_rates(dtype: str) -> Rates:
+    """Measures the rates of this machine with all of its cores; takes about a second."""
+    from ksana_jax.devices.capabilities import capabilities
+
+    bandwidth = _host_bandwidth() if capabilities().shares_host_memory else _device_bandwidth()
+    return Rates(bandwidth, _matrix_rate(dtype))
+
+
+def _host_bandwidth() -> float:
+    workers = num_cores()
+    parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), workers)
+    with ThreadPoolExecutor(workers) as pool:
+        return _READ_BYTES / _fastest(lambda: list(pool.map(np.sum, parts)))
+
+
+def _device_bandwidth() -> float:
+    import jax.numpy as jnp
+
+    values = jnp.ones(_READ_BYTES // 4, jnp.float32)
+    return _READ_BYTES / _fastest(lambda: jnp.sum(values).block_until_ready())
+
+
+def _matrix_rate(dtype: str) -> float:
+    """Returns the rate of the fastest products here, of XLA or the engine's own."""
+    import jax
+    import jax.numpy as jnp
+
+    from ksana_jax.models.packed_matrix import pack
+    from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+
+    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
+    a, platform = jnp.ones((_WIDTH, _WIDTH), kind), platform_of()
+    found = []
+    for implementation in LINEAR_IMPLEMENTATIONS:
+        if implementation.why_not(platform, a.dtype.name) is None:
+            multiply = functools.partial(jax.jit(implementation.apply), a, pack(a) if implementation.packs else a)
+            found.append(_fastest(lambda multiply=multiply: multiply().block_until_ready()))
+    return 2 * _WIDTH**3 / min(found)
+
+
+def _fastest(work, repeats: int = 4) -> float:
+    """Returns the shortest time of some calls after a first one: a bound is what the machine can do."""
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

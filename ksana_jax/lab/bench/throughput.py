@@ -1,0 +1,249 @@
+"""`ksana bench throughput`: output tokens per second of this engine and of others, on one checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.processor import num_cores
+from ksana_jax.core.sources import MODEL_HELP, model_path
+from ksana_jax.lab.bench.core import Bench, Case, option, spread
+from ksana_jax.lab.bench.peers import PEERS
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+    from ksana_jax.lab.bench.peer_process import PeerProcess
+
+OURS, STEPS, EVICTING, BOUND = "ksana_jax", "ksana_jax, steps together", "ksana_jax, evicting", "bound"
+OWN = (OURS, STEPS)
+MAX_MODEL_LEN = 512
+# Of the tokens of each output, the share that warms up: as many different numbers of rows, and an eighth of the steps.
+WARM_SHARE = 8
+
+
+def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
+    """Returns prompts of random tokens, and for each its number of output tokens: prompts of 32 to 256 tokens and
+    outputs of 16 to 128, or 128 of both if there is only one request."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(32, 257, num_requests) if num_requests > 1 else [128]
+    prompts = [rng.integers(3, vocab_size, n).tolist() for n in counts]
+    return prompts, rng.integers(16, 129, num_requests).tolist() if num_requests > 1 else [128]
+
+
+@dataclasses.dataclass
+class Throughput(Bench):
+    """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
+
+    One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
+    same weights, dtype and threads, in turn with this one. With --kv-eviction, also how many requests a pool of as many
+    bytes serves at once if they evict."""
+
+    model: str = option("ksana-tiny", MODEL_HELP)
+    dtype: str = option("f32", "f32, bf16 or f16")
+    requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
+    seed: int = option(0, "seed for weights, lengths and prompts")
+    num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
+    num_scheduler_steps: int = option(8, "decode steps in one call, of a second row of this engine; 1 leaves it out")
+    kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
+    peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
+    only: tuple[str, ...] = option((), "first words of the peers to measure, such as vLLM,llama.cpp; all if not given")
+
+    def title(self) -> str:
+        return f"Output tokens per second of {self.model}, {self.dtype}"
+
+    def cases(self) -> list[Case]:
+        from ksana_jax.kv.eviction import read_eviction
+
+        read_eviction(self.kv_eviction)
+        counts = [checks.integer("requests", count) for count in self.requests]
+        checks.require(*counts, checks.integer("num_scheduler_steps", self.num_scheduler_steps), error=ConfigError)
+        for name in self.only:
+            if not any(label.startswith(name) for label in PEERS):
+                raise ConfigError(f"only is {name!r}, must begin the name of a peer: {'; '.join(PEERS)}")
+        peers = [label for label in PEERS if label.startswith(self.only or "")] * (self.peers is not None)
+        labels = [OURS] + [STEPS] * (self.num_scheduler_steps > 1) + [EVICTING] * bool(self.kv_eviction) + peers
+        return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *labels)]
+
+    # ------------------------------------------------------------------ measuring
+
+    def start(self) -> None:
+        from ksana_jax.lab.bench.latency import make_llm
+        from ksana_jax.loading.tensor_files import has_weights
+
+        self.processes_of: dict[str, PeerProcess] = {}
+        self.ours: dict[int, list[list[int]]] = {}
+        self.bound_s: dict[int, float] = {}  # by number of requests
+        self.folder = tempfile.TemporaryDirectory()
+        model = model_path(self.model)
+        if self.peers is not None and not has_weights(model):
+            _export_random(model, Path(self.folder.name), self.dtype, self.seed)
+            model = Path(self.folder.name)
+        self.directory = model
+        settings = {"dtype": self.dtype, "max_num_seqs": max(self.requests), "max_model_len": MAX_MODEL_LEN}
+        make = functools.partial(make_llm, str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)
+        self.llms = {OURS: make()}
+        if self.num_scheduler_steps > 1:
+            self.llms[STEPS] = make(num_scheduler_steps=self.num_scheduler_steps)
+        if self.kv_eviction:
+            full = self.llms[OURS]
+            settings |= {"kv_eviction": self.kv_eviction, "memory_bytes": full.num_blocks * full.block_bytes}
+            self.llms[EVICTING] = make_llm(str(model), seed=self.seed, **settings)
+        for llm in self.llms.values():
+            llm.warm_up(384)
+
+    def measure(self, case: Case) -> Measurement:
+        count = case.point["requests"]
+        prompts, lengths = workload(self.llms[OURS].model_config.vocab_size, count, self.seed)
+        if case.label == BOUND:
+            return self._bound(prompts, lengths)
+        if self.warming:
+            lengths = [-(-n // WARM_SHARE) for n in lengths]
+        if case.label in self.llms:
+            seconds, token_ids, found = run(self.llms[case.label], prompts, lengths)
+        else:
+            peer = self._peer(case.label)
+            seconds, token_ids = peer.generate(prompts, lengths)
+            found = {"versions": peer.versions}
+        if case.label == OURS:
+            self.ours[count] = token_ids
+        equal = sum(a == b for a, b in zip(token_ids, self.ours[count], strict=True))
+        found |= {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, "same_tokens": equal}
+        return found | {"of_bound": self.bound_s[count] / seconds}
+
+    def _bound(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Measurement:
+        from ksana_jax.lab.bench.bounds import measure_rates, work_of
+
+        rates = measure_rates(self.dtype)
+        work = work_of(self.llms[OURS].model_config, self.dtype, [len(p) for p in prompts], lengths)
+        self.bound_s[len(prompts)] = seconds = work.seconds(rates)
+        return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
+
+    def _peer(self, label: str) -> PeerProcess:
+        from ksana_jax.lab.bench.peer_process import PeerProcess
+
+        if label not in self.processes_of:
+            assert self.peers is not None
+            self.processes_of[label] = PeerProcess(
+                PEERS[label],
+                Path(self.peers),
+                model=str(self.directory.resolve()),
+                dtype=self.dtype,
+                threads=num_cores(),
+                rows=max(self.requests),
+                max_model_len=MAX_MODEL_LEN,
+            )
+        return self.processes_of[label]
+
+    def processes(self) -> list[int]:
+        return [process.pid for process in self.processes_of.values()]
+
+    def close(self) -> None:
+        for process in self.processes_of.values():
+            process.close()
+        self.folder.cleanup()
+
+    # ------------------------------------------------------------------ results
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        found = [
+            Column("output_tokens_per_s", "output tokens/s", lambda value: f"{value:,.0f}"),
+            spread("output_tokens_per_s"),
+            Column("run_s", "seconds", lambda value: f"{value:,.2f}"),
+            Column("of_bound", "of the bound", lambda value: f"{value:.0%}"),
+        ]
+        if any(row.label not in (*OWN, BOUND) for row in rows):
+            found.append(Column("same_tokens", "requests with our tokens", lambda value: f"{value:,.0f}"))
+        if any(row.label == EVICTING for row in rows):
+            found.append(Column("num_blocks", "blocks", lambda value: f"{value:,.0f}", exact=True))
+            found.append(Column("running", "requests at once", lambda value: f"{value:,.2f}"))
+        return found
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Compares with the fastest peer, and evictions with none."""
+        said = []
+        for count in dict.fromkeys(row.point["requests"] for row in rows):
+            rates = {r.label: m for r in rows if r.point["requests"] == count and (m := r.mean("output_tokens_per_s"))}
+            peers = {label: rate for label, rate in rates.items() if label in PEERS}
+            what = f"{count:,} requests" if count > 1 else "1 request"
+            own = [label for label in OWN if label in rates]
+            if own and peers:
+                best = max(peers, key=lambda label: peers[label])
+                ratios = " and ".join(f"{rates[label] / peers[best]:.2f}" for label in own)
+                together = f", the second with {self.num_scheduler_steps} steps together" * (len(own) > 1)
+                said.append(f"{what}: {ratios} times the output tokens/s of {best}{together}.")
+            if OURS in rates and EVICTING in rates:
+                said.append(f"{what}: evicting gives {rates[EVICTING] / rates[OURS]:.2f} times the output tokens/s.")
+        return " ".join(said)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        turns = [(row.label, m) for row in rows for t in row.trials for m in t if m["metric"] == "repetition"]
+        said = []
+        if rates := [m for label, m in turns if label == BOUND]:
+            gigabytes, gigaflop = (max(m[key] for m in rates) / 1e9 for key in ("bytes_per_s", "flop_per_s"))
+            said.append(
+                f"Bound: the longer of what reading weights, keys and values takes at {gigabytes:,.1f} GB/s and what "
+                f"the products take at {gigaflop:,.0f} GFLOP/s, both measured in the same turns; prompts included."
+            )
+        versions = dict.fromkeys(m["versions"] for label, m in turns if "versions" in m)
+        said += [f"Peers: {'; '.join(versions)}."] * bool(versions)
+        labels = {row.label for row in rows}
+        if labels & PEERS.keys() and (left_out := [label for label in PEERS if label not in labels]):
+            said.append(f"Peers left out: {'; '.join(left_out)}.")
+        if STEPS in labels:
+            said.append(f"Steps together: num_scheduler_steps={self.num_scheduler_steps}, decode steps in one call.")
+        if any(row.label == EVICTING for row in rows):
+            said.append(
+                "Evicting: a pool of as many bytes. Requests at once: mean of those that run while others wait for "
+                "room; none if none waits."
+            )
+        return [*said, *super().notes(rows)]
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        from ksana_jax.lab.experiments.tasks.row_figure import draw_columns
+
+        draw_columns(figure, [row for row in rows if row.values], self.columns(rows)[:1])
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple[float, list[list[int]], Measurement]:
+    """Serves requests that arrive at once; returns seconds, tokens, and counts.
+
+    Counts: steps, num_blocks, block_bytes, the implementation of attention; running is the mean number of requests that
+    ran while others waited for room, None if none waited.
+    """
+    from ksana_jax import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    llm.clear_records()
+    began = time.perf_counter()
+    outputs = llm.generate(requests, params)
+    seconds = time.perf_counter() - began
+    running = [record.num_running for record in llm.records if record.num_waiting]
+    found = {
+        "steps": len(llm.records),
+        "num_blocks": llm.num_blocks,
+        "block_bytes": llm.block_bytes,
+        "implementation": llm.runner.implementation.name,
+        "running": sum(running) / len(running) if running else None,
+    }
+    return seconds, [output.check().outputs[0].token_ids for output in outputs], found
+
+
+def _export_random(config_dir: Path, out: Path, dtype: str, seed: int) -> None:
+    """Writes random weights for a configuration as a Hugging Face directory."""
+    from ksana_jax.loading import export_hf, load_model
+
+    config, params = load_model(config_dir, dtype=dtype, load_format="dummy", seed=seed)
+    export_hf(out, config, params)

@@ -1,0 +1,81 @@
+"""Converts between nested mappings and dotted keys: {"a": {"b": 1}} and "a.b=1" are equivalent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ksana_jax.core.config import ConfigError
+
+
+def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
+    """Converts an omegaconf mapping to dicts, lists and values; resolve replaces its `${...}`.
+
+    Raises:
+      ConfigError: it is not a mapping.
+    """
+    content = OmegaConf.to_container(config, resolve=resolve)
+    if not isinstance(content, dict):
+        raise ConfigError("not a mapping of keys to values")
+    return cast(dict[str, Any], content)
+
+
+def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
+    """Converts ["a.b=1"] to {"a": {"b": 1}}; values are read as YAML.
+
+    Raises:
+      ConfigError: an override is not key=value.
+    """
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            raise ConfigError(f"{item!r} is not an override: write key=value, for instance engine.block_size=8")
+    try:
+        return plain(OmegaConf.from_dotlist(list(overrides)))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+    except RecursionError:
+        raise ConfigError(f"overrides {' '.join(overrides):.80}...: nested too deeply to be read") from None
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts {"a.b": 1} to {"a": {"b": 1}}; nested mappings stay nested."""
+    result: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, last = str(key).split(".")
+        leaf = {last: nested(value) if isinstance(value, Mapping) else value}
+        for parent in reversed(parents):
+            leaf = {parent: leaf}
+        result = merge(result, leaf)
+    return result
+
+
+def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Converts {"a": {"b": 1}} to {"a.b": 1}."""
+    result = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        result.update(flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return result
+
+
+def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges mappings key by key, later ones over earlier ones; other values, including lists, are replaced."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            old = result.get(key)
+            both = isinstance(old, Mapping) and isinstance(value, Mapping)
+            result[key] = merge(cast(Mapping, old), value) if both else value
+    return result
+
+
+def at(config: Mapping[str, Any], key: str) -> Any:
+    """Returns the value at a dotted key; None if a mapping on the way is missing."""
+    value: Any = config
+    for part in key.split("."):
+        value = value[part] if isinstance(value, Mapping) else None
+    return value

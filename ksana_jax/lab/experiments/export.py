@@ -1,0 +1,39 @@
+"""Exports a run as one table with a row per trial, for programs such as pandas, R or a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from ksana_jax.lab.experiments.report import read_planned, summary
+from ksana_jax.lab.experiments.tables import csv_text
+from ksana_jax.lab.experiments.tasks import results_named
+
+
+def export(folder: Path) -> str:
+    """Returns CSV text: row label, the grid's columns, seed, trial id and every summary number, in full precision.
+
+    Only finished trials, in the plan's order; numbers that a trial lacks are empty.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, or are not valid records.
+    """
+    records, plan = read_planned(folder)
+    name = plan["task"]
+    task = results_named(name)
+    found = []
+    for row in plan["rows"]:
+        for trial in row["trials"]:
+            if trial in records.done:
+                left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
+                found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
+    point = list(plan["rows"][0]["point"]) if plan["rows"] else []
+    keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *point, "seed", "trial", *keys])
+    for left, numbers in found:
+        writer.writerow([*map(csv_text, left), *(repr(numbers[k]) if k in numbers else "" for k in keys)])
+    return text.getvalue()

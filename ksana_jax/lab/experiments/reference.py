@@ -1,0 +1,148 @@
+"""Generates the reference of experiment files from their dataclasses, for `ksana tasks` and `docs/yaml.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES, OperatorSettings
+from ksana_jax.core.patterns import SINK_POSITIONS, AttentionPattern
+from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
+from ksana_jax.lab.experiments.config import Experiment
+from ksana_jax.lab.experiments.tasks import TASKS, task_named
+from ksana_jax.methods.presets import PRESETS
+from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
+
+INTRODUCTION = """\
+# Experiment files
+
+This page is printed by `ksana tasks --markdown` from the classes that read the files; `ksana tasks NAME` shows one task
+in the terminal. An unknown key is an error that names the nearest one. A file can be as short as this:
+
+```yaml
+title: Windows on ksana-tiny
+task: perplexity
+settings: {num_texts: 1, num_tokens: 1024}
+variants:
+  - {name: full}
+  - {name: sinks + window, pattern: {window: "${context:7/16}", num_sinks: 4}}
+seeds: [0, 1, 2]
+```
+
+- `ksana run FILE key=value ...` replaces values by their dotted keys: `engine.block_size=8`, `pattern.window=64`.
+- `variants` are named rows of the table; `grid` multiplies them, for instance `grid: {pattern.window: [32, 64, 128]}`.
+- `${context:1/4}` is a quarter of the model's training context, in tokens. It is written in quotes.
+- Trials that differ in nothing but the pattern share one loaded engine, and its compiled steps.
+"""
+
+
+class Field(NamedTuple):
+    """A key of a YAML file. type and default are written as in YAML."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def fields_of(cls: type) -> list[Field]:
+    """Returns the fields of a dataclass with their descriptions from its docstring and those of its bases."""
+    fields, meanings = dataclasses.fields(cls), {}
+    for base in reversed(cls.__mro__):
+        meanings |= _meanings(inspect.cleandoc(base.__doc__ or ""), [f.name for f in fields])
+    return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in fields]
+
+
+def summary(name: str) -> str:
+    """Returns the first paragraph of a task's docstring: its class's, or its module's if the class refers to that."""
+    task = type(task_named(name))
+    docs = [inspect.getdoc(task) or "", inspect.getdoc(sys.modules[task.__module__]) or ""]
+    return next((d.partition("\n\n")[0].replace("\n", " ") for d in docs if d and "See the module" not in d), "")
+
+
+def markdown() -> str:
+    """Returns docs/yaml.md."""
+    presets = "\n".join(f"- `{name}`: `{json.dumps(fields)}`" for name, fields in PRESETS.items())
+    parts = [
+        INTRODUCTION,
+        "## The file\n",
+        _table(Experiment),
+        "## `engine`\n\nThese are keyword arguments of `LLM` too.\n",
+        _table(EngineConfig),
+        f"`policy` is one of {_names(SCHEDULING_POLICIES)}; `prefix_replacement` of {_names(REPLACEMENT_POLICIES)}.\n",
+        "### `engine.operators`\n",
+        _table(OperatorSettings),
+        f"Implementations: {_implementations()}.\n",
+        "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
+        _table(AttentionPattern),
+        f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
+        "## `settings` of each task\n",
+    ]
+    for name in TASKS:
+        parts.append(f"### `task: {name}`\n\n{summary(name)}\n\n" + _table(task_named(name).Settings))
+    return "\n".join(parts)
+
+
+def _table(cls: type) -> str:
+    rows = [
+        f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(f.meaning)} |\n" for f in fields_of(cls)
+    ]
+    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _names(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in choices)
+
+
+def _implementations() -> str:
+    return "; ".join(
+        f"{operator}: {', '.join(f'`{n}`' for n in names)}" for operator, names in IMPLEMENTATION_NAMES.items()
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("None", "null")
+
+
+def _meanings(docstring: str, names: list[str]) -> dict[str, str]:
+    """Parses {field: text} from lines "name: text" or "name, name: text", continued to the next such or blank line."""
+    found: dict[str, str] = {}
+    current: tuple[str, ...] = ()
+    for line in docstring.splitlines():
+        match = re.match(r"\s*((?:\w+, )*\w+): (.*)", line)
+        begins = tuple(match[1].split(", ")) if match else ()
+        if match and set(begins) <= set(names):
+            current = begins
+            found |= dict.fromkeys(current, match[2])
+        elif not line.strip():
+            current = ()
+        else:
+            found |= {name: f"{found[name]} {line.strip()}" for name in current}
+    return found
+
+
+def _type(field: dataclasses.Field) -> str:
+    name = str(field.type)
+    if choices := re.fullmatch(r"Literal\[(.*)\]", name):
+        return choices[1].replace("'", '"').replace(", ", " or ")
+    if name.startswith("SinkPosition"):
+        name = name.replace("SinkPosition", " or ".join(f'"{choice}"' for choice in SINK_POSITIONS))
+    names = {
+        "Any": "any",
+        "EngineConfig": "mapping",
+        "OperatorSettings": "mapping",
+        "dict[str, Any]": "mapping",
+        "list[Any]": "list",
+    }
+    return names.get(name, name).replace(" | None", " or null").replace(" | ", " or ")
+
+
+def _default(field: dataclasses.Field) -> str:
+    made: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return "{}" if dataclasses.is_dataclass(made) else json.dumps(made)

@@ -1,0 +1,174 @@
+"""Generates tables, a figure and a summary sentence from the records of a folder alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.files import write_atomic
+from ksana_jax.lab.experiments import figures, noise, tables
+from ksana_jax.lab.experiments.identity import recorded_config
+from ksana_jax.lab.experiments.records import Records, read
+from ksana_jax.lab.experiments.tasks import results_named
+from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
+
+FIGURE_INCHES = 3.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The report of one or more folders. failed: {trial id: error}."""
+
+    name: str
+    title: str
+    task: Results
+    rows: list[ResultRow]
+    columns: list[Column]
+    notes: list[str]
+    conclusion: str
+    failed: dict[str, str]
+
+
+def report(folder: Path) -> Report:
+    """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, are not valid records, or are not those of the plan's task.
+    """
+    made = read_report(folder)
+    write_tables(made, folder)
+    draw(made, folder)
+    return made
+
+
+def read_report(folder: Path) -> Report:
+    """Returns the report of a folder's records; writes nothing."""
+    records, plan = read_planned(folder)
+    task = results_named(plan["task"])
+    rows = result_rows(records, task)
+    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
+    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
+
+
+def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
+    """Returns the records of a folder, and the last plan among them.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, or are not valid records.
+    """
+    records = read(folder)
+    if records.plan is None:
+        raise ConfigError(f"{folder}: the records name no experiment")
+    return records, records.plan
+
+
+def report_of_rows(
+    name: str, title: str, task: Results, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
+) -> Report:
+    """Returns the report of rows, with the given notes followed by those on the numbers."""
+    columns = task.columns(rows)
+    said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
+    return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed)
+
+
+def write_tables(made: Report, folder: Path) -> list[str]:
+    """Writes table.md, table.csv and table.tex; returns these names."""
+    notes = [made.conclusion, *made.notes] if made.conclusion else made.notes
+    files = {
+        "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
+        "table.csv": tables.comma_separated(made.rows, made.columns),
+        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes, made.name),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return list(files)
+
+
+def draw(made: Report, folder: Path) -> list[str]:
+    """Draws figure.png and figure.pdf; returns these names. A failure gives a warning and removes an older figure."""
+    try:
+        files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
+    except Exception as error:
+        # An old figure with other numbers must not remain next to the new table.
+        for kind in figures.KINDS:
+            (folder / f"figure.{kind}").unlink(missing_ok=True)
+        warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)
+        return []
+    for kind, content in files.items():
+        write_atomic(folder / f"figure.{kind}", content)
+    return [f"figure.{kind}" for kind in files]
+
+
+def result_rows(records: Records, task: Results) -> list[ResultRow]:
+    """Returns the plan's rows with the measurements so far."""
+    assert records.plan is not None
+    rows = []
+    for row in records.plan["rows"]:
+        done = {t: records.done[t] for t in row["trials"] if t in records.done}
+        values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+        for trial, measurements in done.items():
+            for key, value, sample in summary(task, records.plan["task"], trial, measurements):
+                values[key].setdefault(_Own(trial) if sample is None else sample, value)
+        given = {key: list(found.values()) for key, found in values.items()}
+        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
+        config = recorded_config(records.starts[next(iter(done))]) if done else {}
+        planned = len(row["trials"])
+        rows.append(ResultRow(row["label"], row["point"], planned, list(done.values()), given, samples, config))
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """The sample of a trial that shares its sample with no other trial."""
+
+    trial: str
+
+
+def summary(
+    task: Results, name: str, trial: str, measurements: list[dict[str, Any]]
+) -> list[tuple[str, float, Hashable | None]]:
+    """Returns (key, value, sample) of each number of a trial."""
+    try:
+        found = task.summarise(measurements)
+        for value in found.values():
+            math.isfinite(value)  # a TypeError unless it is a number, finite or not
+        return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        # Measurements come from a file; if a task cannot read them, it did not write them.
+        raise ConfigError(
+            f"the measurements of trial {trial} are not those of task {name!r}: {type(error).__name__}: {error}; "
+            "delete its `done` line in the records, and `ksana run` measures it again"
+        ) from error
+
+
+def _progress_note(rows: list[ResultRow]) -> list[str]:
+    planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
+    return [f"{done} of {planned} trials are done."] if done < planned else []
+
+
+def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
+    """Returns what times and speeds suffer from: trials beside each other, or on different kinds of machines."""
+    if not any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values):
+        return []
+    notes = []
+    if records.num_at_once > 1:
+        notes.append(
+            f"Up to {records.num_at_once} trials shared one machine at the same time, which affects times and speeds."
+        )
+    planned = {trial for row in (records.plan or {"rows": []})["rows"] for trial in row["trials"]}
+    starts = [start.get("environment") for trial, start in records.starts.items() if trial in planned]
+    kinds = dict.fromkeys(
+        (e.get("device"), e.get("cpu"), e.get("cores")) for e in starts if isinstance(e, dict) and "cpu" in e
+    )
+    if len(kinds) > 1:
+        named = "; ".join(f"{device}, {cpu}, {cores} cores" for device, cpu, cores in kinds)
+        notes.append(f"The trials ran on {len(kinds)} kinds of machines, whose times and speeds differ: {named}.")
+    return notes

@@ -1,0 +1,247 @@
+"""Agreement of two engines that serve the same texts: tokens, log-probabilities, and the time that both take.
+
+The trial's engine is the side "with". The side "without" has the settings `against` in place of its own. Both generate
+greedily after the same prompts, all submitted at once. Log-probabilities are compared as long as both sides have
+generated the same tokens, since after that they are of different texts. With a prefix cache, a run finds what the runs
+before it have computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.plugins import nearest
+from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments.dotted import merge
+from ksana_jax.lab.experiments.figures import COLOURS
+from ksana_jax.lab.experiments.tasks.base import (
+    INPUT_FILES,
+    BaseTask,
+    Column,
+    Measurement,
+    ResultRow,
+    TrialContext,
+    check_counts,
+    number,
+)
+from ksana_jax.lab.experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+# Of a logarithmic axis; float32 has a resolution of 6e-8 near 1.
+LEAST_DRAWN = 1e-9
+# The other engines of an engine, by `against`, kept as long as it is.
+_OTHERS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass
+class AgreementSettings:
+    """Fields of `settings` in an agreement experiment.
+
+    against: settings of the other engine where it differs, such as {dtype: f32}; fields of `EngineConfig`.
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+      relative to the YAML file. Empty takes the held-out texts. The seed draws among them. A model without a tokenizer
+      gets random tokens.
+    num_texts: number of prompts.
+    prompt_tokens: tokens of each prompt, BOS included.
+    output_tokens: tokens generated greedily after each, regardless of EOS.
+    num_pairs: timed runs of each side.
+    """
+
+    against: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"engine": True})
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    num_texts: int = 16
+    prompt_tokens: int = 96
+    output_tokens: int = 96
+    num_pairs: int = 1
+
+
+class Agreement(BaseTask):
+    """The task `agreement`. See the module's docstring."""
+
+    Settings = AgreementSettings
+
+    def max_model_len(self, settings: AgreementSettings) -> int:
+        return settings.prompt_tokens + settings.output_tokens
+
+    def inputs(self, settings: AgreementSettings) -> dict[str, str]:
+        return {"texts": text_files.digest(settings.texts)}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        check_counts(config, "num_texts", "prompt_tokens", "output_tokens", "num_pairs")
+        settings, names = AgreementSettings(**config["settings"]), [f.name for f in dataclasses.fields(EngineConfig)]
+        for name in settings.against:
+            if name not in names:
+                raise ConfigError(f"settings.against.{name}: no such setting; the nearest is {nearest(name, names)!r}")
+        EngineConfig(**merge(config["engine"], settings.against))
+        if config["engine"]["disk_cache_dir"] is not None:
+            raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
+        if config["engine"]["kv_eviction"] is not None:
+            raise ConfigError("engine.kv_eviction is set, must be null: trials would change it in one engine alone")
+        texts.check_model(
+            config["model"], settings.texts, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts"
+        )
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        settings, llm = AgreementSettings(**trial.config["settings"]), trial.llm
+        other = other_engine(trial, settings.against)
+        prompts = [{"prompt_token_ids": ids} for ids in make_prompts(settings, llm, trial.seed)]
+        params = forced(settings.output_tokens, temperature=0)
+        yield {"metric": "setting", **{k: v for k, v in dataclasses.asdict(settings).items() if k != "texts"}}
+
+        def serve(engine: LLM, salt: str) -> Measurement:
+            return timed(engine, prompts, [params] * len(prompts))
+
+        sides = functools.partial(serve, other), functools.partial(serve, llm)
+        for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
+            yield measurement
+            trial.progress(done / (2 * settings.num_pairs + 1))
+        scored = [engine.generate(list(prompts), dataclasses.replace(params, logprobs=0)) for engine in (other, llm)]
+        for text, (a, b) in enumerate(zip(*scored, strict=True)):
+            yield {"metric": "text", "text": text, **compare(*(_completion(o) for o in (a, b)))}
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """Computes differ, the fraction of texts with other tokens; earliest, the first generated token, from 0, that
+        differs in any text, absent if none does; bits, the fraction of log-probabilities with the same bits;
+        mean_difference and max_difference of them; gain, seconds without / seconds with; and cpu_gain, the same of the
+        processors' time."""
+        sides = zip(of_side(measurements, "without"), of_side(measurements, "with"), strict=True)
+        found = [m for m in measurements if m["metric"] == "text"]
+        [length] = {m["output_tokens"] for m in measurements if m["metric"] == "setting"}
+        count, ends = sum(m["agreed"] for m in found), [m["agreed"] for m in found if m["agreed"] < length]
+        result = {**speeds(measurements), "differ": len(ends) / len(found)}
+        result["cpu_gain"] = statistics.median(a["cpu_seconds"] / b["cpu_seconds"] for a, b in sides)
+        if ends:
+            result["earliest"] = min(ends)
+        if count:
+            result["bits"] = sum(m["same_bits"] for m in found) / count
+            result["mean_difference"] = sum(m["mean_difference"] * m["agreed"] for m in found) / count
+        result["max_difference"] = max(m["max_difference"] for m in found)
+        return result
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        def percent(value: float) -> str:
+            return f"{100 * value:.1f}"
+
+        def small(value: float) -> str:
+            return f"{value:.1e}" if value else "0"
+
+        return [
+            Column("differ", "texts that differ, %", percent, exact=True),
+            Column("earliest", "first other token", number(0), exact=True),
+            Column("bits", "same bits, %", percent, exact=True),
+            Column("mean_difference", "mean difference", small, exact=True),
+            Column("max_difference", "largest", small, exact=True),
+            Column("gain", "time, ×", number(2)),
+            Column("cpu_gain", "CPU time, ×", number(2)),
+        ]
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        lengths = sorted({m["output_tokens"] for r in rows for t in r.trials for m in t if m["metric"] == "setting"})
+        said = [
+            "Each row compares an engine with another one that has the settings `against`, on the same prompts.",
+            f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of "
+            "a seed, counted from 0, mean over the seeds that have one.",
+            "Same bits, mean, largest: of log-probabilities of generated tokens, as long as both sides have the same.",
+            "Time, CPU time: that of the other engine / that of this one, in alternating runs.",
+        ]
+        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
+            said.append("Times of some rows include compilation.")
+        return said
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        measured = [r for r in rows if r.trials]
+        same = [r.name for r in measured if r.mean("differ") == 0 and r.mean("bits") == 1]
+        return f"The same bits in all texts: {'; '.join(same) or 'none'}." if measured else ""
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws mean and largest difference of log-probabilities of each row, and the fraction of texts that have other
+        tokens; a colour for each point of the grid."""
+        measured = [r for r in rows if r.trials]
+        if not measured:
+            return
+        axes = figure.subplots()
+        labels = list(dict.fromkeys(r.label for r in measured))
+        points = list(dict.fromkeys(_point(r) for r in measured))
+        for row in measured:
+            at = labels.index(row.label) + 0.5 * (points.index(_point(row)) + 0.5) / len(points) - 0.25
+            colour, name = COLOURS[points.index(_point(row)) % len(COLOURS)], _point(row)
+            largest = max(max(m["max_difference"] for m in trial if m["metric"] == "text") for trial in row.trials)
+            if not largest:
+                axes.plot([LEAST_DRAWN], [at], marker="|", color=colour, label=name)
+                continue
+            mean = max(row.mean("mean_difference") or 0.0, LEAST_DRAWN)
+            axes.plot([mean, largest], [at, at], marker="|", color=colour, label=name)
+            if differ := row.mean("differ"):
+                axes.annotate(f" {100 * differ:.1f} %", (largest, at), va="center", fontsize=5)
+        axes.set_xscale("log")
+        ticks = [LEAST_DRAWN * 100**power for power in range(5)]
+        axes.set_xticks(ticks, ["none", *(f"{tick:.0e}" for tick in ticks[1:])])
+        axes.minorticks_off()
+        axes.margins(x=0.15)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("difference, mean to largest")
+        shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        if len(points) > 1:
+            figure.legend(shown.values(), shown, loc="outside upper center", ncols=2)
+
+
+def _point(row: ResultRow) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items())
+
+
+def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
+    """Returns the engine to compare the trial's with."""
+    from ksana_jax import LLM
+
+    llm, key = trial.llm, json.dumps(dict(against), sort_keys=True)
+    known = _OTHERS.setdefault(llm, {})
+    if key not in known:
+        sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
+        settings = merge(trial.config["engine"], sinks, against)
+        model, load_format = trial.config["model"], trial.config["load_format"]
+        known[key] = LLM(model, load_format=load_format, pattern=llm.patterns, **settings)
+    known[key].set_pattern(llm.patterns)
+    return known[key]
+
+
+def make_prompts(settings: AgreementSettings, llm: LLM, seed: int) -> list[list[int]]:
+    """Returns num_texts prompts of prompt_tokens each."""
+    count, length = settings.num_texts, settings.prompt_tokens
+    if llm.tokenizer is None:
+        return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
+    return texts.cut_prompts(settings.texts, llm.tokenizer, count, length, seed)
+
+
+def _completion(output: Any) -> tuple[list[int], np.ndarray]:
+    """Returns the tokens of a request and their log-probabilities."""
+    [completion] = output.check().outputs
+    entries = zip(completion.logprobs, completion.token_ids, strict=True)
+    return completion.token_ids, np.array([scores[token].logprob for scores, token in entries])
+
+
+def compare(a: tuple[Sequence[int], np.ndarray], b: tuple[Sequence[int], np.ndarray]) -> Measurement:
+    """Compares tokens and log-probabilities [T] that two sides have generated after one prompt.
+
+    Returns:
+      agreed: number of tokens before the first that differs. same_bits, mean_difference, max_difference: of the
+      log-probabilities of these tokens.
+    """
+    others = np.flatnonzero(np.array(a[0]) != np.array(b[0]))
+    agreed = int(others[0]) if len(others) else len(a[0])
+    apart = np.abs(a[1][:agreed] - b[1][:agreed])
+    mean, most = (float(f(apart)) if agreed else 0.0 for f in (np.mean, np.max))
+    return {"agreed": agreed, "same_bits": int(np.sum(apart == 0)), "mean_difference": mean, "max_difference": most}

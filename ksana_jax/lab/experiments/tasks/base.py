@@ -1,0 +1,164 @@
+"""The interface of tasks: settings, a run that yields measurements, and how they become a table and a figure."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, not_finite
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from ksana_jax import LLM
+
+# Metadata of a setting that lists input files of the task. Paths in a YAML file are relative to its folder. File names
+# are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents.
+INPUT_FILES = {"files": True}
+
+
+def number(digits: int) -> Callable[[float], str]:
+    """Returns a formatter with the given number of decimals and commas between thousands."""
+    return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else not_finite(value)
+
+
+def kib(value: float) -> str:
+    return number(1)(value / 1024).removesuffix(".0")
+
+
+def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:
+    """Checks integer settings of a task; settings whose default is None may be None.
+
+    Raises:
+      ConfigError: a setting is less than `least`.
+    """
+    settings = config["settings"]
+    found = (
+        checks.integer(f"settings.{name}", settings[name], least, optional=settings[name] is None) for name in names
+    )
+    checks.require(*found, error=ConfigError)
+
+
+def asked_of(ids: Sequence[int], num_question: int, ask: str) -> dict[str, Sequence[int]]:
+    """Returns a prompt for `LLM.generate` whose last num_question tokens ask about the others.
+
+    Args:
+      ask: "with" gives all at once, "after" compresses the text before the question is read.
+    """
+    if ask == "with" or not num_question:
+        return {"prompt_token_ids": ids}
+    return {"prompt_token_ids": ids[:-num_question], "question_token_ids": ids[-num_question:]}
+
+
+class TrialContext(Protocol):
+    """The interface that a running trial gets from the runner."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The trial's resolved configuration."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def llm(self) -> LLM:
+        """The trial's engine, with its pattern set; shared with trials that differ only in the pattern."""
+        ...
+
+    def progress(self, fraction: float) -> None:
+        """Reports the fraction of the trial that is done, 0 to 1."""
+        ...
+
+    def save(self, name: str, **arrays: np.ndarray) -> str:
+        """Writes arrays to TRIAL.NAME.npz next to the records; returns the file name, to include in a measurement."""
+        ...
+
+
+class Results(abc.ABC):
+    """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`.
+
+    Attributes:
+      measures_speed: whether times and speeds belong in the table. Beside a quality, which is the same on every
+        machine, they would be the noise of one: then only records and CSV have them.
+    """
+
+    measures_speed: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """Computes one trial's numbers, by the keys that columns use; keys that were not measured are absent."""
+
+    @abc.abstractmethod
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        """Returns the columns to show for these rows; the CSV file has every summary key."""
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        """Returns the sample on which a trial's summary key was measured, such as digests of texts.
+
+        Trials of a row with equal samples count as one measurement of that key; rows with the same samples are compared
+        by their differences on each. With None, every trial is a separate measurement.
+        """
+        return None
+
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """Returns the column that best summarises a trial: by default the first with a best value; None if none has."""
+        return next((column for column in self.columns(rows) if column.best), None)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Returns sentences that a reader needs to compare the rows."""
+        return []
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Returns a one-sentence summary of the numbers."""
+        return ""
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws the rows into an empty figure of column width: lines over the grid's last key if it is a number, bars
+        otherwise."""
+        from ksana_jax.lab.experiments.tasks.row_figure import draw_columns
+
+        draw_columns(figure, rows, self.columns(rows))
+
+
+@dataclasses.dataclass
+class NoSettings:
+    """Settings of a task without settings."""
+
+
+class BaseTask(Results):
+    """One kind of measurement. Subclasses define Settings, run, summarise and columns; the rest has defaults.
+
+    To add a task, write a class in a new file and an entry in TASKS, or name it in YAML: `task: my_module:MyTask`.
+    """
+
+    Settings: type = NoSettings  # a dataclass with the fields of `settings` in the YAML file
+
+    @abc.abstractmethod
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        """Yields measurements, each written at once: plain values, with a "metric" that names their kind."""
+
+    def max_model_len(self, settings: Any) -> int | None:
+        """Returns the tokens of the longest sequence that the settings need; None leaves it to the model."""
+        return None
+
+    def num_tokens(self, config: Mapping[str, Any]) -> int | None:
+        """Returns about how many tokens a trial computes, to predict how long a run takes; None if that is not known.
+
+        Args:
+          config: of the trial.
+        """
+        return None
+
+    def inputs(self, settings: Any) -> dict[str, str]:
+        """Returns digests of the task's inputs, so that changed inputs make another trial."""
+        return {}
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Checks the config; raises ConfigError if settings and pattern are incompatible."""

@@ -1,0 +1,62 @@
+"""Which rows compress the KV cache, and the row with the full cache that they are compared with. Knows settings and
+bytes, no quality."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.lab.experiments.tasks.base import kib
+from ksana_jax.lab.experiments.tasks.results import ResultRow
+
+# What has to be equal for two rows to differ by their cache alone; the engine's settings should differ little.
+_SAME = ("model", "load_format", "settings", "inputs")
+
+
+def is_compressed(row: ResultRow) -> bool:
+    """Whether a row drops keys and values by a window or by eviction, or stores them in fewer bits than it computes."""
+    engine = row.config.get("engine", {})
+    patterns = [row.config.get("pattern") or {}, *row.config.get("layer_patterns", ())]
+    bits = engine.get("kv_cache_dtype", "auto") not in ("auto", "f32", engine.get("dtype", EngineConfig.dtype))
+    return bits or _evicts(engine.get("kv_eviction")) or any(p.get("window") is not None for p in patterns)
+
+
+def _evicts(setting: Mapping[str, Any] | None) -> bool:
+    """Whether less than all of a text may be kept. A budget of 1.0 is all of it; of 1 it is a token."""
+    if not setting:
+        return False
+    budget = setting.get("budget")
+    return not (isinstance(budget, float) and budget == 1 and setting.get("layers", "uniform") == "uniform")
+
+
+def foresees(row: ResultRow) -> bool:
+    """Whether a row's eviction method must know the text beforehand: a bound on others, and no cache to be used."""
+    try:
+        method = read_eviction(row.config.get("engine", {}).get("kv_eviction"))
+    except ValueError:  # a setting of an earlier version, or a class that is not here
+        return False
+    return method is not None and method.foresees
+
+
+def full_row(row: ResultRow, rows: Iterable[ResultRow]) -> ResultRow | None:
+    """Returns the row with the full cache whose settings are nearest to those of a compressed row, on the same model,
+    texts and task; None if there is none."""
+    full = [r for r in rows if r.config and not is_compressed(r)]
+    same = [r for r in full if all(r.config.get(name) == row.config.get(name) for name in _SAME)]
+    return min(same, key=lambda r: _num_differences(r, row), default=None)
+
+
+def kv_said(row: ResultRow, full: ResultRow | None = None) -> str:
+    """Says how much live KV a row has, and how much that is of the full cache; empty if it was not measured."""
+    if (mine := row.mean("live_kv_bytes")) is None:
+        return ""
+    said = f", with {kib(mine)} KiB of KV"
+    whole = None if full is None else full.mean("live_kv_bytes")
+    return f"{said}, {mine / whole:.1%} of what {full.name!r} holds" if full is not None and whole else said
+
+
+def _num_differences(a: ResultRow, b: ResultRow) -> int:
+    mine, theirs = (row.config.get("engine", {}) for row in (a, b))
+    return sum(mine.get(name) != theirs.get(name) for name in {*mine, *theirs})

@@ -1,0 +1,121 @@
+"""Times two ways of serving the same work in alternating runs, so that other load affects both alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ksana_jax.lab.experiments.noise import NUM_DEVIATIONS
+from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
+
+if TYPE_CHECKING:
+    from ksana_jax import LLM, SamplingParams
+
+Side = Literal["without", "with"]
+
+# Maximum number of times a pair is run until it no longer compiles.
+_MAX_ATTEMPTS = 4
+
+
+def forced(output_tokens: int, **given: Any) -> SamplingParams:
+    """Returns parameters for an output of exactly output_tokens tokens, without text."""
+    from ksana_jax import SamplingParams
+
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, **given)
+
+
+def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> Measurement:
+    """Serves prompts that all arrive at once; measures seconds, tokens, steps, blocks and prefix cache hits.
+
+    cpu_seconds: of all threads of this process, which other programs lengthen less than seconds.
+    hit_rate: fraction of the prompt tokens found in the cache. ttft_s: mean over requests. mean_blocks, mean_unshared:
+    blocks held within a step, and those that its running rows would hold without sharing, mean over steps.
+    peak_blocks, peak_unshared: both counts in the step with the highest unshared count.
+    """
+    llm.clear_records()
+    compiled, began, cpu_began = llm.num_compilations, time.perf_counter(), time.process_time()
+    outputs = [output.check() for output in llm.generate(list(prompts), list(params))]
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    records = list(llm.records)
+    peak = max(records, key=lambda r: r.unshared_blocks)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "compiled_while_timed": llm.num_compilations - compiled,
+        "num_requests": len(outputs),
+        "num_output_tokens": sum(len(c.token_ids) for o in outputs for c in o.outputs),
+        "num_computed_tokens": sum(int(r.num_tokens) for r in records),
+        "num_steps": len(records),
+        "num_preemptions": sum(o.metrics.num_preemptions for o in outputs),
+        "mean_running": statistics.fmean(int(r.num_running) for r in records),
+        "mean_blocks": statistics.fmean(int(r.peak_blocks) for r in records),
+        "mean_unshared": statistics.fmean(int(r.unshared_blocks) for r in records),
+        "peak_blocks": int(peak.peak_blocks),
+        "peak_unshared": int(peak.unshared_blocks),
+        "num_blocks": llm.num_blocks,
+        "hit_rate": sum(o.num_cached_tokens for o in outputs) / sum(len(o.prompt_token_ids) for o in outputs),
+        "ttft_s": statistics.fmean(o.metrics.ttft_s or 0.0 for o in outputs),
+    }
+
+
+def pairs(
+    without: Callable[[str], Measurement], with_: Callable[[str], Measurement], num_pairs: int, seed: int
+) -> Iterator[Measurement]:
+    """Runs both sides in pairs, alternating which goes first; a pair that compiled something is run again.
+
+    Args:
+      without, with_: called with a cache salt that is unique to the run, so that it finds nothing of earlier runs.
+    """
+    serve: dict[Side, Callable[[str], Measurement]] = {"without": without, "with": with_}
+    for pair in range(num_pairs):
+        order: list[Side] = ["without", "with"] if (pair + seed) % 2 == 0 else ["with", "without"]
+        runs: list[Measurement] = []
+        for _ in range(_MAX_ATTEMPTS):
+            runs = [{"metric": "run", "pair": pair, "side": side, **serve[side](_salt())} for side in order]
+            if not any(run["compiled_while_timed"] for run in runs):
+                break
+        yield from runs
+
+
+def _salt() -> str:
+    return uuid.uuid4().hex
+
+
+def of_side(measurements: Sequence[Measurement], side: Side) -> list[Measurement]:
+    """Returns the runs of one side, in the order of pairs."""
+    runs = [m for m in measurements if m["metric"] == "run" and m["side"] == side]
+    return sorted(runs, key=lambda m: m["pair"])
+
+
+def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Computes speeds: "gain", the median over pairs of seconds without / seconds with; median tokens and requests per
+    second of each side; and compilations while timing."""
+    without, with_ = of_side(measurements, "without"), of_side(measurements, "with")
+    result = {"gain": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(without, with_, strict=True))}
+    for side, runs in (("without", without), ("with", with_)):
+        for name, count in (("tokens_per_s", "num_output_tokens"), ("requests_per_s", "num_requests")):
+            result[f"{name}_{side}"] = statistics.median(m[count] / m["seconds"] for m in runs)
+        for name in ("ttft_s", "num_preemptions", "mean_running", "num_computed_tokens", "num_steps"):
+            result[f"{name}_{side}"] = statistics.median(m[name] for m in runs)
+    result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in (*without, *with_))
+    return result
+
+
+def caveat(row: ResultRow) -> str:
+    """Returns the caveat for a row's gain in a sentence; empty if the gain differs from 1 beyond the noise.
+
+    The two runs of a pair serve the same work one after the other, so the deviation is that of their ratios.
+    """
+    ratios = [
+        a["seconds"] / b["seconds"]
+        for trial in row.trials
+        for a, b in zip(of_side(trial, "without"), of_side(trial, "with"), strict=True)
+    ]
+    if len(ratios) < 2:
+        return "not resolved: one run each"
+    if abs(statistics.fmean(ratios) - 1) > NUM_DEVIATIONS * statistics.stdev(ratios):
+        return ""
+    return f"not resolved: within {NUM_DEVIATIONS} standard deviations of 1"

@@ -1,0 +1,87 @@
+"""Rows and columns of a task's table of results. Knows numbers and their formatting, no task."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+Measurement = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the table. key: key of the summary. write: formats a value. best: "min" or "max" is set in bold.
+
+    exact: whether equal work gives equal values, as for counts: a deviation of 0 is not shown, and any displayed
+    difference counts. Other columns are subject to noise, see `ksana_jax.lab.experiments.noise`.
+    """
+
+    key: str
+    title: str
+    write: Callable[[float], str]
+    best: Literal["min", "max"] | None = None
+    exact: bool = False
+
+    def text(self, value: float) -> str:
+        """Formats a value; infinity and NaN are written alike in all columns."""
+        return self.write(value) if math.isfinite(value) else not_finite(value)
+
+
+def not_finite(value: float) -> str:
+    """Formats infinity or NaN."""
+    return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns the mean; infinite or NaN if the sum is."""
+    try:
+        return statistics.fmean(values)
+    except (OverflowError, ValueError):  # it refuses sums beyond the largest float, and inf - inf
+        return sum(value / len(values) for value in values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Returns the standard deviation of two or more values; of some that are not finite NaN, or 0 if all are equal."""
+    if all(math.isfinite(value) for value in values):
+        try:
+            return statistics.stdev(values)
+        except OverflowError:
+            return math.inf
+    return 0.0 if all(value == values[0] for value in values) else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultRow:
+    """A row of the table with its results. trials: the measurements of each finished trial, one trial per seed.
+
+    values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
+    samples: {summary key: the sample of each value}; see `Results.sample`.
+    config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
+    """
+
+    label: str
+    point: Mapping[str, Any]
+    num_planned: int
+    trials: Sequence[Sequence[Measurement]]
+    values: Mapping[str, Sequence[float]]
+    samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The row's name in the figure and in sentences."""
+        parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
+        return ", ".join(parts) or "this configuration"
+
+    def mean(self, key: str) -> float | None:
+        """Returns the mean over samples; None without measurements."""
+        values = self.values.get(key, ())
+        return mean(values) if values else None
+
+    def sd(self, key: str) -> float | None:
+        """Returns the standard deviation over samples; None for fewer than two."""
+        values = self.values.get(key, ())
+        return deviation(values) if len(values) > 1 else None

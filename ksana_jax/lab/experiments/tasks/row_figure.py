@@ -1,0 +1,73 @@
+"""The default figure of a task: a panel for each of up to three columns. Knows columns, not tasks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ksana_jax.lab.experiments.figures import COLOURS, bars, integer_ticks, line_style
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_PANELS = 3
+
+
+def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Column]) -> None:
+    """Draws the columns that have a best value, or else the first columns; at most three."""
+    shown = ([c for c in columns if c.best] or list(columns))[:_MAX_PANELS]
+    measured = [row for row in rows if row.trials]
+    if not shown or not measured:
+        return
+    if against_numbers(measured):
+        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, column in zip(panels, shown, strict=True):
+            draw_lines(axes, measured, column.key)
+            axes.set_ylabel(column.title)
+        panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
+        if any(label for _, label in zip(*panels[0].get_legend_handles_labels(), strict=True)):
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        return
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for index, (axes, column) in enumerate(zip(panels, shown, strict=True)):
+        draw_bars(axes, measured, column.key, COLOURS[1 + index])
+        axes.set_xlabel(column.title)
+
+
+def against_numbers(rows: Sequence[ResultRow]) -> bool:
+    """Whether the last key of the rows' points has two or more numbers, over which lines can be drawn."""
+    values = [list(row.point.values())[-1] for row in rows if row.point]
+    numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return len(numbers) == len(rows) and len(set(numbers)) > 1
+
+
+def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1) -> None:
+    """Draws means and deviations of a summary key over the last key of the points, one line per value of the others."""
+    last = list(rows[0].point)[-1]
+    lines: dict[str, list[ResultRow]] = defaultdict(list)
+    for row in rows:
+        others = [f"{k.rpartition('.')[2]} {v}" for k, v in row.point.items() if k != last]
+        lines[", ".join([row.label] * bool(row.label) + others)].append(row)
+    for index, (label, members) in enumerate(lines.items()):
+        members.sort(key=lambda row: row.point[last])
+        means = [(math.nan if (mean := row.mean(key)) is None else mean) / scale for row in members]
+        spread = [(row.sd(key) or 0.0) / scale for row in members]
+        x = [row.point[last] for row in members]
+        axes.errorbar(
+            x, means, spread if any(spread) else None, label=label, marker="o", capsize=2, **line_style(index)
+        )
+    integer_ticks(axes, [row.point[last] for row in rows])
+
+
+def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:
+    at = np.arange(len(rows))[::-1]
+    means, spread = [row.mean(key) or 0.0 for row in rows], [row.sd(key) or 0.0 for row in rows]
+    bars(axes, at.tolist(), means, 0.7, spread, color=colour, error_kw={"linewidth": 0.6})
+    axes.set_yticks(at, [row.name for row in rows])
+    axes.grid(visible=False, axis="y")

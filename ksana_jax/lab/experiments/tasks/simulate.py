@@ -1,0 +1,88 @@
+"""Latency and throughput of requests that arrive over time, on one simulated server.
+
+Its scheduler and its KV memory are those of the engine; only the time of steps is modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.experiments.figures import log_ticks
+from ksana_jax.lab.experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
+from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def milliseconds(value: float) -> str:
+    return f"{value * 1000:,.1f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+class Simulate(SimulatedTask):
+    """The task `simulate`. See the module's docstring."""
+
+    Settings = SimulatedSettings
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        super().check(config)
+        if config["settings"]["servers"] > 1:
+            raise ConfigError("settings.servers: task 'simulate' has one server, task 'route' has several")
+
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        yield Simulation(trial.config, SimulatedSettings(**trial.config["settings"]), trial.seed).measure()
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        return numbers(measurements)
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        found = [
+            Column("requests_per_s", "requests/s", number(2)),
+            Column("output_tokens_per_s", "output tokens/s", number(0)),
+            Column("ttft_p50_s", "TTFT p50, ms", milliseconds, "min"),
+            Column("ttft_p90_s", "TTFT p90, ms", milliseconds),
+            Column("ttft_p99_s", "TTFT p99, ms", milliseconds),
+            Column("tpot_p50_s", "TPOT p50, ms", milliseconds),
+            Column("e2e_p50_s", "E2E p50, ms", milliseconds),
+            Column("hit_rate", "hit rate, %", percent),
+            Column("utilisation", "busy, %", percent),
+            Column("preemptions", "preemptions", number(0)),
+        ]
+        # What is always 0, or cannot be, says nothing.
+        optional = ("hit_rate", "preemptions", "utilisation")
+        return [c for c in found if c.key not in optional or any(row.mean(c.key) for row in rows)]
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        measured = [(ttft, row) for row in rows if (ttft := row.mean("ttft_p50_s")) is not None]
+        if len(measured) < 2:
+            return ""
+        (least, fast), (most, slow) = min(measured, key=lambda m: m[0]), max(measured, key=lambda m: m[0])
+        return (
+            f"Median TTFT from {least * 1000:,.1f} ms with {fast.name!r} to {most * 1000:,.1f} ms with {slow.name!r}."
+        )
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        """Draws TTFT and hit rate over the last key of the grid, a line for each label."""
+        measured = [row for row in rows if row.trials]
+        if not against_numbers(measured):
+            super().draw(figure, rows)
+            return
+        cached = any(row.mean("hit_rate") for row in measured)
+        keys = [("ttft_p50_s", "TTFT p50 (ms)", 1e-3), ("ttft_p90_s", "TTFT p90 (ms)", 1e-3)]
+        keys += [("hit_rate", "hit rate (%)", 0.01)] if cached else []
+        panels = figure.subplots(len(keys), 1, sharex=True)
+        for axes, (key, title, scale) in zip(panels, keys, strict=True):
+            draw_lines(axes, measured, key, scale)
+            axes.set_ylabel(title)
+            if key.endswith("_s"):
+                axes.set_yscale("log")
+                log_ticks(axes.yaxis)
+        panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)

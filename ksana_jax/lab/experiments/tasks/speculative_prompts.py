@@ -1,0 +1,35 @@
+"""Prompts for speculative decoding: texts to go on with, texts to repeat, and texts that many requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+
+# Of the prompts of `shared`: how many requests have the same text, and the tokens of their own before it.
+_SHARING, _OWN_TOKENS = 8, 8
+
+
+def free(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Returns excerpts: what follows them is new."""
+    return [excerpt.ids for excerpt in draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens), seed)]
+
+
+def edit(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Returns excerpts of three quarters of the tokens, each followed by its own beginning, as if it were written again
+    with some changes: a model that has noticed it copies the rest."""
+    again = num_tokens // 4
+    heads = draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens - again), seed)
+    return [[*head.ids, *head.ids[1 : 1 + again]] for head in heads]
+
+
+def shared(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Returns prompts that begin with a few tokens of their own, and go on with a text that others have, too: as agents
+    send the same instructions and files again and again."""
+    common = free(files, tokenizer, -(-num_prompts // _SHARING), num_tokens - _OWN_TOKENS, seed)
+    own = free(files, tokenizer, num_prompts, _OWN_TOKENS + 1, seed)
+    return [[*mine, *common[i % len(common)][1:]] for i, mine in enumerate(own)]
+
+
+PROMPTS: dict[str, Callable[..., list[list[int]]]] = {"free": free, "edit": edit, "shared": shared}

@@ -1,0 +1,158 @@
+"""Runs a real engine to learn what its steps cost, and how long requests take that a simulation predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import heapq
+import importlib.metadata
+import itertools
+import math
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.core.processor import num_cores
+from ksana_jax.core.request import RequestInput, SamplingParams
+from ksana_jax.core.sources import model_path
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.engine import Engine
+from ksana_jax.lab.simulator.one_engine import Served
+from ksana_jax.loading.tensor_files import has_weights
+from ksana_jax.serve.workload.items import WorkItem
+from ksana_jax.serve.workload.tokens import FIRST_TOKEN
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """Describes an engine whose steps are measured, as plain values."""
+    source, _ = engine.source or ("in memory", "")
+    platform_name = getattr(engine.executor, "platform", "cpu")
+    return {
+        "model": source,
+        "config": engine.config.plain(),
+        "num_blocks": engine.scheduler.blocks.num_blocks,
+        "block_bytes": engine.scheduler.layout.block_bytes,
+        "device": platform_name if platform_name != "cpu" else f"cpu, {platform.machine()}",
+        "num_cpus": num_cores(),
+        "load_average": list(os.getloadavg()),
+        "ksana_jax": importlib.metadata.version("ksana-jax"),
+        "recorded": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int, seed: int = 0) -> None:
+    """Runs an engine through steps of many sizes, for at least some seconds: groups of 1, 2, 4, ... requests.
+
+    The requests of every other group come at once; those of the others at random, a few times as many, so that about as
+    many run as in the group before, with answers most of which are short.
+
+    Args:
+      max_prompt, max_output: most tokens.
+    """
+    rng, until = np.random.default_rng(seed), engine.clock() + seconds
+    sizes = _powers(engine.scheduler.max_num_seqs)
+    order: list[tuple[int, bool]] = []
+    while engine.clock() < until:
+        if not order:
+            order = [(size, together) for size in sizes for together in (True, False)]
+            rng.shuffle(order)
+        size, together = order.pop()
+        gap = 0 if together else _mean_length(max_output) / size
+        left = np.cumsum(rng.poisson(gap, size if together else 4 * size)).tolist()
+        for number in itertools.count():
+            while left and left[0] <= number:
+                left.pop(0)
+                prompt = rng.integers(FIRST_TOKEN, engine.model.vocab_size, _length(rng, max_prompt), np.int32)
+                engine.add_request(prompt, exactly(_length(rng, max_output)))
+            if not engine.has_work and not left:
+                break
+            if engine.has_work:
+                engine.step()
+
+
+def _mean_length(most: int) -> float:
+    return (most / math.log(most + 1) + (most + 1) / 2) / 2
+
+
+def _length(rng: np.random.Generator, most: int) -> int:
+    """Draws a length: short ones are as frequent as in most traffic, and long ones are not rare."""
+    return _drawn(rng, most) if rng.random() < 0.5 else int(rng.integers(1, most + 1))
+
+
+def _powers(most: int) -> list[int]:
+    return [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+
+
+def _drawn(rng: np.random.Generator, most: int) -> int:
+    return int(math.exp(rng.uniform(0, math.log(most + 1))))
+
+
+def exactly(num_output: int) -> SamplingParams:
+    """Returns the parameters of a request whose answer has a given length: real models do not end answers on demand."""
+    return SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
+
+
+def with_known_lengths(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Returns requests that ask for the length of their answer, as `serve` makes a real engine answer them."""
+    return [dataclasses.replace(item, max_tokens=item.num_output) for item in items]
+
+
+def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
+    """Serves requests on a real engine in real time.
+
+    They come at the times of their arrival; turns of a session when the one before has ended and its user has thought.
+
+    Answers have the true lengths: the client sets max_tokens to it, and ignore_eos. Between requests the processor
+    spins: after a sleep it takes 1.2 to 1.4 times as long for steps of the same shape, measured on two cores.
+
+    Returns:
+      What became of each, in the order of the workload; times in seconds since it began.
+    """
+    coming = [(item.arrival_s, item.index, item) for item in items if item.after is None]
+    heapq.heapify(coming)
+    turns: dict[int | None, list[WorkItem]] = {}
+    for item in items:
+        turns.setdefault(item.after, []).append(item)
+    served: dict[str, tuple[Served, Request]] = {}
+    prompts = {item.index: np.asarray(item.tokens(), np.int32) for item in items}
+    began = engine.clock()
+    while coming or engine.has_work:
+        while coming and began + coming[0][0] <= engine.clock():
+            arrival_s, _, item = heapq.heappop(coming)
+            asked = RequestInput(prompts[item.index], exactly(item.num_output))
+            [request] = engine.new_requests([asked])
+            request.metrics.arrival_s = began + arrival_s
+            engine.add([request])
+            served[request.request_id] = Served(item, arrival_s), request
+        if engine.has_work:
+            for request in (request for request in engine.step() if request.finished):
+                for turn in turns.get(served[request.request_id][0].item.index, ()):
+                    heapq.heappush(coming, (engine.clock() - began + turn.think_s, turn.index, turn))
+        elif coming:
+            while engine.clock() < began + coming[0][0]:
+                pass
+    for found, request in served.values():
+        metrics = request.metrics
+        assert metrics.first_token_s is not None and metrics.finished_s is not None
+        found.first_token_s, found.finished_s = metrics.first_token_s - began, metrics.finished_s - began
+        found.num_output, found.num_preemptions = metrics.num_output_tokens, metrics.num_preemptions
+        found.finish_reason = str(request.completions[0].seq.finish_reason)
+    return sorted((served_one for served_one, _ in served.values()), key=lambda one: one.item.index)
+
+
+def make_engine(model: str, **settings: Any) -> Engine:
+    """Creates the engine of a model, compiled; one without weights gets random ones.
+
+    Args:
+      settings: fields of `EngineConfig`.
+    """
+    from ksana_jax.engine.llm import LLM  # imports jax
+
+    if not has_weights(model_path(model)):
+        settings.setdefault("load_format", "dummy")
+    llm = LLM(model, **settings)
+    llm.warm_up()
+    return llm.engine

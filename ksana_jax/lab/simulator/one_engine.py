@@ -1,0 +1,180 @@
+"""An engine as a process in simulated time: takes requests between two steps, and steps while it has work. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.request import RequestInput, SamplingParams
+from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.disk.block_file import BlockFormat
+from ksana_jax.kv.engine_layout import make_layout
+from ksana_jax.lab.simulator.answers import Answer, Answers
+from ksana_jax.lab.simulator.clock import VirtualClock
+from ksana_jax.lab.simulator.cost import Cost, Coverage, Seed
+from ksana_jax.lab.simulator.executor import SimExecutor
+from ksana_jax.lab.simulator.sim_disk import SimDisk
+from ksana_jax.lab.simulator.step_size import SizeBuilder
+from ksana_jax.methods.presets import PatternLike, read_patterns
+from ksana_jax.scheduler.step.buckets import Buckets
+
+if TYPE_CHECKING:
+    from ksana_jax.serve.workload.items import WorkItem
+
+
+@dataclasses.dataclass(eq=False)
+class Served:
+    """What became of one request; times in seconds of the simulation, NaN for what has not happened.
+
+    num_output: tokens of the answer. finish_reason: as of a completion, or "refused"; None while it is open.
+    error: why it was refused.
+    """
+
+    item: WorkItem
+    arrival_s: float
+    scheduled_s: float = math.nan
+    first_token_s: float = math.nan
+    finished_s: float = math.nan
+    num_output: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class SimEngine:
+    """A real engine, its scheduler and its KV memory, of which only the steps are simulated.
+
+    The engine has a clock of its own, which runs ahead of the events' while it computes a step, because nothing reaches
+    an engine in the middle of one. What comes of a step happens at its end.
+
+    Args:
+      events: the simulation's time and events; several engines share it.
+      cost: of steps; engines may share one.
+      seed: of the noise of steps' times; None for none.
+      patterns: None takes the model's own.
+      platform: whose buckets the steps are padded to: "cpu", "gpu" or "tpu".
+      answered, ended: called with each request when it has its first token, and when it has ended or was refused.
+      stepped: called after each step, at its end.
+
+    Attributes:
+      open: requests that have not ended, by id. disk: None if there is no disk tier.
+
+    Raises:
+      ConfigError: config leaves num_blocks open.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        events: VirtualClock,
+        cost: Cost,
+        *,
+        patterns: PatternLike | Sequence[PatternLike] | None = None,
+        platform: str = "cpu",
+        seed: Seed = None,
+        ended: Callable[[Served], None] = lambda served: None,
+        answered: Callable[[Served], None] = lambda served: None,
+        stepped: Callable[[SimEngine], None] = lambda engine: None,
+    ):
+        if config.num_blocks is None:
+            raise ConfigError("a simulated engine needs num_blocks: the pool's size is part of what is simulated")
+        seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
+        config = config.for_model(model, seen)
+        self.events, self.timer, self.clock = events, cost.start(seed), VirtualClock(events())
+        self.ended, self.answered, self.stepped = ended, answered, stepped
+        layout = make_layout(model, seen, config)
+        num_host_blocks = config.host_cache_bytes // layout.block_bytes
+        self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks, layout.block_bytes)
+        self.disk: SimDisk | None = None
+        tiers: dict[str, Any] = {}
+        if config.disk_cache_dir is not None:  # of which only whether there is one matters
+            format = BlockFormat.of(layout, "simulated")
+            self.disk = SimDisk(format, config.disk_cache_bytes, self.clock, cost.move)
+            config, tiers = dataclasses.replace(config, disk_cache_dir=None), {"disk": self.disk}
+        self.engine: Engine = build_engine(
+            model,
+            None,
+            config,
+            patterns=seen,
+            executor=self.executor,
+            clock=self.clock,
+            buckets=Buckets.of(config, platform),
+            **tiers,
+        )
+        self.answers = Answers(config.max_num_seqs, model.eos_ids, self.clock)
+        self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers, self.executor.host_works)
+        self.open: dict[str, tuple[Served, Answer, Request]] = {}
+        self._stepping = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the device computed."""
+        return self.executor.busy_s
+
+    @property
+    def coverage(self) -> Coverage:
+        """How many of the steps the model of costs knows."""
+        return self.timer.coverage
+
+    def submit(self, item: WorkItem, *, cache_salt: str = "") -> Served:
+        """Passes a request on to the engine, at the time of the events.
+
+        Returns:
+          What becomes of it; already ended if the engine refuses it, with the reason.
+        """
+        now = self.events()
+        served = Served(item, now)
+        params = SamplingParams(temperature=0, max_tokens=item.max_tokens, detokenize=False)
+        asked = RequestInput(np.asarray(item.tokens(), np.int32), params, None, cache_salt)
+        try:
+            [request] = self.engine.new_requests([asked])
+        except ValueError as error:
+            served.finished_s, served.finish_reason, served.error = now, "refused", str(error)
+            self.events.at(now, lambda: self.ended(served))
+            return served
+        request.metrics.arrival_s = now
+        answer = Answer(np.asarray(item.output_tokens(), np.int32))
+        self.answers.expect(request.request_id, answer)
+        self.open[request.request_id] = served, answer, request
+        self.engine.add([request])
+        if not self._stepping:
+            self._stepping = True
+            self.events.at(now, self._step)
+        return served
+
+    def _step(self) -> None:
+        """Computes a step that begins now; what comes of it happens when it ends."""
+        self.clock.advance_to(self.events())
+        done = [request for request in self.engine.step() if request.finished]
+        self.events.at(self.clock(), lambda: self._report(done))
+
+    def _report(self, done: list[Request]) -> None:
+        for request_id in list(self.answers.computing):
+            served, _, request = self.open[request_id]
+            if request.metrics.first_token_s is not None:
+                del self.answers.computing[request_id]
+                served.first_token_s = request.metrics.first_token_s
+                self.answered(served)
+        for request in done:
+            served, answer, _ = self.open.pop(request.request_id)
+            self.answers.forget(request.request_id)
+            metrics = request.metrics
+            served.scheduled_s, served.finished_s = answer.scheduled_s, self.events()
+            served.num_output, served.num_preemptions = metrics.num_output_tokens, metrics.num_preemptions
+            served.num_cached_tokens = metrics.num_cached_tokens
+            served.finish_reason = str(request.completions[0].seq.finish_reason)
+            self.ended(served)
+        self.stepped(self)
+        if self.engine.has_work:
+            self._step()
+        else:
+            self._stepping = False

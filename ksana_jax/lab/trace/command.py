@@ -1,0 +1,117 @@
+"""What `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings do and print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.core.files import write_atomic
+from ksana_jax.lab.experiments.config import load
+from ksana_jax.lab.experiments.dotted import dotlist
+from ksana_jax.lab.trace import differences, recording
+from ksana_jax.lab.trace.bundle import check_new
+from ksana_jax.lab.trace.replay import make_llm, replay
+
+
+def trace_target(words: Sequence[str], target: str, out: Path) -> None:
+    """Compiles an experiment's engines for a target that is not attached, and writes the bundle.
+
+    Args:
+      words: the experiment and its overrides.
+
+    Raises:
+      ConfigError: there is no such target or experiment, or the compiler is not installed.
+    """
+    from ksana_jax.devkit.compile_check.targets import check_target
+    from ksana_jax.lab.trace import absent
+
+    check_target(target)
+    plan = load(words[0], list(words[1:]))
+    command = " ".join(["ksana trace", *words, "--target", target])
+    absent.trace_absent(plan, target, out, command, say=lambda line: print(line, flush=True))
+    print(f"{out}: index.html, trace.json, functions")
+
+
+def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_json: bool) -> int:
+    """Replays a recording and prints how it went; returns the exit code: 1 if it differed and no setting was changed.
+
+    Args:
+      out: folder for the recording of the replay; None writes none.
+    """
+    made = recording.read(path)
+    settings = dotlist(list(overrides))
+    if out is not None:
+        check_new(out)
+    engine = make_llm(made, settings).engine
+    done = replay(made, engine, to_the_end=bool(settings))
+    what = f"{done.num_steps:,} steps of {len(made.steps):,}, {made.num_requests:,} requests"
+    if done.difference is None:
+        print(f"{what}: the same decisions, blocks and tokens")
+    else:
+        print("\n".join([what, *done.difference.lines()]))
+        print(_hardware(made, engine), end="")
+    if out is not None:
+        done.recorder.write(out / recording.NAME)
+        print(f"{out}: {recording.NAME}")
+    if as_json:
+        found = None if done.difference is None else dataclasses.asdict(done.difference)
+        print(json.dumps({"steps": done.num_steps, "recorded_steps": len(made.steps), "difference": found}))
+    return int(done.difference is not None and not settings)
+
+
+def _hardware(made: recording.Recording, engine: Any) -> str:
+    """Says what the recording ran on, where that is something else than here."""
+    import jax
+
+    here = {"device": jax.devices()[0].device_kind, "implementation": engine.executor.implementation.name}
+    lines = [f"recorded with {k} {made.header[k]}, here {v}\n" for k, v in here.items() if made.header[k] != v]
+    return "".join(lines)
+
+
+def _outputs(a: dict[str, list[int]], b: dict[str, list[int]], differing: dict[str, int]) -> str:
+    """Says which sequences have other tokens."""
+    if not differing:
+        return f"all {len(a):,} sequences have the same tokens"
+    name, at = next(iter(differing.items()))
+    here = [str(of[name][at]) if len(of.get(name, ())) > at else "none" for of in (a, b)]
+    return (
+        f"{len(differing):,} of {len(a):,} sequences have other tokens; {name} from output token {at}: "
+        + " and ".join(here)
+    )
+
+
+def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> None:
+    """Prints where two recordings part: settings, requests, the first step with other decisions or blocks, tokens.
+
+    Args:
+      out: folder for compare.json; None writes nothing.
+    """
+    left, right = recording.read(a), recording.read(b)
+    settings, requests = differences.other_settings(left, right), differences.other_requests(left, right)
+    found = differences.first_differences(left, right)
+    for name, values in settings.items():
+        print(f"{name}: " + " and ".join(f"{value!s:.60}" for value in values))
+    if requests is not None:
+        print(f"The requests are not the same: {requests}")
+    for kind in ("rows", "blocks"):
+        if (difference := found.get(kind)) is None:
+            print(f"no {differences.WORDS[kind]} differs in {len(left.steps):,} steps")
+        else:
+            print("\n".join(difference.lines("A", "B")))
+    tokens = differences.other_tokens(left, right)
+    print(_outputs(differences.outputs(left), differences.outputs(right), tokens))
+    plain = {
+        "settings": settings,
+        "requests": requests,
+        "steps": [len(left.steps), len(right.steps)],
+        "differences": {kind: dataclasses.asdict(difference) for kind, difference in found.items()},
+        "tokens": tokens,
+    }
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / "compare.json", json.dumps(plain) + "\n")
+    if as_json:
+        print(json.dumps(plain))

@@ -1,0 +1,48 @@
+"""What a training run starts from: random weights and a tokenizer of its own, or those of another model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.files import read_bytes
+from ksana_jax.core.sources import model_path
+from ksana_jax.lab.training.settings import TrainConfig
+from ksana_jax.lab.training.tokenizer import train_tokenizer
+from ksana_jax.loading import load_model
+from ksana_jax.models.params import Params, init_params
+
+logger = logging.getLogger(__name__)
+# Fields of a model that may differ from those of the weights: none changes what the weights compute.
+_MAY_DIFFER = {"max_position", "bos_id", "eos_ids"}
+
+
+def first_params(config: TrainConfig) -> Params:
+    """Returns the weights before the first step.
+
+    Raises:
+      ConfigError: the model of `init_from` has another shape.
+      LoadError: it cannot be read.
+    """
+    wanted = config.model_config()
+    if config.init_from is None:
+        return init_params(wanted, config.seed)
+    found, params = load_model(config.init_from)
+    names = sorted({field.name for field in dataclasses.fields(wanted)} - _MAY_DIFFER)
+    values = [(name, getattr(found, name), getattr(wanted, name)) for name in names]
+    if different := [f"{name} {has!r}, not {asked!r}" for name, has, asked in values if has != asked]:
+        raise ConfigError(f"init_from: {config.init_from} has {'; '.join(different)}")
+    return params
+
+
+def tokenizer_model(config: TrainConfig, texts: list[str]) -> bytes:
+    """Returns the tokenizer.model of a run; one that is trained learns from a sample of these texts.
+
+    Raises:
+      LoadError: there is no model directory `init_from`.
+    """
+    if config.init_from is not None:
+        return read_bytes(model_path(config.init_from, weights=False) / "tokenizer.model")
+    logger.info("training a tokenizer of %d pieces on %d files", config.vocab_size, len(texts))
+    return train_tokenizer(texts, config.vocab_size, config.tokenizer_sample_bytes, config.seed)

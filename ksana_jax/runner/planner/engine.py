@@ -1,0 +1,172 @@
+"""Sizes the engine's pool, and compares planned with measured memory afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, NamedTuple
+
+import jax
+
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.units import byte_size
+from ksana_jax.devices.capabilities import capabilities
+from ksana_jax.devices.platforms import platform_of
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.runner.planner.devices import physical_bytes, this_device
+from ksana_jax.runner.planner.process import compiled_bytes, device_peak_bytes
+from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
+from ksana_jax.runner.planner.terms import weights_bytes
+from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.speculative import read_speculative
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.sharding.shares import local_layout, local_model
+
+logger = logging.getLogger("ksana_jax")
+_TWICE = " (twice during a step, since the device does not support donation)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPlan:
+    """Predicted bytes of an engine on its device; of several, on each of them.
+
+    step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
+    pool_copies: pools that there are during a step: 2 on a device without donation.
+    """
+
+    num_blocks: int
+    weights_bytes: int
+    pool_bytes: int
+    step_bytes: int | None = None
+    pool_copies: int = 1
+
+
+def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> PoolPlan:
+    """Sizes the KV pool.
+
+    `num_blocks` is taken as it is. Otherwise it is what max_num_seqs sequences of max_model_len tokens need, within
+    memory_bytes or, if that is given, what memory_fraction of the device leaves besides weights and a step. With prefix
+    caching and memory_fraction it is all that is left, since whatever is not needed keeps prefixes.
+
+    Raises:
+      ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
+    """
+    assert config.max_model_len is not None and config.max_repositioned_sinks is not None
+    num_devices = config.tensor_parallel_size
+    # What each of several devices has is a smaller model. Sums over them are made in place.
+    model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
+    block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
+    packs = config.operators.linear == "packed"
+    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
+    if (method := read_speculative(config.speculative_config)) is not None:
+        block_bytes, weights = block_bytes + method.block_bytes(config), weights + method.weights_bytes(config)
+    _check_host_memory(config.host_cache_bytes)
+    of_host = num_devices // config.num_processes * config.data_parallel_size
+    if config.num_blocks:
+        _check_pool(config.num_blocks, block_bytes, weights, copies, of_host)
+        return PoolPlan(config.num_blocks, weights, config.num_blocks * block_bytes, None, copies)
+    wanted, step = config.max_num_seqs * layout.blocks_of(config.max_model_len, config.max_num_batched_tokens), None
+    if config.memory_fraction is None:
+        affordable = config.memory_bytes // block_bytes
+        if affordable < 1:
+            raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
+    else:
+        largest = Buckets.of(config, platform_of()).largest()
+        measured = step_bytes(
+            model,
+            largest,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            kv_dtype=config.kv_dtype,
+            kv_full_precision_layers=config.kv_full_precision_layers,
+            kv_eviction=config.kv_eviction,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_repositioned_sinks=config.max_repositioned_sinks,
+            embedding_device=config.embedding_device,
+            settings=config.operators,
+        )
+        device, step = this_device(of_host), max(found.peak for found in measured)
+        budget = int(device.memory_bytes * config.memory_fraction)
+        affordable = (budget - weights - step) // (block_bytes * copies)
+        if affordable < 1:
+            raise ConfigError(
+                f"memory_fraction {config.memory_fraction} of {byte_size(device.memory_bytes)} ({device.name}) is "
+                f"{byte_size(budget)}: weights take {byte_size(weights)}, a step {byte_size(step)}: "
+                f"no room for a KV block of {block_bytes:,} bytes{_TWICE if copies > 1 else ''}"
+            )
+        if config.enable_prefix_caching:
+            wanted = affordable
+    num_blocks = min(wanted, affordable)
+    _check_pool(num_blocks, block_bytes, weights, copies, of_host)
+    return PoolPlan(num_blocks, weights, num_blocks * block_bytes, step, copies)
+
+
+def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, num_devices: int) -> None:
+    found = capabilities()
+    if not found.shares_host_memory and found.memory_bytes is None:
+        return  # its size is not known
+    device, pool = this_device(num_devices), num_blocks * block_bytes
+    if weights + pool * copies > device.memory_bytes:
+        raise ConfigError(
+            f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {byte_size(pool)} besides "
+            f"{byte_size(weights)} of weights{_TWICE if copies > 1 else ''}, {device.name} has "
+            f"{byte_size(device.memory_bytes)}: set num_blocks or memory_bytes"
+        )
+
+
+def _check_host_memory(num_bytes: int) -> None:
+    # The system may promise more than there is, and end the process once it is written to.
+    if num_bytes > (physical := physical_bytes()):
+        raise ConfigError(
+            f"host_cache_bytes is {num_bytes:,} ({byte_size(num_bytes)}), this machine has {byte_size(physical)}"
+        )
+
+
+class Compared(NamedTuple):
+    """Predicted and measured bytes; None if unknown."""
+
+    predicted: int | None
+    measured: int | None
+
+    def __str__(self) -> str:
+        known = [f"{byte_size(n)} {name}" for name, n in zip(self._fields, self, strict=True) if n is not None]
+        if self.predicted and self.measured:
+            known.append(f"{100 * (self.predicted / self.measured - 1):+.1f} %")
+        return ", ".join(known) or "not known"
+
+
+def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Compared]:
+    """Compares a plan with measured memory: weights, pool, step and peak. Of several devices, that of the first; on a
+    CPU the peak is that of all, whose memory is the process's.
+
+    Args:
+      runner: warmed up; its largest compiled step is taken.
+      baseline: resident memory of the process before the weights, `process.resident_bytes`.
+    """
+    programs = [*runner.programs.values(), *(runner.evictor.programs if runner.evictor else ())]
+    sizes = [program_bytes(program) for program in programs]
+    known = [size for size in sizes if size is not None]
+    measured = max(known, default=None) if len(known) == len(sizes) else None
+    leaves = jax.tree.leaves(runner.params)
+    weights = sum(map(_on_first, leaves))
+    host = sum(leaf.nbytes for leaf in leaves if not isinstance(leaf, jax.Array))
+    peak = None
+    if plan.step_bytes is not None:
+        peak = plan.weights_bytes + plan.pool_bytes * plan.pool_copies + plan.step_bytes
+        if capabilities().shares_host_memory:
+            # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
+            compiled = compiled_bytes(runner.programs)
+            host += runner.mover.host_blocks.nbytes
+            peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_local
+    return {
+        "weights": Compared(plan.weights_bytes, weights),
+        "pool": Compared(plan.pool_bytes, sum(map(_on_first, runner.cache.leaves.values()))),
+        "step": Compared(plan.step_bytes, measured),
+        "peak": Compared(peak, device_peak_bytes()),
+    }
+
+
+def _on_first(x: Any) -> int:
+    """Returns the bytes of an array on the first of its devices; 0 if it is on the host."""
+    return x.addressable_shards[0].data.nbytes if isinstance(x, jax.Array) else 0

@@ -1,0 +1,372 @@
+"""Turns scheduled steps into padded arrays; decodes of the same rows follow from the step before. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.bias import bias_of
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.shared_prefix import find_shared_runs, split_tables
+from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.scheduler.step.verification import verification_arrays
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarray:
+    """Values in the corner of an array of a shape that may be larger; itself where it is not."""
+    if values.shape == shape:
+        return values
+    out = np.full(shape, fill, values.dtype)
+    out[tuple(slice(size) for size in values.shape)] = values
+    return out
+
+
+def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
+    """Returns tables[:, rows, :width]; most of the rows are taken in half the time of an index."""
+    if 2 * len(rows) > tables.shape[1]:
+        return tables[:, :, :width].take(rows, axis=1)
+    return np.ascontiguousarray(tables[:, rows, :width])
+
+
+def _query_numbers(
+    method: EvictionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
+) -> np.ndarray:
+    """Returns the method's number for each token of a step: [Gk, T]; 0 for padding."""
+    counts = batch.num_per_row
+    row = np.repeat(batch.rows, counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    position = rows.num_computed[row] + nth
+    found = np.zeros((rows.num_groups, shape.num_tokens), np.float32)
+    found[:, np.repeat(ends + 1 - counts, counts) + nth] = method.query_numbers(
+        rows.evict_at.take(row, axis=1) - position, position + 1 - rows.num_prompt[row]
+    )
+    return found
+
+
+@dataclasses.dataclass(eq=False)
+class BatchBuilder:
+    """Turns scheduled steps into arrays.
+
+    A decode step of the same rows as the step built before it takes over that one's block tables, and its new blocks
+    enter them in place. A step under way may thus gain blocks that begin after all its tokens: it cannot see them. Any
+    other change of tables makes new arrays.
+
+    Args:
+      block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
+      sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
+      min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
+      eviction: method that observes attention weights, and tells queries apart; None if there is none.
+      residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
+      acceptance: rule by which draft tokens are accepted.
+    """
+
+    buckets: Buckets
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    sink_width: int = 0
+    min_saved_tokens: int = 256
+    eviction: EvictionMethod | None = None
+    residual_groups: tuple[int, ...] | None = None
+    acceptance: str = "sampled"
+    _last: LastDecodes | None = dataclasses.field(default=None, init=False)
+
+    def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns a scheduled step as the input of an executor.
+
+        Returns:
+          The step, and for each of `batch.rows` the index in [0, T) of the last of its tokens that are computed.
+        """
+        if self._last is not None and self._last.goes_on(batch, rows):
+            step, ends = self._last.advance(batch, rows)
+        else:
+            step, ends = self._build(batch, rows)
+            self._keep(batch, rows, step, ends)
+        if self.eviction is not None:
+            numbers = _query_numbers(self.eviction, step.shape, batch, rows, ends)
+            step.arrays = step.arrays._replace(query_numbers=numbers)
+        if self.residual_groups is not None:
+            step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))
+        return step, ends
+
+    def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:
+        """Keeps a step from which the next one may follow."""
+        may_share = self.buckets.shared_rows and len(batch.decodes) > 1
+        follows = not (len(batch.chunks) or may_share or rows.num_dense or batch.drafts is not None)
+        self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
+
+    def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns what `build` does, from the rows alone."""
+        if batch.drafts is not None:
+            return self._verification(batch, batch.drafts, rows)
+        decodes, chunks = batch.decodes, batch.chunks
+        shared = None
+        if self.buckets.shared_rows and len(decodes) > 1:
+            shared = self._with_sharing_decodes(batch, rows)
+        if shared is not None:
+            shape, arrays, ends = shared
+        else:
+            width = int(np.maximum.reduce(rows.num_blocks.take(batch.rows, axis=1), axis=None))
+            shape, ends = self.buckets.shape(len(decodes), batch.counts, width), np.arange(len(decodes), dtype=np.int32)
+            arrays = self._with_decodes(shape, decodes, rows)
+        if len(chunks):
+            ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
+        sampled = ends if batch.samples is None else ends[batch.samples]
+        arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
+        # Padding is at -1.
+        num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
+        step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
+        self._ask(step, batch, rows, ends)
+        return step, ends
+
+    def _verification(self, batch: ScheduledBatch, drafts: Drafts, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns what `build` does for a step with drafts."""
+        decodes, most = batch.decodes, int(drafts.counts.max())
+        width = int(rows.num_blocks.take(decodes, axis=1).max())
+        shape = self.buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
+        if self.buckets.trees:
+            drafts = drafts.with_parents()
+        arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
+        num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
+        [(count, tile)] = shape.parts
+        ids = _padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
+        parents = drafts.parents
+        if parents is not None:
+            parents = _padded(np.ascontiguousarray(parents[:, : tile - 1], np.int32), (count, tile - 1), -1)
+        padded = drafts._replace(ids=ids, counts=_padded(drafts.counts, (count,), 0), parents=parents)
+        step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded, acceptance=self.acceptance)
+        ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
+        self._ask(step, batch, rows, ends)
+        return step, ends
+
+    def _full_blocks(self, shape: StepShape, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
+        """Returns the blocks [Gk, F] that a step fills; see `StepArrays`."""
+        size, computed = self.block_size, rows.num_computed[batch.rows]
+        first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size
+        row = np.repeat(batch.rows, counts)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # The newest blocks of a row lie one after the other at the end of its tables.
+        from_end = rows.allocated_until[row] // size - (np.repeat(first, counts) + nth)
+        groups = np.arange(rows.num_groups)[:, None]
+        found = rows.block_tables[groups, row, rows.num_blocks[:, row] - from_end]
+        return _padded(found, (rows.num_groups, shape.most_full(size)), self.num_blocks)
+
+    def _with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
+        """Returns the arrays of a step with its decodes filled in; the rest is padding."""
+        tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
+        tables = groups, shape.num_tiles, width
+        at, newest_token = rows.num_computed[decodes], rows.newest[decodes]
+        if np.count_nonzero(cut := at + 1 < rows.num_tokens[decodes]):  # chunks of one token
+            newest_token[cut] = rows.token_ids[decodes[cut], at[cut]]
+        # A decode is the newest token of its row: it is in the row's last block.
+        last = rows.num_blocks.take(decodes, axis=1) - 1
+        tables_of = np.arange(groups)[:, None] * len(rows.seqs) + decodes
+        newest = rows.block_tables.reshape(-1).take(tables_of * rows.block_tables.shape[2] + last)
+        cached_at = at[None] - rows.num_evicted.take(decodes, axis=1)
+        slots = newest * self.block_size + cached_at % self.block_size
+        return StepArrays(
+            tokens=_padded(newest_token, (tokens,), 0),
+            positions=_padded(at, (tokens,), -1),
+            cache_positions=_padded(cached_at, (groups, tokens), -1),
+            slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
+            block_tables=_padded(_tables_of(rows.block_tables, decodes, width), tables, 0),
+            block_starts=_padded(_tables_of(rows.block_starts, decodes, width), tables, FAR),
+            sampled=_NO_TOKENS,
+        )
+
+    def _with_sharing_decodes(
+        self, batch: ScheduledBatch, rows: Rows
+    ) -> tuple[StepShape, StepArrays, np.ndarray] | None:
+        """Shape, arrays, and where each decode's token went, of a step in which groups of decodes share leading blocks;
+        None where no group does."""
+        decodes, group_rows, first = batch.decodes, self.buckets.shared_rows, self.sink_width
+        count = rows.num_blocks[:, decodes]
+        tables = rows.block_tables[:, decodes, : int(count.max())]
+        found = find_shared_runs(
+            tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
+        )
+        if self.residual_groups:  # few blocks, and keys and values of one layer must stay at the same places
+            found.runs[list(self.residual_groups)] = 0
+        if not found.runs.any():
+            return None
+        decodes, ordered = decodes[found.order], tables[:, found.order]
+        own = count[:, found.order] - np.repeat(found.runs, group_rows, axis=1)[:, : len(decodes)]
+        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[:, batch.chunks].max(initial=0)))
+        shape = self.buckets.shape(len(decodes), batch.counts, width, shares=True)
+        arrays = self._with_decodes(shape, decodes, rows)
+        own_shape, width = arrays.block_tables.shape, shape.table_width
+        shared_shape = rows.num_groups, shape.num_groups, width
+        starts = rows.block_starts[:, decodes, : ordered.shape[2]]
+        split = [split_tables(*of, group_rows, first, width) for of in zip(ordered, starts, found.runs, strict=True)]
+        shared_tables, shared_starts, own_tables, own_starts = map(np.stack, zip(*split, strict=True))
+        arrays = arrays._replace(
+            shared_tables=_padded(shared_tables, shared_shape, 0),
+            shared_starts=_padded(shared_starts, shared_shape, FAR),
+            block_tables=_padded(own_tables, own_shape, 0),
+            block_starts=_padded(own_starts, own_shape, FAR),
+        )
+        return shape, arrays, np.argsort(found.order).astype(np.int32)
+
+    def _put_chunks(self, shape: StepShape, arrays: StepArrays, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
+        """Writes longer chunks into the tiles of the last part; returns the index of each one's last token."""
+        *_, ((_, size), tokens, tiles) = shape.places()
+        tile, ends = 0, []
+        for row, count in zip(batch.chunks.tolist(), batch.counts.tolist(), strict=True):
+            token, next_tile = tokens.start + tile * size, tile - (-count // size)
+            self._put_chunk(arrays, rows, row, token, count, slice(tiles.start + tile, tiles.start + next_tile))
+            ends.append(token + count - 1)
+            tile = next_tile
+        return np.array(ends, np.int32)
+
+    def _put_chunk(self, arrays: StepArrays, rows: Rows, row: int, token: int, count: int, tiles: slice) -> None:
+        start = int(rows.num_computed[row])
+        here = slice(token, token + count)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        arrays.tokens[here] = rows.token_ids[row, start : start + count]
+        arrays.positions[here] = positions
+        for group, width in enumerate(rows.num_blocks[:, row].tolist()):
+            table, starts = rows.block_tables[group, row], rows.block_starts[group, row]
+            cached_at = positions - rows.num_evicted[group, row]
+            block = np.searchsorted(starts, cached_at, side="right") - 1
+            arrays.cache_positions[group, here] = cached_at
+            arrays.slots[group, here] = table[block] * self.block_size + cached_at % self.block_size
+            arrays.block_tables[group, tiles, :width] = table[:width]
+            arrays.block_starts[group, tiles, :width] = starts[:width]
+
+    def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
+        """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
+        if not rows.num_asking:
+            return
+        running, sampled = batch.rows, batch.sampled
+        if rows.samples[sampled].any():
+            step.sampling = self._sampling(rows, sampled, step)
+        num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
+        step.num_logprobs = None if num_logprobs < 0 else num_logprobs
+        scored = rows.num_prompt_logprobs[running] >= 0
+        if not scored.any():
+            return
+        # A token is scored where the one before it is computed.
+        scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
+        if not scored.any():
+            return
+        step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())
+        step.targets = np.full(step.shape.num_tokens, -1, np.int32)
+        for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
+            start = int(rows.num_computed[row])
+            known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
+            token = end + 1 - count
+            step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
+
+    def _sampling(self, rows: Rows, sampled: np.ndarray, step: StepInput) -> SamplingArrays:
+        """Returns the settings of a step's sampled tokens; with drafts those of each row for its whole tile."""
+        size, width = step.num_sampled, 1 if step.drafts is None else step.shape.parts[0].width
+        of_tokens, nth = np.repeat(sampled, width), np.tile(np.arange(width, dtype=np.int32), len(sampled))
+        if step.shape.tree:
+            assert step.drafts is not None
+            nth = np.pad(step.drafts.depths()[: len(sampled)], ((0, 0), (1, 0))).reshape(-1)
+
+        def padded(values: np.ndarray, default: float) -> np.ndarray:
+            return _padded(values, (size, *values.shape[1:]), default)
+
+        settings = SamplingArrays(
+            temperature=padded(rows.temperature[of_tokens], 0),
+            top_k=padded(rows.top_k[of_tokens], 0),
+            top_p=padded(rows.top_p[of_tokens], 1),
+            min_p=padded(rows.min_p[of_tokens], 0),
+            seeds=padded(rows.seeds[of_tokens], 0),
+            num_outputs=padded((rows.num_tokens - rows.num_prompt)[of_tokens] + nth, 0),
+            repetition_penalty=padded(rows.repetition_penalty[of_tokens], 1),
+            presence_penalty=padded(rows.presence_penalty[of_tokens], 0),
+            frequency_penalty=padded(rows.frequency_penalty[of_tokens], 0),
+        )
+        if not rows.dense[sampled].any():
+            return settings
+        counts = np.zeros((size, self.vocab_size), np.int32)
+        in_prompt = np.zeros((size, self.vocab_size), bool)
+        bias = np.zeros((size, self.vocab_size), np.float32)
+        for place, row in enumerate(sampled.tolist()):
+            seq = rows.seqs[row]
+            if seq is None or not rows.dense[row]:
+                continue
+            split, end = seq.num_prompt, int(rows.num_tokens[row])
+            runs = [_NO_TOKENS] if step.drafts is None else step.drafts.runs(place)
+            for at, run in enumerate(runs, place * width):
+                output = np.append(rows.token_ids[row, split:end], run)
+                in_prompt[at, rows.token_ids[row, :split]] = True
+                counts[at] = np.bincount(output, minlength=self.vocab_size)
+                bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
+        return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
+
+
+class LastDecodes:
+    """The decode step that was built last, without shared blocks.
+
+    In the next step of the same rows, positions and slots are one further. Block tables are taken over, and new blocks
+    enter them in place: an earlier step that still uses them may see that there are blocks after all its tokens, but
+    nothing of what they hold.
+
+    Args:
+      decodes: its rows; the same array, not an equal one, stands for the same sequences in them.
+      step, ends: see `BatchBuilder.build`.
+    """
+
+    def __init__(self, decodes: np.ndarray, rows: Rows, step: StepInput, ends: np.ndarray, block_size: int):
+        self.decodes, self.rows, self.step, self.ends = decodes, rows, step, ends
+        self._num_rewrites, self._block_size = rows.num_rewrites, block_size
+
+    def goes_on(self, batch: ScheduledBatch, rows: Rows) -> bool:
+        """Whether a step is the next one of the same rows, and its new blocks fit into the tables."""
+        if batch.decodes is not self.decodes or rows is not self.rows or rows.num_rewrites != self._num_rewrites:
+            return False
+        if len(batch.chunks) or batch.drafts is not None:
+            return False
+        return batch.new is None or int(np.maximum.reduce(batch.new.entries)) < self.step.shape.table_width
+
+    def advance(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
+        """Returns what `BatchBuilder.build` does for a step that `goes_on`."""
+        step, groups, real = self.step, rows.num_groups, self._real
+        a, sampling = step.arrays, step.sampling
+        self._numbers = numbers = self._numbers + real
+        cache_positions, slots = numbers[1 : 1 + groups], numbers[1 + groups :]
+        if (new := batch.new) is not None:
+            table_at, token_at = self._places
+            at = table_at[new.of_group] + new.entries
+            a.block_tables.reshape(-1)[at], a.block_starts.reshape(-1)[at] = new.ids, new.starts
+            slots.reshape(-1)[token_at[new.of_group]] = new.ids * self._block_size
+        tokens = rows.newest[batch.decodes]
+        if len(tokens) < len(real):
+            tokens = np.append(tokens, np.zeros(len(real) - len(tokens), np.int32))
+        arrays = StepArrays(tokens, numbers[0], cache_positions, slots, a.block_tables, a.block_starts, a.sampled)
+        if sampling is not None:
+            sampling = sampling._replace(num_outputs=sampling.num_outputs + real[: step.num_sampled])
+        num_attended = step.num_attended + len(self.decodes)
+        self.step = StepInput(step.shape, arrays, step.num_sampled, num_attended, sampling, step.num_logprobs)
+        return self.step, self.ends
+
+    @functools.cached_property
+    def _numbers(self) -> np.ndarray:
+        """Positions, cache positions and slots: [1 + 2 Gk, T], one array so that they advance at once."""
+        a = self.step.arrays
+        return np.concatenate([a.positions[None], a.cache_positions, a.slots])
+
+    @functools.cached_property
+    def _real(self) -> np.ndarray:
+        """[T] 1 for decodes, 0 for padding."""
+        return (self.step.arrays.positions >= 0).astype(np.int32)
+
+    @functools.cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the table and the token of each row begin in the flat arrays of all groups: [Gk * R] each."""
+        shape, groups = self.step.shape, np.arange(self.rows.num_groups)[:, None]
+        places = np.zeros(len(self.rows.seqs), np.intp)
+        places[self.decodes] = np.arange(len(self.decodes))
+        tiles, tokens = groups * shape.num_tiles + places, groups * shape.num_tokens + places
+        return (tiles * shape.table_width).reshape(-1), tokens.reshape(-1)

@@ -1,0 +1,374 @@
+"""The host-device interface of a step. NumPy only; knows neither policies nor kernels.
+
+A step is a ragged batch of packed tokens, without a flag for prefill or decode. It is a list of parts, each a number of
+query tiles of one width; the tokens of a tile belong to one row. Rows that compute one token (decodes) come first, in
+tiles of one token; longer chunks follow in wider tiles. For example, parts (3, 1) and (2, 4), where row a computes six
+tokens and the last tile is half empty:
+
+    token   0  1  2   3 .. 6        7 .. 10
+    tile    0  1  2   3             4
+    row     b  c  d   a, a, a, a    a, a, -, -
+
+Each of the S = 5 tiles has a block table. Kernels get tiles of equal work; a reference needs only reshapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.kv.moves import Moves
+from ksana_jax.scheduler.step.drafts import Drafts
+
+
+class NewBlocks(NamedTuple):
+    """Blocks that rows have taken, at most one in each group of layers: flat arrays [Gk * rows], group by group.
+
+    of_group: group * R + row. entries: their places in the block tables. ids, starts: what is there now.
+    """
+
+    of_group: np.ndarray
+    entries: np.ndarray
+    ids: np.ndarray
+    starts: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class ScheduledBatch:
+    """Rows and tokens of a step: one token of each row in `decodes`, `counts` tokens of each row in `chunks`.
+
+    With drafts, a step has no chunks, and computes the draft tokens of each row after its newest one.
+
+    Attributes:
+      decodes: [D] rows with one token to compute: the newest token, or the last of a prompt with a cached prefix.
+      chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
+      samples: [D + chunks] whether the step computes the row's last token, so that its next one is sampled; None if
+        all rows are sampled.
+      new: blocks that decodes have taken; None if they took none, or otherwise than at the end of their tables.
+      gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
+        nothing, and others may have taken these rows.
+      advanced: whether the scheduler has recorded how much it computes.
+      admitted: rows that sequences have entered with this step.
+      drafts: tokens that may follow those of `decodes`; None if there are none.
+    """
+
+    decodes: np.ndarray
+    chunks: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray | None = None
+    new: NewBlocks | None = None
+    gone: set[int] = dataclasses.field(default_factory=set)
+    advanced: bool = False
+    admitted: Seq[int] = ()
+    drafts: Drafts | None = None
+
+    def stay(self, rows: np.ndarray) -> np.ndarray:
+        """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
+        return ~np.isin(rows, list(self.gone)) if self.gone else np.ones(len(rows), bool)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows of the step: decodes, then chunks."""
+        return np.concatenate([self.decodes, self.chunks]) if len(self.chunks) else self.decodes
+
+    @property
+    def num_per_row(self) -> np.ndarray:
+        """Number of tokens computed in each of `rows`."""
+        ones = np.ones(len(self.decodes), np.int32)
+        if self.drafts is not None:
+            return ones + self.drafts.counts
+        return np.concatenate([ones, self.counts]) if len(self.chunks) else ones
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """The entries of `rows` whose next token is sampled."""
+        return self.rows if self.samples is None else self.rows[self.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        more = 0 if self.drafts is None else int(self.drafts.counts.sum())
+        return len(self.decodes) + more + (int(self.counts.sum()) if len(self.chunks) else 0)
+
+
+class Part(NamedTuple):
+    """`count` query tiles of `width` tokens each."""
+
+    count: int
+    width: int
+
+
+def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[Part, ...]:
+    """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
+
+    Short chunks would leave most of a tile of query_tile tokens empty, so there are also tiles of a quarter of it.
+    """
+    widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
+    return tuple(Part(-(-max_num_batched_tokens // width), width) for width in widths)
+
+
+class StepShape(NamedTuple):
+    """The sizes for which a step is compiled.
+
+    parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
+    tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
+    0 if none do. tree: whether the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
+    """
+
+    parts: tuple[Part, ...]
+    table_width: int
+    max_sampled: int
+    shared_rows: int = 0
+    tree: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens including padding."""
+        return sum(count * width for count, width in self.parts)
+
+    @property
+    def num_tiles(self) -> int:
+        """S, the number of tiles including those of one token."""
+        return sum(part.count for part in self.parts)
+
+    @property
+    def num_groups(self) -> int:
+        """C, the number of groups of one-token tiles that may share leading blocks."""
+        return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
+
+    def most_full(self, block_size: int) -> int:
+        """Returns the most blocks of one group of layers that a step can fill."""
+        # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens is room for ceil(w / B) of them.
+        return sum(part.count * -(-part.width // block_size) for part in self.parts)
+
+    def places(self) -> Iterator[tuple[Part, slice, slice]]:
+        """Yields each part with its slices of the T tokens and of the S tiles."""
+        token = tile = 0
+        for part in self.parts:
+            tokens, tiles = part.count * part.width, part.count
+            yield part, slice(token, token + tokens), slice(tile, tile + tiles)
+            token, tile = token + tokens, tile + tiles
+
+
+# NumPy on the host, jax inside a compiled step.
+Array: TypeAlias = Any
+
+
+class StepArrays(NamedTuple):
+    """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
+
+    tokens: [T] ids; -1 - i is the token at index i of those that the step submitted before this one samples, see
+      `fed`. In an executor with the embedding on the host, their embedding rows [T, D].
+    positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
+    cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
+      text positions minus `Rows.num_evicted`. -1 for padding.
+    slots: [Gk, T] slots for the token's keys and values in each group of layers: block * B + offset; M*B for padding.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent. When
+      the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
+    block_starts: [Gk, S, P] cache position of each block's first slot; FAR if absent.
+    sampled: [J] indices in [0, T) of the tokens whose logits are computed; 0 for padding.
+    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
+      before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
+      shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
+    query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers`; None if the method gives none.
+    full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
+      number; F is `StepShape.most_full`. None without a block codec.
+    ancestors: [T] of a tile whose tokens are nodes of a tree, first its root, those that each token sees: bit j for the
+      j-th token of the tile. The slot of the j-th is j positions after the root's; at what position its key is seen,
+      `cache_positions` says. Tokens before the root are seen as ever. None unless shape.tree.
+    """
+
+    tokens: Array
+    positions: Array
+    cache_positions: Array
+    slots: Array
+    block_tables: Array
+    block_starts: Array
+    sampled: Array
+    shared_tables: Array | None = None
+    shared_starts: Array | None = None
+    query_numbers: Array | None = None
+    full_blocks: Array | None = None
+    ancestors: Array | None = None
+
+    def of_group(self, group: Array) -> StepArrays:
+        """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
+        found = self._replace(
+            cache_positions=self.cache_positions[group],
+            slots=self.slots[group],
+            block_tables=self.block_tables[group],
+            block_starts=self.block_starts[group],
+        )
+        if self.query_numbers is not None:
+            found = found._replace(query_numbers=self.query_numbers[group])
+        if self.full_blocks is not None:
+            found = found._replace(full_blocks=self.full_blocks[group])
+        if self.shared_tables is None or self.shared_starts is None:
+            return found
+        return found._replace(shared_tables=self.shared_tables[group], shared_starts=self.shared_starts[group])
+
+
+def fed(tokens: Array, previous: Array, xp: Any) -> Array:
+    """Returns the ids [T] of a step's tokens, given those that the step before it sampled. xp: numpy or jax.numpy."""
+    # A row without a finite score has sampled -1: any token will do, since its sequence ends.
+    sampled = xp.maximum(previous[xp.maximum(-1 - tokens, 0)], 0)
+    return xp.where(tokens < 0, sampled, tokens)
+
+
+class SamplingArrays(NamedTuple):
+    """Sampling settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
+
+    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
+    counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
+    in_prompt: [n, V] bool; None likewise. bias: [n, V] float32, added to the logits; None likewise.
+    """
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seeds: Array
+    num_outputs: Array
+    repetition_penalty: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    counts: Array | None = None
+    in_prompt: Array | None = None
+    bias: Array | None = None
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of given tokens and of the most probable ones; the leading axis is that of the tokens.
+
+    logprob, rank: of the given token (rank 1 is the most probable). top_ids, top_logprobs: [..., k].
+    """
+
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclasses.dataclass
+class StepInput:
+    """The input of an executor for one step.
+
+    num_sampled: number of the J sampled tokens that are used, from a bucket; 0 computes no logits.
+    num_attended: sum over the tokens of the cached tokens up to each, itself included, as a mean over groups of layers.
+    sampling: settings of num_sampled tokens; None if all are greedy.
+    num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
+    targets: [T] the token that follows each packed token in its prompt, -1 if none; None scores no prompt.
+    num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
+    moves: block copies to make before the step; None if there are none.
+    drafts: of each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
+      to be accepted as `StepOutput.num_accepted` says. None in other steps.
+    acceptance: the rule by which they are, see `SpeculativeMethod`.
+    """
+
+    shape: StepShape
+    arrays: StepArrays
+    num_sampled: int
+    num_attended: int = 0
+    sampling: SamplingArrays | None = None
+    num_logprobs: int | None = None
+    targets: np.ndarray | None = None
+    num_prompt_logprobs: int = 0
+    moves: Moves | None = None
+    drafts: Drafts | None = None
+    acceptance: str = "sampled"
+
+
+def share_a_call(steps: Seq[StepInput]) -> bool:
+    """Whether one call can compute steps of decodes in turn: they have one shape and ask for the same kinds of numbers,
+    and no blocks move between them."""
+
+    def kind(step: StepInput) -> tuple[Any, ...]:
+        return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
+
+    first, *others = steps
+    if first.drafts is not None:
+        return False
+    return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
+
+
+@dataclasses.dataclass
+class StepOutput:
+    """The output of an executor for one step: sampled tokens [num_sampled], and the requested scores.
+
+    A token is -1 if its scores are not finite, so that none can be chosen.
+
+    num_accepted: [tiles] with drafts, how many of each tile's draft tokens are accepted. The tile yields its first
+      num_accepted + 1 tokens, which are these and one that the model has sampled.
+    sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, which `tokens` are not in.
+    move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
+    compiled: whether a program was compiled for the step.
+    """
+
+    tokens: np.ndarray
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
+    move_s: float = 0.0
+    compiled: bool = False
+    num_accepted: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+
+    def result(self) -> StepOutput:
+        """Returns itself, for executors that compute a step at once."""
+        return self
+
+
+class Pending(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepOutput:
+        """Waits for the step and returns its output. Call it once per step, in the order of submission."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps: the compiled model, a simulator, or a test's fake. After an exception only `reset` may be called."""
+
+    @property
+    def patterns(self) -> Seq[AttentionPattern]:
+        """The attention pattern of each layer."""
+        ...
+
+    @property
+    def host_blocks(self) -> np.ndarray | None:
+        """The host's blocks [slots, ...], to which slots in `Moves` refer; None without a host tier."""
+        ...
+
+    def submit(self, step: StepInput) -> Pending:
+        """Starts the step's moves and then its computation; may return before either is done.
+
+        The next step may be submitted before this one's result is asked for.
+        """
+        ...
+
+    def submit_together(self, steps: Seq[StepInput]) -> Seq[Pending]:
+        """Starts num_scheduler_steps steps that `share_a_call`, each as `submit` would, in one call.
+
+        None has penalties or biases, and executors with the embedding on the host are given none.
+        """
+        ...
+
+    def move(self, moves: Moves) -> None:
+        """Makes moves outside a step."""
+        ...
+
+    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
+        """Changes the attention pattern of each layer.
+
+        Raises:
+          ValueError: the executor cannot serve these patterns; nothing is changed.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Reallocates the pool, which a failed step may have consumed, and the host's blocks, because running disk
+        reads still write to the old ones."""
+        ...

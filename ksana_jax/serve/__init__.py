@@ -1,0 +1,1 @@
+"""Serving over HTTP: the server, the gateway in front of several, routing among them, and workloads."""

@@ -1,0 +1,111 @@
+"""Settings of the proxy. Knows no HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+
+APPROXIMATE, EXACT = "approximate", "exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxySettings:
+    """Configures the proxy.
+
+    Args:
+      host, port: address to listen on; port 0 takes a free one.
+      allowed_hosts: names by which clients may ask a proxy without keys that listens on this machine alone, besides
+        localhost and addresses.
+      policy: see `serve.routing.policies.read_policy`.
+      prefix_file: prefixes for the table of policy prefix_table, see `serve.routing.prefix_file`; None without any.
+      index: how it is known what servers cache: "approximate", from what was sent to them, or "exact", from their
+        events (`GET /kv_events`).
+      tokenizer: model directory or name whose tokenizer reads prompts; None takes the served model's, if it is on this
+        machine, and else asks a server.
+      api_keys: keys of which a client must send one; without any, everyone is served.
+      admin_keys: keys of which who asks for /servers must send one; without any, only this machine may, with one of
+        `api_keys` where there are any.
+      server_api_key: sent to the servers instead of the client's own.
+      num_queued: requests that wait in the proxy, by fairness among clients, while servers are busy; 0 sends each on at
+        once.
+      queue_timeout_s: after which a waiting request is refused, with status 408.
+      max_requests_per_server: requests under way on a server at once, beyond which others wait; only with a queue.
+      max_retries: other servers that a request is sent to, one after the other, before its error is passed on.
+      connect_timeout_s: within which a server must take a connection.
+      probe_s: seconds between probes of a server's health. probe_timeout_s: within which it must answer.
+      watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
+      shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
+      client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
+        request, is disconnected.
+      max_connections: of clients at once; None takes what the process has descriptors for, at two each.
+      max_body_bytes: maximum bytes of a request's body.
+      seed: of the policy's random choices.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
+    policy: Any = "min_ttft"
+    prefix_file: Path | None = None
+    index: str = APPROXIMATE
+    tokenizer: str | None = None
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    server_api_key: str | None = dataclasses.field(default=None, repr=False)
+    num_queued: int = 0
+    queue_timeout_s: float = 30.0
+    max_requests_per_server: int = 64
+    max_retries: int = 2
+    connect_timeout_s: float = 2.0
+    probe_s: float = 2.0
+    probe_timeout_s: float = 2.0
+    watch_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
+    client_timeout_s: float = 60.0
+    max_connections: int | None = None
+    max_body_bytes: int = 8 * 2**20
+    seed: int = 0
+
+    def __post_init__(self):
+        checks.require(
+            None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
+            checks.integer("port", self.port, 0, 65535),
+            checks.one_of("index", self.index, (APPROXIMATE, EXACT)),
+            checks.integer("num_queued", self.num_queued, 0),
+            checks.number("queue_timeout_s", self.queue_timeout_s, above=0, high=86400),
+            checks.integer("max_requests_per_server", self.max_requests_per_server),
+            checks.integer("max_retries", self.max_retries, 0, 16),
+            checks.number("connect_timeout_s", self.connect_timeout_s, above=0, high=3600),
+            checks.number("probe_s", self.probe_s, above=0, high=3600),
+            checks.number("probe_timeout_s", self.probe_timeout_s, above=0, high=3600),
+            checks.number("watch_s", self.watch_s, above=0),
+            checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
+            checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.integer("max_connections", self.max_connections, 1, 2**31 - 1, optional=True),
+            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
+            checks.integer("seed", self.seed, 0),
+            error=ConfigError,
+        )
+
+
+def read_server(text: str) -> str:
+    """Returns the address of a server in its one form, "http://HOST:PORT".
+
+    Raises:
+      ConfigError: it is another thing.
+    """
+    given = text.strip().rstrip("/")
+    try:
+        parts = urlsplit(given if "://" in given else f"http://{given}")
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query or parts.username:
+        raise ConfigError(f"server is {text!r:.120}, must be an address such as http://127.0.0.1:8001")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")

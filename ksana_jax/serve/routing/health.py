@@ -1,0 +1,128 @@
+"""Health of a server as the router sees it, and when a request is tried again. Pure state machines, no HTTP.
+
+The caller probes, tells what came of it, and gives the weight to `Router.set_weight`; a server that is dead
+it removes from the router, and adds it when it answers again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+
+# Answers that another server may do better; None is a connection that could not be made, or broke.
+RETRIED = (None, 429, 502, 503, 504)
+
+
+class State(enum.Enum):
+    """READY takes requests. WARMING takes a growing share of them. DRAINING only ends those it has. DEAD is gone."""
+
+    READY = "ready"
+    WARMING = "warming"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthSettings:
+    """When a server counts as ready or dead.
+
+    Args:
+      probe_every_s: time between two probes. max_missed: probes in a row without an answer after which it is dead.
+      warm_s: time in which the share of a server that was dead grows to the whole.
+
+    Probes have the defaults of SGLang's router. It also has a circuit breaker, which counts failed requests;
+    here only probes count, because a client can send requests that every server fails.
+    """
+
+    probe_every_s: float = 10.0
+    max_missed: int = 3
+    warm_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        checks.require(
+            checks.number("probe_every_s", self.probe_every_s, above=0),
+            checks.integer("max_missed", self.max_missed),
+            checks.number("warm_s", self.warm_s, 0),
+            error=ConfigError,
+        )
+
+
+class Health:
+    """State of one server; it is dead until a probe finds it ready.
+
+    Args:
+      cold: whether a server that is ready for the first time has to warm up.
+    """
+
+    def __init__(self, settings: HealthSettings | None = None, *, cold: bool = True):
+        self.settings = settings or HealthSettings()
+        self._state = State.DEAD
+        self._cold = cold
+        self._warm_from, self._missed = 0.0, 0
+
+    def state(self, now: float) -> State:
+        """Returns the state; a server that has warmed up is ready."""
+        if self._state is State.WARMING and now - self._warm_from >= self.settings.warm_s:
+            self._state = State.READY
+        return self._state
+
+    def weight(self, now: float) -> float:
+        """Returns the probability with which the server may be chosen."""
+        state = self.state(now)
+        if state is State.WARMING:  # not from 0: a server that gets nothing does not warm up
+            return max(0.05, (now - self._warm_from) / self.settings.warm_s)
+        return 1.0 if state is State.READY else 0.0
+
+    def probe(self, answer: bool | None, now: float) -> State:
+        """Takes the answer to a probe: True if it is ready, False if it answers and is not, None if it does not.
+
+        Returns the state after it.
+        """
+        if answer is None:
+            self._missed += 1
+            if self._missed >= self.settings.max_missed:
+                self.gone()
+            return self._state
+        self._missed = 0
+        state = self.state(now)
+        if not answer:
+            self._state = State.DEAD if state is State.DEAD else State.DRAINING
+        elif state is State.DEAD:
+            self._state = State.WARMING if self._cold and self.settings.warm_s else State.READY
+            self._warm_from, self._cold = now, True
+        elif state is State.DRAINING:
+            self._state = State.READY  # with all that it has cached
+        return self._state
+
+    def gone(self) -> None:
+        """Notes that the server is dead, as when its process has ended."""
+        self._state = State.DEAD
+
+
+@dataclasses.dataclass(frozen=True)
+class RetryRule:
+    """When a failed request is sent again: only while the client has not got a byte.
+
+    Args:
+      max_retries: tries after the first. base_s: wait before the first of them; it doubles with each. jitter: largest
+        fraction by which the wait is longer, at random, so that clients of a failed server do not return together.
+    """
+
+    max_retries: int = 2
+    base_s: float = 0.05
+    jitter: float = 0.5
+
+    def wait_s(self, num_tries: int, status: int | None, sent_bytes: bool, dice: random.Random) -> float | None:
+        """Returns the seconds to wait before the request goes to the next best server; None if it has failed.
+
+        Args:
+          num_tries: that have failed so far. status: of the last answer; None if there was none.
+          sent_bytes: whether the client has got any of the answer.
+        """
+        if sent_bytes or num_tries > self.max_retries or status not in RETRIED:
+            return None
+        return self.base_s * 2 ** (num_tries - 1) * (1 + self.jitter * dice.random())

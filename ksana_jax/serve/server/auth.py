@@ -1,0 +1,68 @@
+"""Keeps requests without an API key from everything but a few paths, as ASGI middleware."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ksana_jax.serve.server.errors import APIError
+
+# Which client a proxy asks for. It only divides the prefix cache of the proxy's key further: who sends it wins nothing.
+CLIENT = b"x-ksana-client"
+_CLIENT_NAME = re.compile(rb"[!-~]{1,128}")
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+def salt_of_key(key: bytes) -> str:
+    """Returns the cache salt of an API key: clients with other keys do not share its cached prefixes, and cannot tell
+    from the time of an answer what is cached (CVE-2025-46570)."""
+    return hashlib.sha256(b"ksana cache salt\0" + key).hexdigest()[:32]
+
+
+class RequireKey:
+    """Answers 401 to requests without one of the keys, whatever they ask for, known to the server or not.
+
+    It reads scope["path"], which is what routes are matched with, and no URL built from headers: the header Host took
+    others past such a check (CVE-2026-48746).
+
+    Args:
+      keys: without any, every request passes.
+      open_paths: served without a key, exactly as written.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str] = OPEN_PATHS):
+        self._app, self._open = app, frozenset(open_paths)
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open:
+            key = self._key_of(scope)
+            if key is None:
+                error = APIError(401, "no valid API key: send Authorization: Bearer KEY", code="invalid_api_key")
+                response = error.response()
+                response.headers["www-authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+            scope["ksana.salt"] = salt_of_key(key)
+        if scope["type"] == "http" and (client := _client_of(scope)):
+            scope["ksana.salt"] = f"{scope.get('ksana.salt', '')}.{client}"
+        await self._app(scope, receive, send)
+
+    def _key_of(self, scope: Scope) -> bytes | None:
+        """Returns the key that a request carries, if it is one of ours."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return None
+        scheme, _, token = given[0].partition(b" ")
+        token = token.strip()
+        # All keys are compared, each in constant time.
+        same = [key for key in self._keys if hmac.compare_digest(key, token)]
+        return same[0] if same and scheme.lower() == b"bearer" else None
+
+
+def _client_of(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name == CLIENT), b"")
+    return given.decode() if _CLIENT_NAME.fullmatch(given) else ""

@@ -1,0 +1,139 @@
+"""Passes requests to the engine and gathers what it returns. Knows prompts and outputs, not their JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ksana_jax.core.errors import ContextLengthError
+from ksana_jax.core.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from ksana_jax.engine.async_llm import NotServing
+from ksana_jax.engine.request_stream import RequestStream
+from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.fields import Fields, sampling_settings
+from ksana_jax.serve.server.limits import QueueFull
+from ksana_jax.serve.server.prompts import TOO_LONG, Prompt
+from ksana_jax.serve.server.state import RETRY_DRAINING_S, Serving
+
+logger = logging.getLogger("ksana_jax")
+
+
+@dataclasses.dataclass
+class Usage:
+    """Counts of tokens: of prompts, of completions, and of prompts those taken from the prefix cache."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def read_params(values: dict[str, Any], fields: Fields, **more: Any) -> SamplingParams:
+    """Returns the sampling parameters that a request asks for.
+
+    Raises:
+      APIError: status 400: fields that are right by themselves do not go together.
+    """
+    try:
+        return SamplingParams(**{**sampling_settings(values, fields), **more})
+    except ValueError as error:
+        raise bad_request(str(error), _field_of(error, fields)) from None
+
+
+def _field_of(error: ValueError, fields: Fields) -> str | None:
+    first = str(error).partition(" ")[0]
+    return first if first in fields else None
+
+
+async def submit(
+    serving: Serving,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    fields: Fields,
+    *,
+    request_id: str,
+    salt: str,
+    streams: bool,
+) -> list[RequestStream]:
+    """Passes prompts to the engine, all or none; returns the streams of their outputs, as deltas.
+
+    Args:
+      streams: whether each token is wanted as it comes.
+
+    Raises:
+      APIError: 400: one can never be served; 429: the queue is full; 503: the engine takes none.
+    """
+    serving.expect(len(prompts) * params.n)
+    # A client may give one id to several requests that run at once.
+    ids = [f"{request_id}-{number}-{secrets.token_hex(4)}" for number in range(len(prompts))]
+    asked = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
+    try:
+        return await serving.llm.submit_all(asked, params, ids, cache_salt=salt, delta=True, streams=streams)
+    except ContextLengthError as error:
+        raise bad_request(str(error), prompt_field(fields), TOO_LONG) from None
+    except ValueError as error:
+        raise bad_request(str(error), _field_of(error, fields)) from None
+    except QueueFull as error:
+        serving.metrics.refused("queue_full")
+        raise APIError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s) from None
+    except NotServing as error:
+        raise APIError(503, str(error), retry_after_s=RETRY_DRAINING_S) from None
+
+
+def prompt_field(fields: Fields) -> str:
+    return "prompt" if "prompt" in fields else "messages"
+
+
+@contextlib.contextmanager
+def closing(streams: Sequence[RequestStream]) -> Iterator[None]:
+    """Ends streams at the end of the block: requests that are unfinished are aborted."""
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """Waits for the ends of requests; returns their whole outputs.
+
+    Raises:
+      APIError: a completion was ended by a failure.
+    """
+    outputs = await asyncio.gather(*(stream.result() for stream in streams))
+    for output in outputs:
+        for completion in output.outputs:
+            check_output(completion)
+    return outputs
+
+
+def check_output(output: CompletionOutput) -> None:
+    """Checks that a completion was not ended by a failure.
+
+    Raises:
+      APIError: status 500 or 503.
+    """
+    if output.finish_reason is FinishReason.ERROR:
+        raise APIError(500, f"the request failed: {output.error or 'unknown error'}")
+    if output.finish_reason is FinishReason.ABORT:
+        raise APIError(503, "the request was aborted: the server is shutting down", code="aborted")
+
+
+def as_api_error(error: Exception) -> APIError:
+    """Returns what a client is told about a failure while it was served."""
+    if isinstance(error, APIError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return APIError(500, f"the request failed: {type(error).__name__}")

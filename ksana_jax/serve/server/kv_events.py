@@ -1,0 +1,215 @@
+"""`GET /kv_events`: which blocks an engine's prefix cache holds, as a stream of server-sent events, for routers.
+
+The engine's thread notes what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step. The
+event loop numbers these batches and keeps the last 10,000. A reader that reconnects and says which batch it saw last
+(header `Last-Event-ID`) gets those after it; one that is new, or too late, gets all blocks that are cached now as one
+batch that begins with AllBlocksCleared. Names and fields of events are those of vLLM's KV events, without token ids;
+block hashes are the keys of `kv.prefix_index`, in hexadecimal.
+
+    event: cache    data: {"model": "9f...", "block_size": 16, "num_blocks": 512, "num_host_blocks": 0}
+    id: 5d0f-7      data: {"sequence": 7, "events": [{"type": "BlockStored", "block_hashes": ["a1...", "b2..."],
+                    "parent_block_hash": null, "block_size": 16, "medium": "GPU"}]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.tier import DEVICE, HOST, Node
+from ksana_jax.serve.server.errors import APIError
+from ksana_jax.serve.server.sse import EventStream
+from ksana_jax.serve.server.state import serving_of
+
+# Batches kept for readers that reconnect; as many as vLLM keeps.
+KEPT = 10_000
+# Seconds between looks whether the server ends.
+LOOK_S = 0.5
+# vLLM's names of the media.
+MEDIA = {DEVICE: "GPU", HOST: "CPU"}
+
+
+class Change(NamedTuple):
+    """A block that a tier stored, with the key of the block before it, or dropped."""
+
+    level: int
+    key: bytes
+    parent: bytes | None
+    stored: bool
+
+
+class KVEventLog:
+    """Numbers the changes of one engine's prefix cache and keeps them for its readers. Belongs to the event loop.
+
+    Args:
+      engine: whose cache it describes.
+
+    Attributes:
+      epoch: tells this process from one before it, whose numbers mean other batches.
+    """
+
+    def __init__(self, engine: Engine):
+        memory = engine.memory
+        self.epoch = secrets.token_hex(4)
+        self._block_size = memory.block_size
+        self._cache = {
+            "model": memory.index.scope.model,
+            "block_size": memory.block_size,
+            "num_blocks": memory.blocks.num_blocks,
+            "num_host_blocks": memory.host.pool.num_blocks if memory.host is not None else 0,
+        }
+        self._next = 0
+        self._batches: collections.deque[tuple[int, str]] = collections.deque(maxlen=KEPT)
+        # For each tier, the key of the block before each block that it has.
+        self._blocks: dict[int, dict[bytes, bytes | None]] = {DEVICE: {}, HOST: {}}
+        self._news = asyncio.Event()
+
+    def add(self, changes: Iterable[Change | None]) -> None:
+        """Adds a batch and wakes the readers."""
+        events: list[dict[str, Any]] = []
+        for change in changes:
+            if change is None:
+                for blocks in self._blocks.values():
+                    blocks.clear()
+                events.append({"type": "AllBlocksCleared"})
+            elif change.stored:
+                self._blocks[change.level][change.key] = change.parent
+                self._add_stored(events, change.level, change.key, change.parent)
+            else:
+                del self._blocks[change.level][change.key]
+                medium = MEDIA[change.level]
+                if not (events and events[-1]["type"] == "BlockRemoved" and events[-1]["medium"] == medium):
+                    events.append({"type": "BlockRemoved", "block_hashes": [], "medium": medium})
+                events[-1]["block_hashes"].append(change.key.hex())
+        self._batches.append((self._next, self._encode(self._next, events)))
+        self._next += 1
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _add_stored(self, events: list[dict[str, Any]], level: int, key: bytes, parent: bytes | None) -> None:
+        """Adds a stored block to the last event, if it continues its chain, or as an event of its own."""
+        medium, before = MEDIA[level], None if parent is None else parent.hex()
+        last = events[-1] if events else {}
+        if last.get("type") == "BlockStored" and last["medium"] == medium and last["block_hashes"][-1] == before:
+            last["block_hashes"].append(key.hex())
+            return
+        place = {"parent_block_hash": before, "block_size": self._block_size, "medium": medium}
+        events.append({"type": "BlockStored", "block_hashes": [key.hex()], **place})
+
+    async def stream(self, last_event_id: str, has_ended: Callable[[], bool]) -> AsyncIterator[str]:
+        """Yields server-sent events.
+
+        Args:
+          last_event_id: of the last batch that the reader saw; empty for a new reader.
+          has_ended: whether the server ends, and its streams with it.
+        """
+        yield f"event: cache\ndata: {json.dumps(self._cache)}\n\n"
+        epoch, _, number = last_event_id.rpartition("-")
+        place = int(number) + 1 if epoch == self.epoch and number.isdecimal() else -1
+        while not has_ended():
+            # A reader that lets 10,000 batches pass while it takes one is too late as well.
+            if not self._next - len(self._batches) <= place <= self._next:
+                place = self._next
+                yield self._everything()
+            elif place < self._next:
+                place += 1
+                yield self._batches[place - 1 - self._next][1]
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), LOOK_S)
+
+    def _everything(self) -> str:
+        """Returns all blocks as one batch, which stands for all batches so far."""
+        events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
+        for level, blocks in self._blocks.items():
+            for key, parent in blocks.items():
+                self._add_stored(events, level, key, parent)
+        return self._encode(self._next - 1, events)
+
+    def _encode(self, sequence: int, events: list[dict[str, Any]]) -> str:
+        text = json.dumps({"sequence": sequence, "events": events}, separators=(",", ":"))
+        return f"id: {self.epoch}-{sequence}\ndata: {text}\n\n"
+
+
+class Listener:
+    """Collects the changes of one engine's tiers on its thread, and hands them to the log once per step.
+
+    Args:
+      loop: the event loop to which the log belongs.
+    """
+
+    def __init__(self, log: KVEventLog, loop: asyncio.AbstractEventLoop):
+        self._log, self._loop = log, loop
+        self._changes: list[Change | None] = []  # None: all blocks are gone
+
+    def attach(self, engine: Engine) -> None:
+        """Tells of all that the engine caches now, and of every change from now on; call it on the engine's thread."""
+        memory = engine.memory
+        for tier in (memory.device, memory.host):
+            if tier is not None:
+                for node in tier.node_of.values():
+                    self.stored(node, tier.level)
+        self.hand_over()
+        memory.listen(self)
+        engine.observers.append(self.hand_over)
+
+    def stored(self, node: Node, level: int) -> None:
+        """See `kv.tier.CacheListener`."""
+        assert node.parent is not None
+        self._changes.append(Change(level, node.key, node.parent.key if node.depth else None, True))
+
+    def dropped(self, node: Node, level: int) -> None:
+        """See `kv.tier.CacheListener`."""
+        self._changes.append(Change(level, node.key, None, False))
+
+    def used(self, node: Node) -> None:
+        """See `kv.tier.CacheListener`. Routers do not ask."""
+
+    def cleared(self) -> None:
+        """See `kv.tier.CacheListener`. A step has failed, and no observer will hear of it."""
+        self._changes = [None]
+        self.hand_over()
+
+    def hand_over(self, engine: Engine | None = None) -> None:
+        """Hands over what was collected; the engine calls it after each step."""
+        if self._changes:
+            changes, self._changes = self._changes, []
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._log.add, changes)
+
+
+def refusal(engine: Engine) -> str:
+    """Returns why this engine's block hashes are not those that a router computes from token ids; empty if they are."""
+    memory = engine.memory
+    if not engine.config.enable_prefix_caching:
+        return "the prefix cache is off (enable_prefix_caching)"
+    if len(memory.layout.groups) > 1:
+        return f"the layers form {len(memory.layout.groups)} groups, each with blocks of its own"
+    if memory.index.scope.full_until < engine.max_model_len:
+        return "the attention pattern hides parts of a text"
+    return ""
+
+
+async def kv_events(request: Request) -> Response:
+    """Answers with the stream of events. The first reader starts the log; before that, nothing is collected."""
+    serving = serving_of(request)
+    llm = serving.any_llm
+    log: KVEventLog | None = getattr(request.app.state, "kv_events", None)
+    if log is None:
+        engines = llm.replicas.engines
+        why = f"there are {len(engines)} replicas" if len(engines) > 1 else refusal(llm.engine)
+        if why:
+            raise APIError(501, f"block hashes would not be those of the token ids: {why}", code="no_kv_events")
+        log = request.app.state.kv_events = KVEventLog(llm.engine)
+        llm.between_steps(Listener(log, asyncio.get_running_loop()).attach)
+    events = log.stream(request.headers.get("last-event-id", ""), lambda: serving.draining or not llm.is_alive)
+    return EventStream(events, serving.settings.ping_s)

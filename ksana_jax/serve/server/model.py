@@ -1,0 +1,99 @@
+"""What the server knows of the model that it serves: names, limits, tokenizer. Knows no requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+
+from ksana_jax import __version__
+from ksana_jax.core.sources import display_name, model_path
+from ksana_jax.engine.async_llm import AsyncLLM
+from ksana_jax.loading.digest import digest_of_files
+from ksana_jax.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """The model that a server serves.
+
+    Args:
+      names: under which clients ask for it; answers carry the first.
+      tokenizer: None serves token ids only.
+      max_model_len: maximum tokens of prompt plus output.
+      fingerprint: of weights and settings of the engine; equal ones give equal tokens to equal seeds.
+      created: Unix time in seconds.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @functools.cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self.bytes_of = functools.lru_cache(maxsize=2**16)(self._bytes_of)
+        self.name_of = functools.lru_cache(maxsize=2**16)(self._name_of)
+        self.text_of = functools.lru_cache(maxsize=2**16)(lambda token: self.bytes_of(token).decode("utf-8", "replace"))
+
+    def _bytes_of(self, token: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.piece(token).data
+
+    def _name_of(self, token: int) -> str:
+        """Returns the token's text; of bytes that are no text, "bytes:\\xe2\\x80", as OpenAI writes them."""
+        data = self.bytes_of(token)
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
+    """Returns what is served of an engine.
+
+    Args:
+      names: empty takes the name under which it was loaded.
+    """
+    return ServedModel(
+        tuple(names) or (_name(llm),),
+        llm.tokenizer,
+        llm.max_model_len,
+        llm.model_config.vocab_size,
+        _fingerprint(llm),
+    )
+
+
+def _name(llm: AsyncLLM) -> str:
+    """Returns the name under which the model was loaded, of a path its last part: clients need not know the others."""
+    return "ksana" if llm.llm is None else display_name(llm.llm.name) or "ksana"
+
+
+def _fingerprint(llm: AsyncLLM) -> str:
+    """Returns a digest of the model's files and the engine's settings."""
+    digest = hashlib.sha256(json.dumps(llm.config.plain(), sort_keys=True, default=str).encode())
+    digest.update(f"{__version__} {llm.model_config}".encode())
+    if llm.llm is not None:
+        digest.update(str(llm.llm.patterns).encode())
+    if llm.engine.source is not None:
+        name, load_format = llm.engine.source
+        digest.update(digest_of_files(model_path(name, weights=load_format != "dummy"), load_format).encode())
+    return f"fp_{digest.hexdigest()[:16]}"

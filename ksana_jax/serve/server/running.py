@@ -1,0 +1,242 @@
+"""Runs the server: listens while the model loads, serves it, and lets accepted requests end before it stops.
+
+The first SIGTERM or Ctrl-C refuses new requests and waits for those accepted, at most shutdown_timeout_s; a second one
+aborts them. Either way, every stream gets its end or an error event, and the exit code is 0. An engine that has failed
+ends the server with exit code 1, so that whatever supervises it starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ksana_jax.core.errors import ConfigError, system_reason
+from ksana_jax.core.units import byte_size
+from ksana_jax.engine.async_llm import AsyncLLM
+from ksana_jax.ops.pool import EXACT_CODECS
+from ksana_jax.runner import compiling
+from ksana_jax.serve.server.app import make_app
+from ksana_jax.serve.server.protocol import protocol_class
+from ksana_jax.serve.server.settings import ServerSettings
+from ksana_jax.serve.server.state import Serving
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds for events that end aborted streams to reach their clients, between words on compiling, and between looks at
+# the engine's health.
+LAST_WORDS_S = 5.0
+PROGRESS_S = 5.0
+WATCH_S = 0.5
+
+logger = logging.getLogger("ksana_jax")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its handlers of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Returns a socket that listens on the host and port of the settings.
+
+    Raises:
+      ConfigError: the address does not exist, or is in use.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {system_reason(error)}") from None
+
+
+def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """Returns the HTTP server of an application; it runs on the event loop that calls its `serve`."""
+    config = uvicorn.Config(
+        app,
+        http=protocol_class(settings.client_timeout_s),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_graceful_shutdown=int(LAST_WORDS_S),
+    )
+    return _Server(config)
+
+
+def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: socket.socket) -> int:
+    """Loads a model and serves it until a signal comes, or the engine fails.
+
+    Args:
+      load: called in another thread; /health and /ready are answered meanwhile.
+      listener: from `listen`.
+
+    Returns:
+      The exit code of the process: 0 after a signal, 1 after a failure of the engine.
+
+    Raises:
+      Exception: what `load` raises.
+    """
+
+    def load_and_freeze() -> AsyncLLM:
+        llm = load()
+        # What stays to the end: looking through it again with each full collection would stop all streams for 0.1 s.
+        gc.collect()
+        gc.freeze()
+        return llm
+
+    return asyncio.run(Running(load_and_freeze, settings, listener).run())
+
+
+class Running:
+    """A server from its start to its end; see `serve`.
+
+    Attributes:
+      app: the ASGI application. stop: called for each signal.
+    """
+
+    def __init__(self, load: Callable[[], AsyncLLM], settings: ServerSettings, listener: socket.socket):
+        self._load, self._settings, self._listener = load, settings, listener
+        self.app = make_app(None, settings)
+        self._serving: Serving = self.app.state.serving
+        self._signals, self._told_s = 0, 0.0
+
+    async def run(self) -> int:
+        """Serves until the end; returns the exit code."""
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._aborting = asyncio.Event(), asyncio.Event()
+        self._server = http_server(self.app, self._settings)
+        with self._handling_signals():
+            self._serving.lag.start()
+            _say(f"listening on {self._url()}, loading the model")
+            listening = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+            try:
+                return await self._serve_model()
+            finally:
+                self._server.should_exit = True
+                await listening
+                self._serving.lag.stop()
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                self._loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Begins to drain; called again, aborts what is left. On the event loop."""
+        self._signals += 1
+        (self._stopping if self._signals == 1 else self._aborting).set()
+
+    async def _serve_model(self) -> int:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        loading = self._loaded()
+        await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            # The thread that loads cannot be stopped, and Python would wait for the code of the device in it.
+            _say("stopped while loading")
+            os._exit(0)
+        llm = loading.result()
+        self._serving.begin(llm)
+        for line in _memory(llm):
+            _say(line)
+        _say(f"serving {self._serving.model.name} on {self._url()}")
+        while not self._stopping.is_set() and llm.is_alive:
+            await asyncio.wait((stopping,), timeout=WATCH_S)
+        stopping.cancel()
+        if not llm.is_alive:
+            _say(f"error: the engine has failed: {llm.error}")
+            await asyncio.sleep(WATCH_S)  # streams tell their clients
+            return 1
+        await self._drain(llm)
+        return 0
+
+    def _url(self) -> str:
+        host, port, *_ = self._listener.getsockname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _compiling(self, number: int, count: int) -> None:
+        """Tells how far compiling is, on standard error every few seconds; in the thread that loads."""
+        self._serving.progress = f"compiling {number} of {count}"
+        if number in (1, count) or time.monotonic() - self._told_s > PROGRESS_S:
+            self._told_s = time.monotonic()
+            _say(self._serving.progress)
+
+    def _loaded(self) -> asyncio.Future[AsyncLLM]:
+        """Returns the engine of another thread, a daemon, for which a process that ends does not wait."""
+        found: asyncio.Future[AsyncLLM] = self._loop.create_future()
+
+        def load() -> None:
+            compiling.watchers.append(self._compiling)
+            try:
+                llm, error = self._load(), None
+            except BaseException as raised:
+                llm, error = None, raised
+            finally:
+                compiling.watchers.remove(self._compiling)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(_resolve, found, llm, error)
+
+        threading.Thread(target=load, name="ksana-load", daemon=True).start()
+        return found
+
+    async def _drain(self, llm: AsyncLLM) -> None:
+        """Waits until accepted requests have ended; aborts those that take too long."""
+        self._serving.draining = True
+        num, timeout_s = llm.stats().num_requests, self._settings.shutdown_timeout_s
+        _say(f"shutting down: {num} requests have {timeout_s:g} seconds to end; another signal aborts them")
+        draining = asyncio.ensure_future(llm.drain(timeout_s))
+        aborting = asyncio.ensure_future(self._aborting.wait())
+        await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        aborting.cancel()
+        if num := llm.stats().num_requests:
+            _say(f"aborting {num} requests")
+        await llm.aclose()
+
+
+def _memory(llm: AsyncLLM) -> list[str]:
+    """Returns a line on the memory of a model; none for an engine without one."""
+    if llm.llm is None:
+        return []
+    plan, config = llm.llm.memory_plan, llm.config
+    dtype = config.kv_cache_dtype
+    if dtype == "auto":
+        dtype = EXACT_CODECS[str(next(iter(llm.llm.runner.cache.leaves.values())).dtype)]
+    tokens = llm.stats().num_blocks * config.block_size
+    pool = f"KV pool {byte_size(plan.pool_bytes)} for {tokens:,} tokens in {dtype}"
+    return [f"memory: weights {byte_size(plan.weights_bytes)}, {pool}"]
+
+
+def _resolve(future: asyncio.Future, result: object, error: BaseException | None) -> None:
+    if not future.done():
+        future.set_result(result) if error is None else future.set_exception(error)
+
+
+def _say(text: str) -> None:
+    print(f"ksana: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""Settings of the HTTP server. Knows no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError, system_reason
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Configures the HTTP server.
+
+    Args:
+      host, port: address to listen on; port 0 takes a free one.
+      allowed_hosts: names by which clients may ask a server without keys that listens on this machine alone, besides
+        localhost and addresses.
+      allowed_origins: origins of web pages that may ask, such as https://chat.example; "*" allows all.
+      api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
+      served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
+        name under which it was loaded.
+      max_num_queued_reqs: completions that may wait or run at once; None takes four times max_num_seqs, and
+        at least 1024.
+      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
+      shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
+      client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
+        request, is disconnected.
+      kv_cache_metrics: whether /metrics tells how long cached blocks live, lie idle and wait for reuse.
+      kv_cache_metrics_sample: share of the blocks that it tells of, above 0 and at most 1.
+      ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
+      max_body_bytes: maximum bytes of a request's body.
+      max_header_bytes: maximum bytes of a request's first line and headers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    served_model_names: tuple[str, ...] = ()
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout_s: float = 30.0
+    client_timeout_s: float = 60.0
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
+    ping_s: float = 15.0
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 64 * 2**10
+
+    def __post_init__(self):
+        checks.require(
+            None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
+            checks.integer("port", self.port, 0, 65535),
+            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, 2**31 - 1, optional=True),
+            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),
+            checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
+            checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.boolean("kv_cache_metrics", self.kv_cache_metrics),
+            checks.number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, above=0, high=1),
+            checks.number("ping_s", self.ping_s, above=0, high=86400),
+            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
+            checks.integer("max_header_bytes", self.max_header_bytes, 1024),
+            error=ConfigError,
+        )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins has {origin!r:.80}, must be * or as https://chat.example:8443")
+        for name in self.served_model_names:
+            if not (name and name.isprintable() and len(name) <= 256):
+                raise ConfigError(f"served_model_name is {name!r:.60}, must be 1 to 256 printable characters")
+
+    @property
+    def block_sample(self) -> float:
+        """Share of the cached blocks whose times are measured; 0 for none."""
+        return self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Reads a file of API keys, one a line; empty lines and lines that begin with # are skipped.
+
+    Raises:
+      ConfigError: it cannot be read, has no key, or one that cannot be sent in a header.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"API keys cannot be read from {path}: {system_reason(error)}") from None
+    return api_keys_of(text, str(path))
+
+
+def api_keys_of(text: str, source: str) -> tuple[str, ...]:
+    """Returns the keys of a text as `read_api_keys` does; source: for errors."""
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (key := line.strip()) or key.startswith("#"):
+            continue
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ConfigError(f"{source}: the key in line {number} must be printable ASCII without spaces")
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"{source} has no API key: write one a line")
+    return tuple(keys)

@@ -1,0 +1,77 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer, as vLLM serves it.
+
+lm-evaluation-harness takes them for a tokenizer of its own (`tokenizer_backend=remote`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ksana_jax.serve.server.errors import bad_request, json_response
+from ksana_jax.serve.server.fields import DETOKENIZE, TOKENIZE, read_fields
+from ksana_jax.serve.server.json_body import read_object
+from ksana_jax.serve.server.prompts import chat_prompt, check_model, text_prompt
+from ksana_jax.serve.server.state import serving_of
+
+
+async def tokenize(request: Request) -> Response:
+    """Answers with the token ids of a text or a conversation."""
+    serving = serving_of(request)
+    model = serving.model
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=TOKENIZE))
+    check_model(model, values["model"])
+    if (values["prompt"] is None) == (values["messages"] is None):
+        raise bad_request("give prompt or messages, one of them", "prompt")
+    if values["messages"] is not None:
+        if values["add_special_tokens"]:
+            raise bad_request(
+                "add_special_tokens is True: the chat template writes special tokens", "add_special_tokens"
+            )
+        prompt = await chat_prompt(serving, values)
+    else:
+        prompt = await text_prompt(serving, values["prompt"], values["add_special_tokens"] is not False)
+
+    def answer() -> Response:
+        tokens = prompt.ids.tolist()
+        names = [model.texts.name_of(token) for token in tokens] if values["return_token_strs"] else None
+        return json_response(
+            {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": names}
+        )
+
+    return await serving.in_thread(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answers with the text of token ids, special tokens included."""
+    serving = serving_of(request)
+    model = serving.model
+    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=DETOKENIZE))
+    check_model(model, values["model"])
+    if model.tokenizer is None:
+        raise bad_request(f"model {model.name} has no tokenizer")
+    tokens = values["tokens"]
+    if tokens and max(tokens) >= model.vocab_size:
+        raise bad_request(f"tokens has id {max(tokens):,}, ids go from 0 to {model.vocab_size - 1:,}", "tokens")
+    return json_response({"prompt": await serving.in_thread(model.tokenizer.decode, tokens, False)})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answers with the tokenizer's special tokens and chat template."""
+    model = serving_of(request).model
+    if (tokenizer := model.tokenizer) is None:
+        raise bad_request(f"model {model.name} has no tokenizer")
+    return json_response(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": min(tokenizer.vocab_size, model.vocab_size),  # that a prompt may hold
+            "model_max_length": model.max_model_len,
+            "bos_token": tokenizer.bos_token or None,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token": tokenizer.eos_token or None,
+            "eos_token_id": tokenizer.eos_id,
+            "chat_template": tokenizer.chat_template,
+        }
+    )

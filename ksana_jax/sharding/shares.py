@@ -1,0 +1,138 @@
+"""What one of several devices has of a model: sizes, and the rows and columns of each matrix. Knows no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.mlp import unstated
+from ksana_jax.models.params import param_shapes, stated, weights_of
+from ksana_jax.models.weight import Division
+from ksana_jax.sampling.sampler import GROUP
+
+SETTING = "tensor_parallel_size"
+
+
+def check_divisible(config: ModelConfig, num_devices: int) -> None:
+    """Checks that a model can be divided.
+
+    Raises:
+      ConfigError: query heads, kv heads or hidden units of MLPs do not divide, or a kind of MLP does not state that it
+        does; the message has all of them.
+    """
+    n, problems = num_devices, []
+    for name in ("num_heads", "d_ff"):
+        if (size := getattr(config, name)) % n:
+            problems.append(f"{name} {size} is not a multiple of it")
+    if config.num_kv_heads % n and n % config.num_kv_heads:
+        problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
+    if reason := unstated(config, "divides"):
+        problems.append(reason)
+    if problems:
+        raise ConfigError(f"{SETTING} is {n}: {'; '.join(problems)}")
+
+
+def local_vocabulary(vocab_size: int, num_devices: int) -> int:
+    """Returns how many ids each device has, the last ones perhaps beyond the vocabulary.
+
+    They are whole groups of those by which a token is drawn, so that the draw is that of one device.
+    """
+    if num_devices == 1:
+        return vocab_size
+    return -(-vocab_size // (GROUP * num_devices)) * GROUP
+
+
+def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
+    """Returns the model that each device computes: its heads, hidden units of MLPs, and ids of the vocabulary.
+
+    Raises:
+      ConfigError: see `check_divisible`; or a weight does not state how it is divided, or its parts are not what a
+        device computes with.
+    """
+    if num_devices == 1:
+        return config
+    check_divisible(config, num_devices)
+    local = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // num_devices,
+        num_kv_heads=max(config.num_kv_heads // num_devices, 1),
+        d_ff=config.d_ff // num_devices,
+        vocab_size=local_vocabulary(config.vocab_size, num_devices),
+        attention_scale=config.layers[0].attention.scale,
+    )
+    if problems := list(_wrong_parts(config, local, num_devices)):
+        raise ConfigError(f"{SETTING} is {num_devices}: {'; '.join(problems)}")
+    return local
+
+
+def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> Iterator[str]:
+    """Compares the shapes of a device's parts of weights with those of the model that it computes."""
+    whole, parts = param_shapes(config), param_shapes(local)
+    for weights, of_device in dict.fromkeys(((whole, parts), *zip(whole.layers, parts.layers, strict=True))):
+        wanted = weights_of(of_device)
+        for field, shape in weights_of(weights).items():
+            mine = share(field, shape, 0, num_devices, config.num_kv_heads)
+            rows, columns = (len(range(n)[part]) for n, part in zip((*shape, 1)[:2], mine[:2], strict=True))
+            found = (rows + mine.padding, columns, *shape[2:])[: len(shape)]
+            if found != wanted[field]:
+                yield f"a part of {field} {list(shape)} is {list(found)}, a device needs {list(wanted[field])}"
+
+
+def pool_layout(layout: KVLayout, num_devices: int) -> KVLayout:
+    """Returns the layout of the pools of all devices together. Each has a kv head, which several may share."""
+    return layout.with_heads(max(layout.num_kv_heads, num_devices))
+
+
+def local_layout(layout: KVLayout, num_devices: int) -> KVLayout:
+    """Returns the layout of one device's pool."""
+    return pool_layout(layout, num_devices).local(num_devices)
+
+
+class Share(NamedTuple):
+    """One device's part of a weight: these of its rows and columns, and rows of zeros after them."""
+
+    rows: slice
+    columns: slice = slice(None)
+    padding: int = 0
+
+
+WHOLE_WEIGHT = Share(slice(None))
+
+
+def division(field: str) -> Division:
+    """Returns how devices divide the weight of a field of Params or LayerParams.
+
+    Raises:
+      ConfigError: the field states nothing.
+    """
+    return stated(field, SETTING).divides
+
+
+def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_kv_heads: int) -> Share:
+    """Returns the part of a weight [out, in] or [out] that a device has.
+
+    Args:
+      field: of Params or LayerParams. shape: of the whole weight.
+      device: index in [0, num_devices).
+      num_kv_heads: K of the model.
+
+    Raises:
+      ConfigError: the field states nothing.
+    """
+    weight = stated(field, SETTING)
+    if weight.divides in ("whole", "once"):
+        return WHOLE_WEIGHT
+    if weight.divides == "columns":
+        width = shape[1] // num_devices
+        return Share(slice(None), slice(device * width, (device + 1) * width))
+    if weight.divides == "vocabulary":
+        size = local_vocabulary(shape[0], num_devices)
+        start, end = (min(at * size, shape[0]) for at in (device, device + 1))
+        return Share(slice(start, end), padding=size - (end - start))
+    if weight.divides == "kv heads" and num_kv_heads < num_devices:
+        device = device * num_kv_heads // num_devices
+    size = weight.local_rows(shape[0], num_devices, num_kv_heads)
+    return Share(slice(device * size, (device + 1) * size))

@@ -1,0 +1,60 @@
+"""Which axis of each array is divided among devices, as `PartitionSpec`s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.kv.layout import KV_HEADS
+from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes, weight_fields
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.sharding.shares import division
+
+# Name of the mesh's axis.
+AXIS = "tensor"
+# Of arrays that are whole on every device, and of leaves [M, *shape] of the pool, whose kv heads are divided.
+EVERYWHERE = PartitionSpec()
+BY_HEAD = PartitionSpec(*[None] * (1 + KV_HEADS), AXIS)
+
+
+def field_of(path: Any) -> str:
+    """Returns the field of Params or LayerParams that a path from `jax.tree_util` leads to, or into."""
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    fields = weight_fields()
+    return next(name for name in reversed(names) if name in fields)
+
+
+def spec_of_weight(path: Any) -> PartitionSpec:
+    """Returns the spec of a leaf of Params or LayerParams, from its path."""
+    divides = division(field_of(path))
+    if divides in ("whole", "once"):
+        return EVERYWHERE
+    if divides != "columns":
+        return PartitionSpec(AXIS)
+    return EVERYWHERE if getattr(path[-1], "name", "") == "scales" else PartitionSpec(None, AXIS)  # scales are of rows
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """Returns the PartitionSpec of every weight, as a Params like `param_shapes`."""
+    shapes = param_shapes(config)
+    return jax.tree_util.tree_map_with_path(lambda path, _: spec_of_weight(path), shapes, is_leaf=is_shape)
+
+
+def specs_of(argument: Any) -> Any:
+    """Returns the specs of one argument of a program, a tree like it: of weights, of pools, or of what is whole, as an
+    embedding in the host's memory is, which no program reads."""
+
+    def of_weight(path: Any, weight: Any) -> PartitionSpec:
+        return EVERYWHERE if isinstance(weight, np.ndarray) else spec_of_weight(path)
+
+    def of(part: Any) -> Any:
+        if isinstance(part, (Params, LayerParams)):
+            return jax.tree_util.tree_map_with_path(of_weight, part)
+        spec = BY_HEAD if isinstance(part, KVCache) else EVERYWHERE
+        return jax.tree.map(lambda _: spec, part)
+
+    return jax.tree.map(of, argument, is_leaf=lambda part: isinstance(part, (Params, LayerParams, KVCache)))

@@ -1,0 +1,253 @@
+"""The `ksana` command: quick help, one line for an error, and what a run leaves behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import ksana_jax
+from ksana_jax import cli
+from ksana_jax.lab.training.settings import load_config
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from ksana_jax.cli import main; main()"]
+
+
+def ksana(*args, cwd=ROOT):
+    return subprocess.run([*COMMAND, *args], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def cpu_seconds_of_help() -> float:
+    """Seconds of CPU of one `ksana --help`, whatever other processes of a busy machine take."""
+    before = os.times()
+    ksana("--help")
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def test_help_takes_less_than_half_a_second_of_cpu():
+    done = ksana("--help")  # writes the bytecode
+    assert done.returncode == 0
+    # The least of several: a processor that two threads share takes up to twice the time.
+    assert any(cpu_seconds_of_help() < 0.5 for _ in range(8))
+    for command in ("run", "report", "compare", "inspect", "generate", "plan", "train", "doctor", "bench", "kernels"):
+        assert command in done.stdout
+
+
+def test_help_imports_no_heavy_library():
+    code = (
+        "import sys\nfrom ksana_jax.cli import main\n"
+        "try: main(['run', '--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"
+
+
+def every_help():
+    """Help of `ksana` and of each command, by the words that ask for it."""
+    from typer.main import get_command
+
+    found, groups = {}, [((), get_command(cli.app))]
+    while groups:
+        words, command = groups.pop()
+        found[words] = command
+        groups += [((*words, name), child) for name, child in getattr(command, "commands", {}).items()]
+    return found
+
+
+@pytest.mark.parametrize("words", sorted(every_help()), ids=" ".join)
+def test_every_command_answers_to_h_and_shows_flags_without_a_type(capsys, words):
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*words, "-h"])
+    assert raised.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Usage: ksana" in shown and "<bool>" not in shown
+
+
+def test_defaults_that_are_sentences_are_shown(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-h"])
+    assert "runs/NAME" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"ksana {ksana_jax.__version__}\n"
+
+
+def test_the_shell_completes_commands(capsys, monkeypatch):
+    monkeypatch.setenv("_KSANA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "ksana ge")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit) as raised:
+        cli.main([])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.split() == ["generate"]
+
+
+def test_python_m_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "ksana_jax", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"ksana {ksana_jax.__version__}\n")
+
+
+def test_an_override_of_a_training_is_one_in_the_help_of_train(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "-h"])
+    [example] = re.findall(r"[a-z_.]+=[0-9]+", capsys.readouterr().out)
+    assert load_config("ksana_tiny", [example])
+
+
+def test_a_training_reports_its_progress_on_standard_error():
+    code = (
+        "import logging, ksana_jax.lab.training as training\n"
+        "training.train = lambda *_: logging.getLogger('ksana_jax.lab.training.loop').info('step 50')\n"
+        "from ksana_jax.cli import main\nmain(['train', 'ksana_tiny'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "") and done.stderr.endswith("ksana_jax.lab.training.loop: step 50\n")
+
+
+def test_doctor_ends_with_one_line_of_json(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["doctor", "--json"])
+    assert raised.value.code == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["backend"] == "cpu" and "jax" in found["packages"]
+    used = {row["operator"]: row["name"] for row in found["operators"] if row["used"]}
+    assert list(used) == ["attention", "kv_write", "linear", "norm", "sampling"]
+    assert used["attention"] == used["kv_write"] and used["attention"] in ("native", "xla")
+
+
+def test_doctor_of_a_model_shows_its_ends_with_their_files(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["doctor", "ksana-tiny", "--json"])
+    assert raised.value.code == 0
+    *shown, line = capsys.readouterr().out.splitlines()
+    [end] = [fact for fact in json.loads(line) if fact["name"] == "ends a text"]
+    assert end["value"] == "2 '</s>'"
+    assert end["source"] == "generation_config.json, config.json, tokenizer_config.json"
+    assert any("ends a text" in text and "2 '</s>'" in text for text in shown)
+    assert "a model or --device" in fails(capsys, "doctor", "ksana-tiny", "--device", "cpu")
+
+
+def fails(capsys, *args):
+    """Standard error of a command that must end with exit code 2 and one line."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main(list(args))
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("ksana: error: ")
+    return error
+
+
+def test_errors_of_users_are_one_line_and_exit_code_2(capsys, tmp_path):
+    assert "missing.yaml: no such experiment file" in fails(capsys, "run", str(tmp_path / "missing.yaml"))
+    path = tmp_path / "bad.yaml"
+    path.write_text("engin: {}\n")
+    assert "unknown key 'engin'; the nearest is 'engine'" in fails(capsys, "run", str(path))
+    path.write_text("model: nowhere\n")
+    assert "there is no model 'nowhere'" in fails(capsys, "run", str(path))
+    assert "no records.jsonl here" in fails(capsys, "report", str(tmp_path))
+    assert "shard '9/2' is not k/n" in fails(capsys, "run", str(path), "--shard", "9/2")
+
+
+def test_options_of_a_benchmark_are_its_fields(capsys, monkeypatch):
+    from ksana_jax.lab.bench import command
+
+    asked = []
+    monkeypatch.setattr(command, "run_and_show", lambda bench, **settings: asked.append((bench, settings)))
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["bench", "host", "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
+    assert raised.value.code == 0
+    [(bench, settings)] = asked
+    assert (bench.rows, bench.steps, bench.kv_eviction) == ((4, 8), 200, {"method": "h2o", "budget": 0.1})
+    assert settings == {"repeats": 1, "out": None, "as_json": True}
+    assert "kv_eviction={method" in fails(capsys, "bench", "host", "--kv-eviction", "{method")
+    assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", "host", "--rows", "many")
+
+
+def test_kernels_are_checked_for_chips_that_are_described(capsys):
+    assert "unknown target 'b200'; there are a100, h100, h200" in fails(capsys, "kernels", "check", "--target", "b200")
+
+
+def test_debug_shows_where_an_error_comes_from(tmp_path):
+    done = ksana("run", str(tmp_path / "missing.yaml"), "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "FileNotFoundError" in done.stderr
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_verbose_says_what_is_loaded_and_compiled_wherever_it_stands(place):
+    words = ["generate", "ksana-tiny", "--prompt=x", "--max-tokens", "1"]
+    quiet, loud = ksana(*words), ksana(*words[:place], "-v", *words[place:])
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert loud.returncode == 0 and loud.stdout.count("\n") == 1
+    assert all(said in loud.stderr for said in ("loaded ", "KV pool: ", "compiled StepShape("))
+
+
+def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypatch, tmp_path):
+    hiding = types.ModuleType("pallas_kernels")
+    hiding.__path__ = [str(tmp_path)]
+
+    def run(*_, **__):
+        monkeypatch.setitem(sys.modules, "pallas_kernels", hiding)
+        raise ModuleNotFoundError("No module named 'pallas_kernels.hopper'", name="pallas_kernels.hopper")
+
+    monkeypatch.setattr("ksana_jax.lab.experiments.command.run_and_report", run)
+    error = fails(capsys, "run", "quickstart")
+    assert f"'pallas_kernels.hopper'; {tmp_path} shadows ksana_jax's package 'pallas_kernels'" in error
+
+
+def test_an_unknown_option_is_explained_by_the_command_itself(capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["run", "--frobnicate"])
+    assert raised.value.code == 2
+    assert "frobnicate" in capsys.readouterr().err
+
+
+def test_report_prints_the_table_of_a_folder(capsys, tmp_path):
+    rows = [{"label": "full", "point": {}, "trials": ["a"]}]
+    kv = {
+        "metric": "kv",
+        "method": "stream",
+        "block_bytes": 1024,
+        "peak_blocks": 4,
+        "position": [16],
+        "live_blocks": [2],
+    }
+    nll = {
+        "metric": "nll",
+        "text": "t",
+        "text_tokens": 32,
+        "subset": "all",
+        "bucket": 0,
+        "bucket_tokens": 16,
+        "sum": 15.0,
+        "count": 15,
+        "positions": "p",
+    }
+    speed = {"metric": "speed", "num_scored": 15, "seconds": 0.5, "compiled_while_timed": 0}
+    records = [
+        {"kind": "plan", "name": "n", "title": "Title", "task": "perplexity", "rows": rows, "time": 0},
+        {"kind": "start", "trial": "a"},
+        *({"kind": "measurement", "trial": "a", **m} for m in (nll, kv, speed)),
+        {"kind": "done", "trial": "a"},
+    ]
+    lines = [json.dumps({"schema_version": 1, **r}) for r in records]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["report", str(tmp_path)])
+    assert raised.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Title" in shown and "2.72" in shown and "KV, KiB" in shown and "tokens/s" not in shown
+    assert (tmp_path / "figure.pdf").stat().st_size > 1000

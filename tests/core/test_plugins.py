@@ -1,0 +1,97 @@
+"""Settings may name a function of the user's own, and say in one sentence what is wrong with a name."""
+
+import functools
+import re
+import sys
+
+import pytest
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.plugins import name_of, nearest, resolve
+
+REGISTRY = {"first": min, "later": "tests.core.test_plugins:later"}
+
+
+def later(seq):
+    return seq
+
+
+class Rule:
+    def method(self):
+        return self
+
+    def __call__(self, seq):
+        return seq
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project in the working directory that is not on the Python path."""
+    package = tmp_path / "plugin_project"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "rules.py").write_text("number = 3\ndef mine(seq):\n    return -seq\nclass Group:\n    inner = mine\n")
+    (package / "broken.py").write_text("1 / 0\n")
+    (package / "needy.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path
+    for name in [n for n in sys.modules if n.startswith("plugin_project")]:
+        del sys.modules[name]
+
+
+def test_a_registered_name_gives_its_entry_and_a_string_in_the_registry_is_imported():
+    assert resolve("first", REGISTRY, "rule") is min
+    assert resolve("later", REGISTRY, "rule") is later
+
+
+def test_a_callable_is_what_it_is():
+    assert resolve(later, REGISTRY, "rule") is later
+
+
+def test_a_function_of_a_project_in_the_working_directory_is_found(project):
+    assert resolve("plugin_project.rules:mine", REGISTRY, "rule")(2) == -2
+    assert resolve("plugin_project.rules:Group.inner", REGISTRY, "rule")(2) == -2
+
+
+def test_the_working_directory_hides_no_installed_package(project):
+    (project / "numpy.py").write_text("def array(): ...\n")
+    (project / "plugin_project" / "uses.py").write_text("import numpy\ndef mine(seq): return numpy.float32\n")
+    assert resolve("plugin_project.uses:mine", REGISTRY, "rule")(0) is __import__("numpy").float32
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fist", "rule is 'fist', must be one of first, later, or 'package.module:name'"),
+        (5, "rule is 5, must be one of first, later, or 'package.module:name'"),
+        ([], "rule is [], must be one of first, later, or 'package.module:name'"),
+        (None, "rule is None, must be one of"),
+        (":mine", "rule is ':mine', must be 'package.module:name'"),
+        ("plugin_project.rules:", "rule is 'plugin_project.rules:', must be 'package.module:name'"),
+        ("plugin_project.rulez:mine", "there is no module 'plugin_project.rulez' on the Python path or in the working"),
+        ("no_such_project:mine", "there is no module 'no_such_project' on the Python path or in the working directory"),
+        ("plugin_project.rules:mini", "but plugin_project.rules has no 'mini'; the nearest is 'mine'"),
+        ("plugin_project.rules:number", "which is of type int, not a function or class"),
+        ("plugin_project.broken:mine", "importing 'plugin_project.broken' failed: ZeroDivisionError: division by zero"),
+        ("plugin_project.needy:mine", "failed: ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
+    ],
+)
+def test_what_cannot_be_found_is_one_sentence(project, spec, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(spec, REGISTRY, "rule")
+
+
+def test_names_for_records_are_the_same_in_every_process():
+    assert name_of("first") == "first"
+    assert name_of(later) == "tests.core.test_plugins:later"
+    assert name_of(Rule) == "tests.core.test_plugins:Rule" == name_of(Rule())
+    assert name_of(Rule().method) == "tests.core.test_plugins:Rule.method"
+    assert name_of(functools.partial(later)) == "functools:partial"
+    assert "0x" not in name_of(lambda seq: seq)
+
+
+def test_nearest_names():
+    assert nearest("frist", REGISTRY) == "first"
+    assert nearest("zzzz", REGISTRY) is None
+    assert nearest("zzzz", REGISTRY, cutoff=0.0) in REGISTRY

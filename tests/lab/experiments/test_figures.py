@@ -1,0 +1,67 @@
+"""The style of figures: lines that differ, units of bytes, axes that fit what is drawn."""
+
+import logging
+
+from matplotlib import font_manager
+from matplotlib.figure import Figure
+
+from ksana_jax.lab.experiments import figure_fonts, figures
+
+
+def test_the_first_lines_have_colours_of_their_own_and_none_of_36_is_like_another():
+    styles = [figures.line_style(index) for index in range(36)]
+    assert len({style["color"] for style in styles[:9]}) == 9
+    assert len({tuple(style.items()) for style in styles}) == 36
+
+
+def test_bytes_have_four_digits_at_most_before_the_next_unit():
+    assert figures.byte_unit(0) == figures.byte_unit(8 * 2**20 - 1) == (2**10, "KiB")
+    assert figures.byte_unit(8 * 2**20) == (2**20, "MiB")
+
+
+def test_a_logarithmic_axis_without_a_positive_value_becomes_linear():
+    above, below = Figure().subplots(2)
+    for axes, y in ((above, [1.0, 2.0]), (below, [float("inf")] * 2)):
+        axes.plot([1, 2], y)
+        axes.set_yscale("log")
+    figures.finish(above.figure)
+    assert (above.get_yscale(), below.get_yscale()) == ("log", "linear")
+
+
+def labelled(axes) -> None:
+    axes.plot([1, 2], [1, 2], label="日本 é")
+    axes.set_title("窓\n日")
+    axes.set_yticks([1, 2], ["字", "plain"])
+    axes.legend()
+
+
+def with_fonts(monkeypatch, *names: str) -> None:
+    found = [entry for entry in font_manager.fontManager.ttflist if entry.name in names]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", found)
+
+
+def test_characters_without_a_font_are_shown_as_codes(caplog, monkeypatch):
+    with_fonts(monkeypatch, "DejaVu Sans")
+    labelled(axes := Figure(layout="constrained").subplots())
+    with caplog.at_level(logging.WARNING):
+        assert not figure_fonts.fit(axes.figure)
+    assert "no installed font has 字 日 本 窓: the figure shows codes" in caplog.text
+    axes.figure.draw_without_rendering()  # would warn of glyphs that are missing
+    assert axes.get_title() == r"\u7a93" + "\n" + r"\u65e5"
+    assert [text.get_text() for text in axes.get_yticklabels()] == [r"\u5b57", "plain"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"\u65e5\u672c é"]
+
+
+def test_an_installed_font_that_has_a_character_is_used(monkeypatch):
+    with_fonts(monkeypatch, "DejaVu Sans", "STIXGeneral")  # of matplotlib too, in the place of an installed one
+    axes = Figure().subplots()
+    axes.set_title("x \u1d8a")
+    assert figure_fonts.fit(axes.figure) and axes.get_title() == "x \u1d8a"
+    assert axes.title.get_fontfamily() == ["DejaVu Sans", "STIXGeneral"]
+
+
+def test_a_figure_that_matplotlibs_own_font_can_write_is_left_alone():
+    axes = Figure().subplots()
+    axes.set_title("é Ж −1")
+    before = axes.title.get_fontfamily()
+    assert not figure_fonts.fit(axes.figure) and axes.title.get_fontfamily() == before

@@ -1,0 +1,49 @@
+"""Studies in experiments/ hold together: tables follow from records, and README shows one of them."""
+
+from pathlib import Path
+
+import pytest
+
+from ksana_jax.core.sources import model_path
+from ksana_jax.lab.experiments.config import load
+from ksana_jax.lab.experiments.report import read_report, write_tables
+
+ROOT = Path(__file__).parents[3]
+# Models that a study fetches or trains first.
+MADE = (
+    "smollm2",
+    *(f"runs/siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
+    *(f"runs/spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
+)
+STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
+    write_tables(read_report(study), tmp_path)
+    assert (tmp_path / "table.md").read_text() == (study / "table.md").read_text()
+    assert {"README.md", "figure.png", "run.json"} <= {path.name for path in study.iterdir()}
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_a_study_has_the_rows_of_its_configuration(study, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in MADE:  # rows do not depend on what is in a model
+        folder = tmp_path / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(model_path("ksana-tiny"))
+    rows = [(row.label, row.point) for row in read_report(study).rows]
+    assert rows == [(row.label, row.point) for row in load(study.name).rows]
+
+
+def test_every_folder_with_a_readme_is_a_study_or_a_script():
+    explained = {readme.parent.name for readme in (ROOT / "experiments").glob("*/README.md")}
+    assert explained - {"gpu"} == {study.name for study in STUDIES} >= {"quickstart"}
+
+
+def test_readme_shows_the_table_on_a_pretrained_model():
+    shown = (ROOT / "README.md").read_text().split("<!-- real -->")[1].split("<!-- /real -->")[0]
+    made = (ROOT / "experiments/real/table.md").read_text()
+    assert [line for line in made.splitlines() if line.startswith("|")] == [
+        line for line in shown.splitlines() if line.startswith("|")
+    ]

@@ -1,0 +1,104 @@
+"""Files of costs and of steps with what does not belong there: an error that names the place and the value."""
+
+import json
+
+import pytest
+
+from ksana_jax import cli
+from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.simulator.cost import read_cost
+from ksana_jax.lab.simulator.paced import WallClock
+from ksana_jax.lab.simulator.step_file import read_steps
+
+TIMES = {"shape": [[[1, 1]], 4, 1], "count": 9, "mean_s": 0.1, "factor": 1.0, "residuals": [1.0]}
+FITTED = {"level": "fitted", "phases": {"decode": {"step": 0.001}}, "shapes": [TIMES]}
+STEP = {"ended_s": 1.0, "shape": [[[1, 1]], 4, 1]} | dict.fromkeys(
+    ("num_tokens", "num_decodes", "num_running", "num_waiting", "blocks_in_use", "peak_blocks", "num_preemptions"), 1
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"level": ["fitted"]}, "cost.level is ['fitted'], must be one of affine"),
+        ({"level": {}}, "cost.level is {}, must be one of affine"),
+        ({"phases": 7}, "cost.phases is 7, must be a mapping of decode, chunk"),
+        ({"phases": {"decode": 3}}, "cost.phases.decode is 3, must be a mapping of step, tokens"),
+        ({"shapes": [TIMES | {"mean_s": "x"}]}, "cost.shapes[0].mean_s is 'x', must be a finite number from 0"),
+        ({"shapes": [TIMES, TIMES | {"factor": -2}]}, "cost.shapes[1].factor is -2, must be a finite number from 0"),
+        ({"shapes": [TIMES | {"count": 0}]}, "cost.shapes[0].count is 0, must be an integer from 1"),
+        ({"shapes": [TIMES | {"residuals": [float("nan")]}]}, "cost.shapes[0].residuals is nan, must be a finite"),
+    ],
+)
+def test_wrong_costs_are_named_with_their_value(fields, says):
+    read_cost(FITTED)
+    with pytest.raises(ConfigError) as raised:
+        read_cost(FITTED | fields)
+    assert str(raised.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("header", "step", "says"),
+    [
+        ([], STEP, " has no steps: `ksana simulate record` writes them"),
+        ({"kind": "steps"}, STEP, " has steps of format None, this version reads 1"),
+        (None, {}, ", line 3: there is no field 'shape'"),
+        (None, [], ", line 3 is [], must be the fields of a step"),
+        (None, 5, ", line 3 is 5, must be the fields of a step"),
+        (None, {"shape": 3}, ", line 3 is {'shape': 3}, must be the fields of a step"),
+        (None, STEP | {"num_tokens": "many"}, ", line 3: num_tokens is 'many', must be a finite number"),
+        (None, STEP | {"ended_s": float("nan")}, ", line 3: ended_s is nan, must be a finite number"),
+    ],
+)
+def test_broken_lines_of_steps_are_named(tmp_path, header, step, says):
+    path = tmp_path / "steps.jsonl"
+    good = {"kind": "steps", "format": 1}
+    path.write_text("\n".join(map(json.dumps, [good, STEP])))
+    assert len(read_steps(path).records) == 1
+    path.write_text("\n".join(map(json.dumps, [good if header is None else header, STEP, step])))
+    with pytest.raises(ConfigError) as raised:
+        read_steps(path)
+    assert str(raised.value) == f"{path}{says}"
+
+
+def test_a_paced_step_of_ages_is_an_error_with_its_seconds():
+    with pytest.raises(ConfigError, match=r"a step of the paced device takes 1e\+300 s, must be at most 3,600 s"):
+        WallClock(lambda: 0.0).advance_to(1e300)
+
+
+@pytest.mark.parametrize("given", [None, "", 5, []])
+def test_costs_that_are_neither_fields_nor_a_file_are_named(given):
+    with pytest.raises(ConfigError) as raised:
+        read_cost(given)
+    assert str(raised.value) == f"cost is {given!r}, must be a mapping with a level, or the name of a file"
+
+
+BENCH = ("bench", "routing", "--servers", "1", "--blocks", "1", "--requests", "1", "--policies", "random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*BENCH, "--out", "taken"), "--out is 'taken', must be a folder, and taken is a file"),
+        ((*BENCH, "--seed", "-1"), "seed is -1, must be an integer from 0"),
+        (("bench", "streams", "--seed", "-1"), "seed is -1, must be an integer from 0 to 4,294,967,295"),
+        (
+            ("simulate", "record", "ksana-tiny", "-o", "taken/steps"),
+            "--out is 'taken', must be a folder, and taken is a",
+        ),
+        (("simulate", "validate", "--no-queues", "--no-decisions", "--no-prediction"), "--no-queues --no-decisions"),
+        (("simulate", "validate", "--no-prediction", "--paced", "c.json"), "--paced is of the predicted engine, and"),
+        (("simulate", "validate", "--paced", ""), "cost is None, must be a mapping with a level"),
+        (("simulate", "record", "ksana-tiny", "-o", "folder"), "--out is 'folder', must be a file, not a folder"),
+    ],
+)
+def test_what_would_fail_after_the_measurement_is_told_before_it(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"ksana: error: {says}")
+    assert not printed.out

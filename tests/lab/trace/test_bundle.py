@@ -1,0 +1,120 @@
+"""The bundle of a real engine: texts and costs of what was compiled, why, a profile by parts, and a page."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from ksana_jax import SamplingParams
+from ksana_jax.lab.trace import tracing
+from ksana_jax.lab.trace.bundle import variables
+from ksana_jax.lab.trace.parts import PARTS
+from ksana_jax.ops.linear import choose_linear
+from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.scheduler.step.types import StepShape
+from tests.engine.small import make_llm
+from tests.lab.trace.pages import Page
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """A trace of six requests, and the engine: plain ones, then some that want log-probabilities."""
+    folder = tmp_path_factory.mktemp("trace") / "out"
+    with tracing(folder, command="a <small> engine", profile_steps=6):
+        llm = make_llm(programs={})
+        prompts = [[5] * 20, [7] * 9, [3] * 3]
+        for logprobs in (None, 0):
+            asked = SamplingParams(max_tokens=6, temperature=0, logprobs=logprobs, detokenize=False, ignore_eos=True)
+            llm.generate(prompts, asked)
+    return folder, json.loads((folder / "trace.json").read_text()), llm
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_compiled_function_has_its_texts_and_xlas_own_costs(bundle):
+    folder, trace, llm = bundle
+    assert len(trace["functions"]) == llm.num_compilations == trace["compilations"]["functions"]
+    shapes = [key for key in llm.runner.programs if isinstance(key, StepShape)]
+    steps = [f for f in trace["functions"] if f["name"].startswith("step ")]
+    assert len(steps) == len(shapes)
+    for shape, function in zip(shapes, steps, strict=True):
+        for compiled, program in zip(compiled_programs(llm.runner.programs[shape]), function["programs"], strict=True):
+            assert (folder / program["files"]["hlo"]).read_text() == compiled.as_text()
+            assert (folder / program["files"]["jaxpr"]).read_text().count("{ lambda ")
+            assert "stablehlo." in (folder / program["files"]["stablehlo"]).read_text()
+            assert program["flops"] == compiled.cost_analysis()["flops"]
+            assert program["memory"]["temp_bytes"] == compiled.memory_analysis().temp_size_in_bytes
+        assert [program["calls"] for program in function["programs"]] == [1, 1, 1]  # two layers share a program
+        assert function["flops"] == sum(program["flops"] for program in function["programs"])
+
+
+def test_a_step_that_had_to_wait_for_a_function_says_why(bundle):
+    folder, trace, _ = bundle
+    reasons = [f["reason"] for f in trace["functions"]]
+    assert reasons[0] == "no step was compiled before"
+    assert any(re.search(r"from the nearest one: parts 4x4 -> 4x1", r) for r in reasons)
+    assert "compiled were sample 4, greedy" in reasons[-1]
+    steps = lines(folder / "engine-1/steps.jsonl")
+    for function in trace["functions"]:
+        assert function["name"] in steps[function["step"] - 1]["compiled"]
+    seconds = trace["compilations"]
+    assert sum(s["compile_s"] for s in steps) == pytest.approx(seconds["traced_s"] + seconds["compiled_s"])
+
+
+def test_the_profile_is_divided_by_the_parts_of_the_model(bundle):
+    folder, trace, _ = bundle
+    [engine] = trace["engines"]
+    assert engine["profiled_steps"] == 6 and list(folder.rglob("*.xplane.pb")) and list(folder.rglob("perfetto*.gz"))
+    assert {"qkv", "attention", "mlp", "logits"} <= engine["profiled_s"].keys() <= {*PARTS, "other"}
+    assert sum(engine["time_s"].values()) == pytest.approx(engine["seconds"])
+    assert engine["implementation"] in ("native", "xla")
+
+
+def test_a_step_has_every_part_of_the_model_among_its_operations(bundle):
+    folder, _, _ = bundle
+    texts = "".join(path.read_text() for path in folder.rglob("*.stablehlo.mlir")) + "".join(
+        path.read_text() for path in folder.rglob("*.hlo.txt")
+    )
+    packed = choose_linear("cpu", "float32").packs  # one call has the output projection and the MLP
+    assert [part for part in PARTS if f"/{part}/" not in texts] == (["output"] if packed else [])
+
+
+def test_the_page_loads_nothing_and_draws_every_step_and_request(bundle):
+    folder, trace, _ = bundle
+    page = Page.of(folder / "index.html")
+    assert page.loads == [] and page.title == "a <small> engine"
+    steps = lines(folder / "engine-1/steps.jsonl")
+    assert len(steps) == trace["engines"][0]["num_steps"]
+    drawn = {int(n) for n in re.findall(r"step (\d+): \d+ rows", " ".join(page.tooltips["steps-1"]))}
+    assert drawn == {s["step"] for s in steps}
+    assert {t.split(":")[0] for t in page.tooltips["requests-1"]} == {f"request-{i}" for i in range(6)}
+    assert len(page.tooltips["pool-1"]) == 2 * len(steps)
+    assert all((folder / link).is_file() for link in page.links) and len(page.links) == 3 * sum(
+        len(f["programs"]) for f in trace["functions"]
+    )
+
+
+def test_a_browser_without_a_network_shows_the_page_as_it_was_written(bundle, tmp_path):
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium here")
+    page = bundle[0] / "index.html"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom"]
+    command = [browser, *flags, f"--user-data-dir={tmp_path}", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    # Had a tag been closed in the wrong place, the browser would have moved what follows.
+    for mark in ("<rect", "<tr>", "<svg", "<h2>", "<h3>"):
+        assert shown.count(mark) == page.read_text().count(mark) > 0
+
+
+def test_a_bundle_has_no_secrets(monkeypatch):
+    monkeypatch.setenv("KSANA_HIDE", "")
+    before = variables()
+    for name in ("KSANA_API_KEY", "KSANA_JOB_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    assert variables() == before and "KSANA_HIDE" in before

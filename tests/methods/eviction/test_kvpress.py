@@ -1,0 +1,125 @@
+"""The engine keeps the tokens that kvpress 0.5.5 keeps, head by head: files in tests/golden/kvpress."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.layout import TEXT_POSITION
+from ksana_jax.methods.eviction.h2o import H2O
+from tests.golden.kvpress_cases import CONFIG, KVPressCase, kvpress_cases, weights
+
+# What an engine is made for; the other settings can change.
+COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta")
+
+
+def pyramid(case: KVPressCase) -> dict[str, Any]:
+    """kvpress counts the window within each layer's tokens, a line from `most` to `fewest`; ours comes on top."""
+    window, budget = case.settings["window_size"], case.length * (1 - case.settings["compression_ratio"])
+    fewest = budget / case.settings["beta"]
+    most = 2 * budget - fewest
+    if most >= case.length - window:
+        most, fewest = case.length - window, 2 * budget - (case.length - window)
+    if not case.length >= most >= fewest >= window:
+        return {"budget": round(budget)}  # the same in all layers
+    return {"budget": round(budget), "layers": "pyramid", "beta": (budget - window) / (fewest - window)}
+
+
+def settings_of(case: KVPressCase) -> dict[str, Any]:
+    """`kv_eviction` for what a press does. A ratio of tokens that go is a number that stay, without the fraction."""
+    given = case.settings
+    if "target_size" in given:
+        # From `target` to `target + interval - 1` tokens, as many at a time as there come between two evictions.
+        interval = given["compression_interval"]
+        common = {"budget": given["target_size"] + interval - 1, "interval": interval}
+    else:
+        common = {"budget": max(int(case.length * (1 - given["compression_ratio"])), 1), "interval": 1}
+    match case.press:
+        case "KnormPress":
+            return common | {"method": "knorm"}
+        case "TOVAPress":  # keeps the newest token
+            return common | {"method": "tova", "recent": 1}
+        case "ObservedAttentionPress":  # has no window
+            return common | {"method": "h2o", "normalised": True, "recent": 0}
+        case "StreamingLLMPress":  # leaves keys rotated as they are
+            return common | {"method": "streaming_llm", "sinks": given["n_sink"], "positions": "absolute"}
+        case "SnapKVPress" | "PyramidKVPress":
+            own = {"method": "snapkv", "recent": given["window_size"], "kernel": given["kernel_size"]}
+            return common | own | (pyramid(case) if case.press == "PyramidKVPress" else {})
+    raise ValueError(case.press)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("llama")
+    (found / "config.json").write_text(json.dumps(CONFIG))
+    save_file(weights(), found / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine_of(folder):
+    """Makes engines that store the text position of each cached token, as for a method that asks for it; one for all
+    budgets, one at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (EvictionMethod, H2O):
+            patch.setattr(kind, "needs_text_positions", True)
+
+        @functools.lru_cache(maxsize=1)
+        def made(fixed: str) -> LLM:
+            return LLM(
+                folder,
+                kv_eviction=json.loads(fixed),
+                block_size=1,
+                num_blocks=512,
+                max_num_seqs=1,
+                max_num_batched_tokens=32,
+                query_tile=32,
+                async_scheduling=False,
+            )
+
+        def engine(setting: dict[str, Any]) -> LLM:
+            fixed = {name: setting[name] for name in COMPILED if name in setting}
+            llm = made(json.dumps(fixed | {"budget": 64, "interval": 1}))
+            llm.set_kv_eviction(setting)
+            return llm
+
+        yield engine
+
+
+def kept(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], list[list[list[int]]]]:
+    """What the model writes, and the text positions [L][K] that are left after so many of these tokens."""
+    asked = SamplingParams(temperature=0, max_tokens=num_tokens + 2, ignore_eos=True, detokenize=False)
+    request, scheduler, found = llm.engine.add_request(np.array(prompt), asked), llm.engine.scheduler, []
+    while llm.engine.has_work:
+        llm.engine.step()
+        llm.engine._make_moves()
+        [*running] = scheduler.order.tolist()
+        for row in running:
+            rows = scheduler.rows
+            length = int(rows.num_computed[row])
+            if length != len(prompt) + num_tokens:
+                continue
+            leaf = np.asarray(llm.runner.cache.leaves[TEXT_POSITION])  # [P, Lg, 1, K, 1]
+            for group, at in llm.runner.layout.places:
+                blocks = rows.block_tables[group, row][: length - rows.num_evicted[group, row]]
+                found.append(leaf[blocks, at, 0, :, 0].T.tolist())
+    return request.output().outputs[0].token_ids[:num_tokens], found
+
+
+def by_engine(case: KVPressCase) -> str:
+    return repr([settings_of(case).get(name) for name in COMPILED])
+
+
+@pytest.mark.parametrize("case", sorted(kvpress_cases(), key=by_engine), ids=lambda case: case.name)
+def test_each_head_keeps_the_tokens_that_kvpress_keeps(case, engine_of):
+    tokens, found = kept(engine_of(settings_of(case)), case.prompt, len(case.tokens))
+    assert tokens == case.tokens
+    assert found == case.kept
