@@ -3,7 +3,7 @@
 Files in the order in which a greedy request enters them on a CPU; `examples/one_request.py` has the loop in one page:
 
   call      `core/request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts, token ids),
-            `engine/engine` (the loop over steps), `engine/changes` (its lock), `engine/intake` (checks of requests),
+            `engine/engine` (the loop over steps), `engine/engine_lock`, `engine/request_factory` (checks of requests),
             `engine/completion` (their output)
   schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
             `scheduler/sequence` (the rows of a step), `scheduler/waiting` (admission), `scheduler/running` (budget and

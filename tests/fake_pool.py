@@ -145,13 +145,13 @@ class StoringExecutor(FakeExecutor):
             for leaf, index in moved:
                 tokens = leaf[block[source], index, :, 0, offset[source]]
                 leaf[block[:kept], index, :, 0, offset[:kept]] = tokens
-            if self._method.forgets:
+            if self._method.resets_scores:
                 self.leaves[SCORE][block[:kept], at, 0, 0, offset[:kept]] = 0
 
     def check(self, step: StepInput) -> None:
         super().check(step)
         numbers = step.arrays.query_numbers
-        expected = self._method is not None and self._method.tells_queries_apart
+        expected = self._method is not None and self._method.weights_queries
         assert (numbers is not None) == expected
         if numbers is not None:
             assert numbers.shape == (len(self.layout.groups), step.shape.num_tokens) and numbers.dtype == np.float32

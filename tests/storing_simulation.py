@@ -152,7 +152,7 @@ class Text:
             others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
             chosen = sorted(stay | set(others[: left - len(stay)]))
             self.kept[layer] = [self.kept[layer][i] for i in chosen]
-            if method.forgets:
+            if method.resets_scores:
                 self.scores[layer] = 0
 
 

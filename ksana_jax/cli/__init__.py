@@ -17,7 +17,6 @@ from ksana_jax.cli import (
     evaluation,
     fetching,
     groups,
-    hosts,
     logs,
     machine,
     routing,
@@ -28,6 +27,7 @@ from ksana_jax.cli import (
     text,
     tracing,
     training,
+    worker,
 )
 from ksana_jax.core import interrupts, processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
@@ -72,13 +72,14 @@ COMMANDS = (
     fetching.fetch,
     text.generate,
     chat.chat,
-    hosts.follow,
+    worker.worker,
     machine.plan,
     training.train,
     machine.doctor,
 )
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
+app.command("follow", hidden=True, deprecated=True, cls=groups.Command)(worker.worker)
 
 app.command(cls=groups.ServeCommand)(serving.serve)
 

@@ -41,7 +41,7 @@ Distributed = Annotated[
     str | None,
     typer.Option(
         help="processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address: "
-        "10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana follow",
+        "10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker",
         show_default=False,
         metavar="YAML",
     ),

@@ -15,11 +15,11 @@ from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.engine_stats import EngineStats, NotServing
 from ksana_jax.engine.engine_thread import EngineThread
+from ksana_jax.engine.inflight import InflightRequests
 from ksana_jax.engine.llm import LLM
-from ksana_jax.engine.open_requests import OpenRequests
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.request_stream import RequestStream
-from ksana_jax.engine.text_pool import TextPool
+from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
 # How long `close` waits for a step that is running; its first one may be compiling.
 _CLOSE_S = 60.0
@@ -43,7 +43,7 @@ class AsyncLLM:
       observers: called on the event loop with the `StepNews` of each step; they may look, not change anything.
       admission: called as admission(num_sequences, num_prompt_tokens) right before new requests are queued; raises to
         refuse them. None admits all. What it looks at, `stats()` say, cannot change until they are queued.
-      text_pool: threads for tokenizing, which callers may use for similar work.
+      tokenizer_threads: threads for tokenizing, which callers may use for similar work.
     """
 
     def __init__(self, model: str | Path, **settings: Any):
@@ -69,8 +69,8 @@ class AsyncLLM:
         self.tokenizer, self.config, self.model_config = self.engine.tokenizer, self.engine.config, self.engine.model
         self.max_model_len = self.engine.max_model_len
         self.admission: Callable[[int, int], None] | None = None
-        self.text_pool = TextPool()
-        self._open = OpenRequests()
+        self.threads = TokenizerThreads()
+        self._open = InflightRequests()
         self._refuses = ""
         self._threads = [EngineThread(replicas, index, self._open.post) for index in range(len(replicas.replicas))]
         for thread in self._threads:
@@ -164,7 +164,7 @@ class AsyncLLM:
     async def _read(self, prompts: list[Prompt], params: Any, streams: bool) -> list[RequestInput]:
         """Returns prompts as requests; tokenizes texts in another thread."""
         if any(isinstance(prompt, str) or _is_text(prompt) for prompt in prompts):
-            return await self.text_pool.run(read_requests, prompts, params, None, self.tokenizer, streams=streams)
+            return await self.threads.run(read_requests, prompts, params, None, self.tokenizer, streams=streams)
         return read_requests(prompts, params, None, self.tokenizer, streams=streams)
 
     def _queue(self, asked: list[RequestInput], arrival_s: float, delta: bool) -> list[RequestStream]:
@@ -172,7 +172,7 @@ class AsyncLLM:
         for at, name in enumerate(names):
             if name in self._open.by_id or name in names[:at]:
                 raise ValueError(f"request id {name!r} is in use")
-        requests = self.engine.intake.new_requests(asked, clock=lambda: arrival_s, taken=self._open.by_id)
+        requests = self.engine.factory.new_requests(asked, clock=lambda: arrival_s, taken=self._open.by_id)
         if self.admission is not None:
             num_sequences = sum(request.params.num_sequences for request in requests)
             self.admission(num_sequences, sum(len(request.prompt_token_ids) for request in requests))
@@ -182,7 +182,7 @@ class AsyncLLM:
             found = self._open.open(request, replica)
             self._threads[replica].add(request, load_of(request))
             abort = functools.partial(self._abort, replica, request.request_id)  # keeps this object for its readers
-            streams.append(RequestStream(request.request_id, request.prompt_token_ids, found.mailbox, abort, delta))
+            streams.append(RequestStream(request.request_id, request.prompt_token_ids, found.buffer, abort, delta))
         return streams
 
     async def abort(self, request_id: str) -> None:
@@ -233,7 +233,7 @@ class AsyncLLM:
         return f"{type(self._open.failure).__name__}: {self._open.failure}"
 
     def _bind(self) -> None:
-        self.engine.changes.check_process()
+        self.engine.lock.check_process()
         self._open.bind()
 
     def _check_serving(self) -> None:
@@ -260,18 +260,18 @@ class AsyncLLM:
 
         Waits for steps under way: on the event loop, call `aclose`. In a forked child, does nothing.
         """
-        if self.engine.changes.is_inherited:
+        if self.engine.lock.is_inherited:
             return
         self._refuses = _CLOSED
         self._stop_threads()
-        self.text_pool.close()
+        self.threads.close()
         close, self._close_llm = self._close_llm, None
         if close is not None:
             close()
 
     async def aclose(self) -> None:
         """Calls `close` in another thread; requests that have not ended end with finish_reason "abort"."""
-        if self.engine.changes.is_inherited:
+        if self.engine.lock.is_inherited:
             return
         self._refuses = _CLOSED
         ended = [found.ended for found in self._open.by_id.values()]
@@ -295,7 +295,7 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _stop(engine: Engine, threads: list[EngineThread]) -> None:
-    if engine.changes.is_inherited:
+    if engine.lock.is_inherited:
         return
     for thread in threads:
         thread.stop()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.engine.device_half import DeviceHalf, prepare
+from ksana_jax.engine.device_setup import DeviceSetup, prepare
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.settings import check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
@@ -31,7 +31,7 @@ from ksana_jax.scheduler.step.types import Executor
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from ksana_jax.engine.distributed.driver import Followers
+    from ksana_jax.engine.distributed.driver import Workers
     from ksana_jax.sharding.placement import Placement
 
 # Called with each new engine; empty unless somebody traces, see `ksana_jax.lab.trace`.
@@ -50,7 +50,7 @@ def build_engine(
     clock: Callable[[], float] = time.perf_counter,
     buckets: Buckets | None = None,
     programs: dict[Any, Any] | None = None,
-    followers: Followers | None = None,
+    workers: Workers | None = None,
     placement: Placement | None = None,
     **memory: Any,
 ) -> Engine:
@@ -69,7 +69,7 @@ def build_engine(
       clock: seconds, rising.
       buckets: shapes of the steps; None takes `Buckets.of`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
-      followers: the other processes that divide the model, with config.distributed; see `engine.leading`.
+      workers: the other processes that divide the model, with config.distributed; see `engine.leading`.
       placement: on the devices; None takes jax's first ones.
       memory: arguments of `KVMemory` that replace those which follow from model and config.
 
@@ -80,10 +80,10 @@ def build_engine(
     seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     if executor is None:
-        half = _on_device(model, params, config, seen, programs, followers, placement)
+        half = _on_device(model, params, config, seen, programs, workers, placement)
     else:
         layout = make_layout(model, seen, config)
-        half = DeviceHalf(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
+        half = DeviceSetup(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     method = read_speculative(half.config.speculative_config)
     builder = _builder(half, model.vocab_size, buckets)
     speculation = None
@@ -120,25 +120,25 @@ def _on_device(
     config: EngineConfig,
     patterns: Seq[AttentionPattern],
     programs: dict[Any, Any] | None,
-    followers: Followers | None,
+    workers: Workers | None,
     placement: Placement | None,
-) -> DeviceHalf:
+) -> DeviceSetup:
     """Creates a runner on its devices."""
     # Imported here: an engine around another executor needs no jax.
     from ksana_jax.runner.runner import Runner
 
-    if config.distributed is not None and followers is None:
+    if config.distributed is not None and workers is None:
         raise ConfigError("distributed: only LLM, with a model's directory, makes an engine of several processes")
-    if followers is None:
+    if workers is None:
         prepared = prepare(model, config, patterns, placement)
         return prepared.load(params, prepared.plan.num_blocks, Runner, programs)
-    return followers.load(
+    return workers.load(
         functools.partial(prepare, model, config, patterns, placement), config, patterns, params, programs
     )
 
 
 def _scheduler(
-    half: DeviceHalf, clock: Callable[[], float], replaced: dict[str, Any], speculation: Speculation | None
+    half: DeviceSetup, clock: Callable[[], float], replaced: dict[str, Any], speculation: Speculation | None
 ) -> Scheduler:
     """Creates the scheduler with its KV memory. replaced: arguments of KVMemory that override the defaults."""
     config, disk = half.config, None
@@ -168,7 +168,7 @@ def _scheduler(
     )
 
 
-def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
+def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     method = None if half.layout.eviction is None else half.layout.eviction.method
@@ -180,7 +180,7 @@ def _builder(half: DeviceHalf, vocab_size: int, buckets: Buckets | None) -> Batc
         config.num_blocks,
         vocab_size,
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
-        eviction=method if method is not None and method.tells_queries_apart else None,
+        eviction=method if method is not None and method.weights_queries else None,
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
     )

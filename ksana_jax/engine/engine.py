@@ -17,9 +17,9 @@ from ksana_jax.core.metrics import StepRecord
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.request import FinishReason, RequestInput, RequestOutput, SamplingParams
 from ksana_jax.engine import steps
-from ksana_jax.engine.changes import Changes
 from ksana_jax.engine.completion import Completion, Request
-from ksana_jax.engine.intake import Intake
+from ksana_jax.engine.engine_lock import EngineLock
+from ksana_jax.engine.request_factory import RequestFactory
 from ksana_jax.engine.steps import Step, Steps, schedule_after, submit
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.memory import KVMemory
@@ -67,7 +67,7 @@ class Engine:
         # Model and load_format of the LLM that has read the weights; None if they were in memory.
         self.source: tuple[str, str] | None = None
         self.max_model_len = scheduler.max_model_len
-        self.intake = Intake(scheduler, model, tokenizer, config.seed)
+        self.factory = RequestFactory(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}
         self.records: list[StepRecord] = []
         # Requests whose first token the last step has sampled.
@@ -86,7 +86,7 @@ class Engine:
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
         # Runs every change of the engine, one at a time.
-        self.changes = Changes(self._reset)
+        self.lock = EngineLock(self._reset)
 
     @property
     def memory(self) -> KVMemory:
@@ -104,8 +104,8 @@ class Engine:
           ValueError: one of them can never be served; then none is made.
           RuntimeError: this is a forked child of the engine's process.
         """
-        self.changes.check_process()
-        return self.intake.new_requests(asked, clock=self.clock, taken=self.requests)
+        self.lock.check_process()
+        return self.factory.new_requests(asked, clock=self.clock, taken=self.requests)
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Creates one request from the fields of `RequestInput`; see `new_requests`."""
@@ -124,7 +124,7 @@ class Engine:
         Raises:
           ValueError: an id is taken.
         """
-        self.changes.run(self._add, requests)
+        self.lock.run(self._add, requests)
 
     def _add(self, requests: Collection[Request]) -> None:
         for request in requests:
@@ -133,7 +133,7 @@ class Engine:
         leaders = [next(iter(request.sequences)) for request in requests]
         for leader in leaders:
             self.scheduler.rank(leader)
-        self.changes.begin()
+        self.lock.begin_write()
         if not self.scheduler.has_work:
             self._reported_s = None
         for request, leader in zip(requests, leaders, strict=True):
@@ -149,12 +149,12 @@ class Engine:
             self._abort_all([request])
 
     def _abort_all(self, requests: Collection[Request]) -> None:
-        self.changes.run_or_defer(self._abort, requests)
+        self.lock.run_or_defer(self._abort, requests)
 
     def _abort(self, requests: Collection[Request]) -> None:
         for request in requests:
             if self.requests.get(request.request_id) is request:
-                self.changes.begin()
+                self.lock.begin_write()
                 self._end(request, FinishReason.ABORT)
                 self._close(request)
                 request.notify()
@@ -182,10 +182,10 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = self.changes.exclusive(True, self._step, news, lambda request: report(request.checked()))
+                    outputs = self.lock.exclusive(True, self._step, news, lambda request: report(request.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
-                    self.changes.give_way()
+                    self.lock.yield_lock()
             finally:
                 self._abort_all(requests)
         finally:  # again: an interrupt may come before the first word of the line above
@@ -199,8 +199,8 @@ class Engine:
         Args:
           news: the requests with something new, `Request.news` of each of the caller's; empty afterwards.
         """
-        outputs = self.changes.run(self._step, news, report)
-        self.changes.give_way()
+        outputs = self.lock.run(self._step, news, report)
+        self.lock.yield_lock()
         return outputs
 
     @property
@@ -211,14 +211,14 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes and reports one step, or reports the next one of a call that computed several; returns requests with
         something new: a completion that ended, text of one that streams."""
-        return self.changes.run(self._step, None, lambda request: request)
+        return self.lock.run(self._step, None, lambda request: request)
 
     def _step(self, news: dict[Request, None] | None, report: Callable[[Request], T]) -> list[T]:
         """Computes a step unless `news` already has requests; returns the reports of those in it, and empties it. None:
         of all requests with something new."""
         reported: dict[Request, None] = {}
         if not news:
-            self.changes.begin()
+            self.lock.begin_write()
             if (step := self._next_step()) is None:
                 self._wait()
             else:
@@ -294,7 +294,7 @@ class Engine:
         for seq in result.finished:
             reported.setdefault(seq.owner)
         if len(result.beams):
-            new_beam, fail = self.intake.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
+            new_beam, fail = self.factory.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
             reported |= steps.advance_beams(self.scheduler, step.batch, output, result, new_beam, fail)
         return reported
 
@@ -323,12 +323,12 @@ class Engine:
           RuntimeError: requests are running.
           ValueError: the executor cannot serve these patterns.
         """
-        self.changes.run(self._set_patterns, patterns)
+        self.lock.run(self._set_patterns, patterns)
 
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self._check_idle("the pattern changes only in between")
         layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
-        self.changes.begin()
+        self.lock.begin_write()
         self.executor.set_patterns(patterns)
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.proposer.set_patterns(patterns)
@@ -341,12 +341,12 @@ class Engine:
           RuntimeError: requests are running.
           ConfigError: see `KVLayout.with_eviction`.
         """
-        self.changes.run(self._set_eviction, method)
+        self.lock.run(self._set_eviction, method)
 
     def _set_eviction(self, method: EvictionMethod) -> None:
         self._check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method)
-        self.changes.begin()
+        self.lock.begin_write()
         if self.builder.eviction is not None:
             self.builder = dataclasses.replace(self.builder, eviction=method)
         self.scheduler.set_layout(layout)
@@ -371,11 +371,11 @@ class Engine:
 
     def flush(self) -> None:
         """Writes cached prefixes to disk, if there is a disk tier; raises RuntimeError while requests are running."""
-        self.changes.run(self._flush)
+        self.lock.run(self._flush)
 
     def _flush(self) -> None:
         self._check_idle("prefixes are written to the disk only in between")
-        self.changes.begin()
+        self.lock.begin_write()
         self._make_moves()
         for _ in self.memory.flush():
             self._make_moves()

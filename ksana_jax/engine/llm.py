@@ -25,14 +25,14 @@ from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.build import build_engine
-from ksana_jax.engine.distributed.driver import Followers, LeadingRunner
+from ksana_jax.engine.distributed.driver import DriverRunner, Workers
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.distributed.worker import start
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
 from ksana_jax.engine.settings import beyond_training, engine_config
-from ksana_jax.engine.warming import warm_up
+from ksana_jax.engine.warmup import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.methods.presets import PatternLike, read_patterns
@@ -82,11 +82,11 @@ class LLM:
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
         model = compose(model, revision, gguf_file)
-        config, followers = engine_config(settings), None
+        config, workers = engine_config(settings), None
         if config.distributed is not None:
             job = start(config.distributed, config.device, (model, config))
             config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
-            followers = Followers(job, model, load_format)
+            workers = Workers(job, model, load_format)
         use_device(config.device)
         before = resident_bytes()
         self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
@@ -99,7 +99,7 @@ class LLM:
             tokenizer = load_tokenizer(tokenizer)
         elif tokenizer is None:
             tokenizer = find_tokenizer(model_dir)
-        self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, followers)
+        self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
         for engine in self.replicas.engines:
             engine.source = (self.name, load_format)
 
@@ -132,12 +132,12 @@ class LLM:
         pattern: PatternLike | Seq[PatternLike] | None,
         tokenizer: Tokenizer | None,
         resident_before: int | None,
-        followers: Followers | None = None,
+        workers: Workers | None = None,
     ) -> None:
         keep_compiled_steps()
 
         def build(placement: Placement) -> Engine:
-            settings = {"patterns": pattern, "tokenizer": tokenizer, "followers": followers, "placement": placement}
+            settings = {"patterns": pattern, "tokenizer": tokenizer, "workers": workers, "placement": placement}
             return build_engine(model, params(placement), config, **settings)
 
         self._take(build_replicas(config, build), resident_before)
@@ -164,13 +164,13 @@ class LLM:
         Raises:
           RuntimeError: requests are running.
         """
-        if self.engine.changes.is_inherited:
+        if self.engine.lock.is_inherited:
             return
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()
-        if isinstance(self.runner, LeadingRunner):
-            self.runner.followers.close()
+        if isinstance(self.runner, DriverRunner):
+            self.runner.workers.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -76,7 +76,7 @@ def _scores(config: ModelConfig) -> list[str]:
 
 
 def ending_files(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[int, list[str]]:
-    """Returns the ids that end a text, each with the files that name it, in the order of `intake.ending_ids`."""
+    """Returns ids that end a text, each with the files that name it, in the order of `ending_ids`."""
     found: dict[int, list[str]] = collections.defaultdict(list)
     if (gguf := gguf_of(path)) is not None:
         metadata = read_gguf(gguf).metadata

@@ -1,4 +1,4 @@
-"""The output of one request of `AsyncLLM`, as its reader sees it. Knows the request's mailbox and how to abort it."""
+"""The output of one request of `AsyncLLM`, as its reader sees it. Knows the request's buffer and how to abort it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ksana_jax.core.request import RequestOutput
-from ksana_jax.engine.mailbox import Mailbox, joined
+from ksana_jax.engine.output_buffer import OutputBuffer, joined
 
 
 class RequestStream:
@@ -21,7 +21,7 @@ class RequestStream:
       prompt_token_ids: int32 [n].
 
     Args:
-      mailbox: where the output arrives, as deltas.
+      buffer: where the output arrives, as deltas.
       abort: ends the request before the next step; may be called from any thread.
       delta: give out only what is new.
     """
@@ -30,12 +30,12 @@ class RequestStream:
         self,
         request_id: str,
         prompt_token_ids: np.ndarray,
-        mailbox: Mailbox,
+        buffer: OutputBuffer,
         abort: Callable[[], None],
         delta: bool,
     ):
         self.request_id, self.prompt_token_ids = request_id, prompt_token_ids
-        self._mailbox, self._abort, self._delta = mailbox, abort, delta
+        self._mailbox, self._abort, self._delta = buffer, abort, delta
         self._so_far: RequestOutput | None = None
         self._open = True
 

@@ -250,7 +250,7 @@ def advance_beams(
     """Passes the scores of beams to their requests, which choose the continuations; returns requests that have ended.
 
     Args:
-      new_beam: see `Intake.new_beam`. fail: ends a request because its scores are not finite.
+      new_beam: see `RequestFactory.new_beam`. fail: ends a request because its scores are not finite.
     """
     reported: dict[Request, None] = {}
     place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ksana_jax.core.lazy import lazy_names
 from ksana_jax.core.plugins import resolve
 
 
@@ -47,3 +48,9 @@ def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
       ConfigError: there is no policy of that name.
     """
     return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")
+
+
+# They were here before 0.2; goes away with 0.3.
+__getattr__, __dir__ = lazy_names(
+    __name__, {"ksana_jax.methods.replacement": "lru lfu fifo newest_subtree_first cost_aware"}
+)

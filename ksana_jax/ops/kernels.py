@@ -229,7 +229,7 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
         name = f"kv_eviction {type(method).__name__}"
         if method.positions == "cache":
             return f"{name} stores keys unrotated, and the kernels read rotated ones"
-        if method.alters_logits:
+        if method.custom_logits:
             return f"{name} observes other weights than those of the attention, which the kernels return"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
         if reason := kernel.unsupported(_example(needs, tile)):
@@ -258,7 +258,7 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
         sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,
         soft_cap=1.0 if needs.soft_cap else None,
         return_mass=method is not None and method.observes,
-        mass_factor=jax.ShapeDtypeStruct((1, tile), jnp.float32) if method and method.tells_queries_apart else None,
+        mass_factor=jax.ShapeDtypeStruct((1, tile), jnp.float32) if method and method.weights_queries else None,
     )
     table = ints((1, 1))
     return contract.Call(

@@ -73,7 +73,7 @@ def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Calla
 
     def logits_of(i):
         logits, slots = scores_of(i)
-        if not method.alters_logits:
+        if not method.custom_logits:
             return logits
         seen = Observation(
             observer.layer, head[..., None], queries.rows(queries.text_positions), slots[:, None, None, :], numbers
@@ -81,7 +81,7 @@ def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Calla
         return jnp.where(jnp.isfinite(logits), method.observed_logits(logits, seen, jnp), -jnp.inf)
 
     log_total = queries.log_total
-    if method.alters_logits:
+    if method.custom_logits:
         nothing = jnp.full(log_total.shape, -jnp.inf)
 
         def add(i, total):

@@ -91,7 +91,7 @@ class Evictor:
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
             run = jax.jit(functools.partial(evict, method=method), donate_argnums=0)
-            given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.foresees else None
+            given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given=given)
             self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked))
         return self._compiled[key]
@@ -115,7 +115,7 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
             of_layers = source[:, :num_exact] if name == EXACT else source[:, num_exact:]
         index = jnp.expand_dims(of_layers, (2, *range(5, x.ndim)))
         moved = jnp.take_along_axis(x, index, axis=4)
-        if name == SCORE and method.forgets:
+        if name == SCORE and method.resets_scores:
             moved = jnp.zeros_like(moved)
         leaves[name] = leaf.at[targets].set(_by_block(moved, cache.block_size), mode="drop")
     return KVCache(leaves, cache.codec)

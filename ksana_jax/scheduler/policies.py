@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ksana_jax.core.lazy import lazy_names
 from ksana_jax.core.plugins import resolve
 from ksana_jax.scheduler.sequence import Sequence
 
@@ -58,3 +59,9 @@ def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
     """Creates the policy of one scheduler; see `find_scheduling_policy`."""
     found: Any = find_scheduling_policy(spec)
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)
+
+
+# They were here before 0.2; goes away with 0.3.
+__getattr__, __dir__ = lazy_names(
+    __name__, {"ksana_jax.methods.scheduling": "fcfs shortest_first fewest_tokens_left LongestPrefix"}
+)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ksana_jax.core import interrupts
-from ksana_jax.engine.changes import Changes
+from ksana_jax.engine.engine_lock import EngineLock
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 from tests.interrupts import interrupt_some
 
@@ -53,40 +53,40 @@ def test_nothing_rests_on_assertions():
 
 def test_an_exception_before_a_change_begins_resets_nothing():
     resets = []
-    changes = Changes(resets.append)
+    lock = EngineLock(resets.append)
 
     def refuse():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        changes.run(refuse)
+        lock.run(refuse)
     assert not resets
 
 
 def interrupted_change():
-    """Returns the changes of an engine, one that Ctrl-C interrupts, its completions, and the resets so far."""
+    """Returns the lock of an engine, one that Ctrl-C interrupts, its completions, and the resets so far."""
     resets, done = [], []
-    changes = Changes(resets.append)
+    lock = EngineLock(resets.append)
 
     def change():
-        changes.begin()
+        lock.begin_write()
         signal.raise_signal(signal.SIGINT)
         done.append(1)
 
-    return changes, change, done, resets
+    return lock, change, done, resets
 
 
 def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_nothing():
-    changes, change, done, resets = interrupted_change()
+    lock, change, done, resets = interrupted_change()
     with pytest.raises(KeyboardInterrupt):
-        changes.exclusive(True, change)
-    assert done and not resets and changes.run(lambda: "next") == "next"
+        lock.exclusive(True, change)
+    assert done and not resets and lock.run(lambda: "next") == "next"
 
 
 def test_ctrl_c_ends_other_changes_of_a_command_at_once():
-    changes, change, done, resets = interrupted_change()
+    lock, change, done, resets = interrupted_change()
     with pytest.raises(SystemExit), interrupts.command():
-        changes.run(change)
+        lock.run(change)
     assert not done and len(resets) == 1
 
 
@@ -98,15 +98,15 @@ def test_a_reset_that_is_interrupted_is_done_again_by_the_next_change():
         if len(resets) == 1:
             raise KeyboardInterrupt
 
-    changes = Changes(reset)
+    lock = EngineLock(reset)
 
     def break_down():
-        changes.begin()
+        lock.begin_write()
         raise MemoryError
 
     with pytest.raises(KeyboardInterrupt):
-        changes.run(break_down)
-    assert changes.run(lambda: "done") == "done"
+        lock.run(break_down)
+    assert lock.run(lambda: "done") == "done"
     assert len(resets) == 2
 
 
@@ -152,17 +152,17 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_aborted_after_it(
 
 
 def test_another_thread_waits_for_a_change_to_end():
-    changes, order, entered = Changes(lambda error: None), [], threading.Event()
+    lock, order, entered = EngineLock(lambda error: None), [], threading.Event()
 
     def slow():
         entered.set()
-        while not changes._waiting:
+        while not lock._waiting:
             pass
         order.append("first")
 
-    first = threading.Thread(target=changes.run, args=[slow])
+    first = threading.Thread(target=lock.run, args=[slow])
     first.start()
     entered.wait()
-    changes.run(order.append, "second")
+    lock.run(order.append, "second")
     first.join()
     assert order == ["first", "second"]

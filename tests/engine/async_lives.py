@@ -18,7 +18,7 @@ import numpy as np
 
 from ksana_jax.core.request import FinishReason, RequestOutput, SamplingParams
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.engine.mailbox import joined
+from ksana_jax.engine.output_buffer import joined
 from ksana_jax.engine.request_stream import RequestStream
 from tests.expected import LONGEST
 from tests.fakes import FakeExecutor, asking, check_books

@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax import LLM, AsyncLLM, SamplingParams
 from ksana_jax.core.request import FinishReason, RequestOutput
-from ksana_jax.engine.mailbox import joined
+from ksana_jax.engine.output_buffer import joined
 from tests.engine.small import Letters, assert_idle, complete, make_llm
 
 PROMPTS = ["x.y", "the cat", "in the end", "a", "1234"]

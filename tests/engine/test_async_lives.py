@@ -87,5 +87,5 @@ async def _emptied(llm: AsyncLLM) -> bool:
 
 def _num_ours() -> int:
     """Number of objects of requests that are alive."""
-    names = {"Request", "Sequence", "Completion", "Mailbox", "RequestStream", "OpenRequest", "RequestOutput"}
+    names = {"Request", "Sequence", "Completion", "OutputBuffer", "RequestStream", "InflightRequest", "RequestOutput"}
     return sum(type(thing).__name__ in names for thing in gc.get_objects())

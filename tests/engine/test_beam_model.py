@@ -122,7 +122,7 @@ def test_beams_are_those_of_transformers(penalty, num_ends, tmp_path):
     export_hf(tmp_path, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     llm = make_llm(block_size=4, num_blocks=40)
-    llm.engine.intake.eos_ids = ends
+    llm.engine.factory.eos_ids = ends
     stopped = 0
     for (width, _, count), prompt in zip(asked, PROMPTS, strict=True):
         [output] = beams_of(llm, [prompt], [(width, penalty, count)])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.gguf_file import gguf_of
-from ksana_jax.engine.intake import ending_ids
 from ksana_jax.engine.model_facts import ending_files, model_facts
+from ksana_jax.engine.request_factory import ending_ids
 from ksana_jax.loading import load_config
 from ksana_jax.tokenizers import find_tokenizer
 from tests.gguf_writer import write_gguf

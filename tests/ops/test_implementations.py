@@ -191,7 +191,7 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec
 def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
     q, cache, batch, shape = make_step(0, shared=False)
     numbers = jnp.arange(len(q)) % 3  # a third of the queries do not count
-    if method.tells_queries_apart:
+    if method.weights_queries:
         batch = batch._replace(query_numbers=numbers.astype(jnp.float32))
     pattern = jax.tree.map(jnp.asarray, PATTERNS["full"].arrays())
     context = AttentionContext(
@@ -204,7 +204,7 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
         np.testing.assert_allclose(mass, as_expected, rtol=0, atol=2e-6)
     # Sinks take some of the weight of each query and head.
     assert (np.asarray(got.masses[0]).sum(axis=(1, 2)) > 0).tolist() == [
-        bool(seen and (numbers[row] or not method.tells_queries_apart)) for row, seen in enumerate([1, 1, 1, 1, 0])
+        bool(seen and (numbers[row] or not method.weights_queries)) for row, seen in enumerate([1, 1, 1, 1, 0])
     ]
 
 

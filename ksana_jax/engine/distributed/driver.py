@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.sources import model_path
-from ksana_jax.engine.device_half import DeviceHalf, Prepared
+from ksana_jax.engine.device_setup import DeviceSetup, Prepared
 from ksana_jax.engine.distributed.job import Job
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.loading.digest import digest_of_files
@@ -45,7 +45,7 @@ def facts(prepared: Prepared, model: str, load_format: str) -> dict[str, Any]:
     }
 
 
-class Followers:
+class Workers:
     """The other processes of a job, for one engine.
 
     Args:
@@ -65,7 +65,7 @@ class Followers:
         patterns: Seq[AttentionPattern],
         params: Any,
         programs: dict[Any, Any] | None,
-    ) -> DeviceHalf:
+    ) -> DeviceSetup:
         """Prepares and loads the device half here and in all other processes.
 
         Raises:
@@ -111,8 +111,8 @@ class Followers:
             num_blocks = min(num_blocks, reply["num_blocks"])
         return prepared, num_blocks
 
-    def _made(self, *args: Any, **settings: Any) -> LeadingRunner:
-        runner = LeadingRunner(self, *args, **settings)
+    def _made(self, *args: Any, **settings: Any) -> DriverRunner:
+        runner = DriverRunner(self, *args, **settings)
         weakref.finalize(runner, _closing(self.job).append, self.number)
         return runner
 
@@ -146,46 +146,46 @@ def _closing(job: Job) -> collections.deque[int]:
     return job.__dict__.setdefault("closing", collections.deque())
 
 
-class LeadingRunner(Runner):
+class DriverRunner(Runner):
     """The runner of process 0, with the contract of `Runner`; whatever it does, the other processes do.
 
     Args:
-      followers: the other processes. settings: of `Runner`.
+      workers: the other processes. settings: of `Runner`.
     """
 
-    def __init__(self, followers: Followers, *args: Any, **settings: Any):
+    def __init__(self, workers: Workers, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.followers = followers
+        self.workers = workers
 
     def run(self, step: PackedStep) -> Any:
-        with self.followers.doing("step", step):
-            return Led(self.followers.job, super().run(step))
+        with self.workers.doing("step", step):
+            return DrivenStep(self.workers.job, super().run(step))
 
     def run_loop(self, loop: PackedLoop) -> list[Any]:
-        with self.followers.doing("loop", loop):
-            return [Led(self.followers.job, submitted) for submitted in super().run_loop(loop)]
+        with self.workers.doing("loop", loop):
+            return [DrivenStep(self.workers.job, submitted) for submitted in super().run_loop(loop)]
 
     def move(self, moves: Moves) -> None:
-        with self.followers.doing("move", moves):
+        with self.workers.doing("move", moves):
             super().move(moves)
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         self.check_patterns(patterns)
-        with self.followers.doing("patterns", list(patterns)):
+        with self.workers.doing("patterns", list(patterns)):
             super().set_patterns(patterns)
 
     def reset(self) -> None:
-        if self.followers.job.failure is None:  # otherwise there is nothing left to reset
-            with self.followers.doing("reset"):
+        if self.workers.job.failure is None:  # otherwise there is nothing left to reset
+            with self.workers.doing("reset"):
                 super().reset()
 
     def compile(self, keys: Seq[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
-        with self.followers.doing("compile", list(keys), workers, table_width, moves):
+        with self.workers.doing("compile", list(keys), workers, table_width, moves):
             super().compile(keys, workers, table_width=table_width, moves=moves)
-            self.followers.job.replies()
+            self.workers.job.replies()
 
 
-class Led(NamedTuple):
+class DrivenStep(NamedTuple):
     """A step that all processes compute; see `step.Pending`."""
 
     job: Job

@@ -102,7 +102,7 @@ class Replicas:
         first = self.replicas[0].engine
         self.choose = choose or KnownPrefix(first.config.block_size, first.config.max_num_batched_tokens)
         for replica in self.replicas[1:]:
-            replica.engine.intake = first.intake  # which numbers requests and draws their seeds
+            replica.engine.factory = first.factory  # which numbers requests and draws their seeds
         self._lock = threading.Lock()  # of loads and choices
 
     @property
@@ -121,7 +121,7 @@ class Replicas:
 
     def each(self, function: Callable[[Engine], Any]) -> list[Any]:
         """Calls a function with each engine in turn, on its device; raises RuntimeError in a forked child."""
-        self.replicas[0].engine.changes.check_process()
+        self.replicas[0].engine.lock.check_process()
         found = []
         for replica in self.replicas:
             with replica.on_device() as engine:
@@ -131,9 +131,9 @@ class Replicas:
     def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
         """Creates requests; see `Engine.new_requests`."""
         first = self.replicas[0].engine
-        first.changes.check_process()
+        first.lock.check_process()
         taken = {name for engine in self.engines for name in list(engine.requests)}
-        return first.intake.new_requests(asked, clock=first.clock, taken=taken)
+        return first.factory.new_requests(asked, clock=first.clock, taken=taken)
 
     def assign(self, request: Request) -> int:
         """Chooses a request's replica and adds the request to its load; returns the replica's index."""

@@ -14,7 +14,7 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.hosts_setting import HostsSetting
 from ksana_jax.core.sources import model_path
-from ksana_jax.engine.device_half import Prepared, prepare
+from ksana_jax.engine.device_setup import Prepared, prepare
 from ksana_jax.engine.distributed.driver import KINDS, OF_PROCESS_0, facts, settings_of
 from ksana_jax.engine.distributed.job import Job, end_process, join
 from ksana_jax.kv.moves import Moves
@@ -40,7 +40,7 @@ def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] 
     """
     job = join(distributed, device, KINDS)
     if not job.leads:
-        follow(job, given)
+        serve_driver(job, given)
         raise SystemExit(0)
     return job
 
@@ -49,7 +49,7 @@ def serve(distributed: Any, model: str | None = None) -> None:
     """Joins a job as a process other than 0; returns when process 0 has ended.
 
     Args:
-      distributed: as in `EngineConfig`. model: see `follow`.
+      distributed: as in `EngineConfig`. model: see `serve_driver`.
 
     Raises:
       ConfigError: the job cannot start, or this is process 0.
@@ -59,10 +59,10 @@ def serve(distributed: Any, model: str | None = None) -> None:
         raise ConfigError("distributed is not given: which processes are there, and which one is this?")
     if isinstance(setting, HostsSetting) and setting.process_id == 0:
         raise ConfigError("process 0 leads: it is the one with the requests, such as ksana generate; others follow")
-    follow(join(distributed, None, KINDS), model=model)
+    serve_driver(join(distributed, None, KINDS), model=model)
 
 
-def follow(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
+def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
     """Computes what process 0 asks for; returns when that has ended. If it fails, this process ends with one line.
 
     Args:

@@ -35,7 +35,7 @@ class DraftModelProposer(Proposer):
 
     def keep_up(self, texts: Texts, rows: np.ndarray) -> None:
         assert texts.rows is not None
-        if self.model.forgets:
+        if self.model.resets_scores:
             self.model.catch_up(texts.rows, rows)
 
     def begin(self, row: int, token_ids: np.ndarray, num_prompt: int, salt: str) -> None:

@@ -55,7 +55,7 @@ class SmallModel:
         """Takes over the patterns of the target's layers."""
         windows = [LiveRange.of([pattern]).window for pattern in patterns]
         layer = max(range(len(patterns)), key=lambda at: windows[at] or FAR)
-        self._group, self.forgets = self._places[layer][0], windows[layer] is not None
+        self._group, self.resets_scores = self._places[layer][0], windows[layer] is not None
         self.runner.set_patterns((patterns[layer],) * self.runner.config.num_layers)
         self._held.clear()
 

@@ -9,6 +9,7 @@ that is computed again after a preemption evicts the same tokens at the same pla
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,6 +58,15 @@ class Observation(NamedTuple):
     number: Array
 
 
+# Attributes of `EvictionMethod` before 0.2.
+_FORMER_NAMES = {
+    "forgets": "resets_scores",
+    "alters_logits": "custom_logits",
+    "foresees": "needs_full_text",
+    "tells_queries_apart": "weights_queries",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionMethod:
     """Decides which cached tokens a row keeps when it has more than its budget. Base of all methods.
@@ -93,11 +103,20 @@ class EvictionMethod:
     # Whether the attention weights of queries are added up in `Cached.scores`.
     observes: ClassVar[bool] = False
     # Whether they are added up from zero again after each eviction.
-    forgets: ClassVar[bool] = False
+    resets_scores: ClassVar[bool] = False
     # Whether `observed_logits` replaces the attention scores of which the weights are made.
-    alters_logits: ClassVar[bool] = False
+    custom_logits: ClassVar[bool] = False
     # Whether it must know the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
-    foresees: ClassVar[bool] = False
+    needs_full_text: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for old, new in _FORMER_NAMES.items():
+            if old in vars(cls):
+                warnings.warn(
+                    f"{cls.__name__}.{old} is {new} now; the old name goes away in 0.3", DeprecationWarning, 2
+                )
+                setattr(cls, new, vars(cls)[old])
 
     def __post_init__(self):
         name = f"kv_eviction {type(self).__name__}"
@@ -136,7 +155,7 @@ class EvictionMethod:
 
     @property
     def num_known(self) -> int:
-        """Returns the number of tokens of the one text that a method which `foresees` knows; others know of none."""
+        """Returns the length of the text that a method with `needs_full_text` knows; 0 for others."""
         return 0
 
     def given(self, group: int, lengths: np.ndarray) -> np.ndarray | None:
@@ -164,7 +183,7 @@ class EvictionMethod:
         return None
 
     @property
-    def tells_queries_apart(self) -> bool:
+    def weights_queries(self) -> bool:
         """Whether `query_numbers` returns numbers."""
         return self.query_numbers(np.ones((1, 1)), np.ones(1)) is not None
 
@@ -173,7 +192,7 @@ class EvictionMethod:
         return numbers
 
     def observed_logits(self, logits: Array, seen: Observation, xp: Any) -> Array:
-        """Returns the scores whose softmax is observed, [S, K, R, C]; only with `alters_logits`."""
+        """Returns the scores whose softmax is observed, [S, K, R, C]; only with `custom_logits`."""
         return logits
 
     @property

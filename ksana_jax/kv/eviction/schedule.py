@@ -117,7 +117,7 @@ class EvictionSchedule:
           max_len: tokens at which the text ends; the last one is sampled and not computed.
         """
         evicts = self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min() < max_len
-        return not (self.method.foresees and evicts) or max_len - 1 <= self.method.num_known
+        return not (self.method.needs_full_text and evicts) or max_len - 1 <= self.method.num_known
 
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
         """Returns the most tokens that a group caches of a row that ends at max_tokens.

@@ -43,7 +43,7 @@ class Recorder:
         self._blocks: dict[str, list[int]] = {}
         self._scheduled: dict[int, tuple[recording.Event, dict[int, str]]] = {}
         self._wrappers = Wrappers()
-        self._wrappers.add(engine, "intake", "new_requests", self._create)
+        self._wrappers.add(engine, "factory", "new_requests", self._create)
         self._wrappers.add(engine, "", "add", self._add)
         self._wrappers.add(engine, "", "set_patterns", self._set_patterns)
         self._wrappers.add(engine, "", "set_eviction", self._set_eviction)

@@ -125,7 +125,7 @@ class EngineWatch:
         self._wrappers.add(engine, "executor", "submit", self._submit)
         self._wrappers.add(engine, "executor", "submit_together", self._submit_together)
         self._wrappers.add(engine, "executor", "reset", self._reset)
-        self._wrappers.add(engine, "intake", "new_requests", self._new_requests)
+        self._wrappers.add(engine, "factory", "new_requests", self._new_requests)
         engine.observers.append(self._observe)
 
     def stop(self) -> None:

@@ -32,7 +32,7 @@ class Keyformer(EvictionMethod):
     seed: int = 0
 
     observes: ClassVar[bool] = True
-    alters_logits: ClassVar[bool] = True
+    custom_logits: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

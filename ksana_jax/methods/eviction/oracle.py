@@ -23,7 +23,7 @@ class Oracle(EvictionMethod):
 
     future: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-    foresees: ClassVar[bool] = True
+    needs_full_text: ClassVar[bool] = True
 
     @property
     def needs_text_positions(self) -> bool:

@@ -32,7 +32,7 @@ class SnapKV(EvictionMethod):
     pooling: Literal["avg", "max"] = "avg"
 
     observes: ClassVar[bool] = True
-    forgets: ClassVar[bool] = True
+    resets_scores: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

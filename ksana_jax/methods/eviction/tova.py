@@ -20,7 +20,7 @@ class TOVA(EvictionMethod):
     recent: float | int = 0
 
     observes: ClassVar[bool] = True
-    forgets: ClassVar[bool] = True
+    resets_scores: ClassVar[bool] = True
 
     def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray:
         return (until_eviction == 1).astype(np.float32)

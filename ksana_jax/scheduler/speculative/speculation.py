@@ -13,7 +13,7 @@ import numpy as np
 
 from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
-from ksana_jax.scheduler.speculative.goodput import Goodput
+from ksana_jax.scheduler.speculative.draft_length import Goodput
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.types import StepShape
 

@@ -138,7 +138,7 @@ class Serving:
         self._num_calls += 1
         try:
             async with asyncio.timeout(THREAD_TIMEOUT_S):
-                return await self.any_llm.text_pool.run(function, *args)
+                return await self.any_llm.threads.run(function, *args)
         except TimeoutError:
             raise APIError(503, f"tokenizing took more than {THREAD_TIMEOUT_S:g} seconds", retry_after_s=1) from None
         finally:

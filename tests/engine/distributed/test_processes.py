@@ -55,7 +55,7 @@ def job(scenario, model, *more):
     """The commands of both processes."""
     address = f"127.0.0.1:{free_port()}"
     leads = [sys.executable, "-m", "tests.engine.distributed.leader", scenario, str(model), address]
-    return leads, [sys.executable, "-m", "ksana_jax", "follow", "--distributed", setting(address, 1), *more]
+    return leads, [sys.executable, "-m", "ksana_jax", "worker", "--distributed", setting(address, 1), *more]
 
 
 def said(process, timeout=240) -> list[dict]:

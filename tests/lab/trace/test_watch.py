@@ -39,7 +39,7 @@ def test_a_watched_engine_gives_the_same_tokens_and_is_left_as_it_was(tmp_path):
     assert tokens(requests) == tokens(expected)
     assert len(trace.watches[0].steps) == 4  # nothing is seen after the end
     assert not ({"_schedule", "submit", "reset", "new_requests"} & {*vars(engine.scheduler), *vars(engine.executor)})
-    assert "new_requests" not in vars(engine.intake) and not engine.observers
+    assert "new_requests" not in vars(engine.factory) and not engine.observers
     assert build.observers == [] and compiling.observers == []
 
 

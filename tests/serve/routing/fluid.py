@@ -72,10 +72,10 @@ def run(policy, workload, chains, num_servers, num_blocks, seed=0, check=False, 
     settings = RouterSettings(BLOCK, RATE, pool_tokens=num_blocks * BLOCK, **settings)
     router = Router(range(num_servers), policy, settings, seed)
     servers = [Server(num_blocks) for _ in range(num_servers)]
-    followers = collections.defaultdict(list)
+    workers = collections.defaultdict(list)
     for item in workload.items:
         if item.after is not None:
-            followers[item.after].append(item)
+            workers[item.after].append(item)
     serial = itertools.count()
     events = [(i.arrival_s, next(serial), "arrives", i) for i in workload.items if i.after is None]
     heapq.heapify(events)
@@ -96,7 +96,7 @@ def run(policy, workload, chains, num_servers, num_blocks, seed=0, check=False, 
         else:
             router.progress(name, item.num_output, now)
             router.finished(name, now)
-            for follower in followers[item.index]:
+            for follower in workers[item.index]:
                 heapq.heappush(events, (now + follower.think_s, next(serial), "arrives", follower))
         if check:
             router.check()

@@ -48,7 +48,7 @@ def text_of(ids) -> str:
 def make_llm(slow_s: float = 0.0, **settings: Any) -> AsyncLLM:
     """An engine of eight rows; slow_s: seconds that each step takes."""
     engine = make_engine(**{"num_blocks": 256, "max_num_seqs": 8, "max_model_len": 128, "caching": True, **settings})
-    engine.tokenizer = engine.intake.tokenizer = Letters()
+    engine.tokenizer = engine.factory.tokenizer = Letters()
     if slow_s:
         slow(engine, slow_s)
     return AsyncLLM.around(engine)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.request import RequestOutput
-from ksana_jax.engine.mailbox import Mailbox
+from ksana_jax.engine.output_buffer import OutputBuffer
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.protocol import BODY_WRITER
 from ksana_jax.serve.server.token_stream import TokenStream
@@ -24,10 +24,10 @@ class Client:
         self.got: list[str] = []
         self.is_ready, self.reads, self.left = True, asyncio.Event(), asyncio.Event()
         self.reads.set()
-        self.mailboxes, self.aborted = [Mailbox() for _ in range(num_streams)], []
+        self.mailboxes, self.aborted = [OutputBuffer() for _ in range(num_streams)], []
         streams = [
-            RequestStream(str(number), np.zeros(1, np.int32), mailbox, lambda n=number: self.aborted.append(n), True)
-            for number, mailbox in enumerate(self.mailboxes)
+            RequestStream(str(number), np.zeros(1, np.int32), buffer, lambda n=number: self.aborted.append(n), True)
+            for number, buffer in enumerate(self.mailboxes)
         ]
         response = TokenStream(streams, self._format, lambda: "last ", ping_s)
         scope = {"type": "http", "extensions": {BODY_WRITER: self}}

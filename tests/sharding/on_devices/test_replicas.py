@@ -48,7 +48,7 @@ def test_tokens_are_those_of_one_engine(tensor_parallel_size):
     for params in (MIXED_FEW, asked(n=2, temperature=1.0, seed=3))[::tensor_parallel_size]:
         assert tokens_of(llm, params) == tokens_of(alone("GQA"), params)
         assert min(served(llm)) > 0
-    assert llm.replicas.engines[0].intake is llm.replicas.engines[1].intake  # draws seeds as one engine does
+    assert llm.replicas.engines[0].factory is llm.replicas.engines[1].factory  # draws seeds as one engine does
     assert [replica.load for replica in llm.replicas.replicas] == [0, 0]
     assert llm.replicas.num_requests == 0
 

@@ -37,7 +37,7 @@ def foresees(row: ResultRow) -> bool:
         method = read_eviction(row.config.get("engine", {}).get("kv_eviction"))
     except ValueError:  # a setting of an earlier version, or a class that is not here
         return False
-    return method is not None and method.foresees
+    return method is not None and method.needs_full_text
 
 
 def full_row(row: ResultRow, rows: Iterable[ResultRow]) -> ResultRow | None:

@@ -113,7 +113,7 @@ class Perplexity(BaseTask):
                 "act on scored tokens: set it to 'streamed', or give settings.context_tokens"
             )
         check_counts(config, "num_texts", "texts_at_once", "bucket_tokens")
-        if eviction is not None and eviction.foresees and settings.texts_at_once > 1:
+        if eviction is not None and eviction.needs_full_text and settings.texts_at_once > 1:
             raise ConfigError(
                 f"settings.texts_at_once is {settings.texts_at_once}, engine.kv_eviction.method "
                 f"{config['engine']['kv_eviction']['method']!r} knows one text at a time"
@@ -159,7 +159,7 @@ class Perplexity(BaseTask):
         compiled_before = llm.num_compilations
         streams = settings.method == "stream"
         eviction = read_eviction(trial.config["engine"]["kv_eviction"])
-        foresees = eviction is not None and eviction.foresees
+        foresees = eviction is not None and eviction.needs_full_text
         at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
         for begin in range(0, len(chosen), at_once):

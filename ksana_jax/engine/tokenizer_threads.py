@@ -17,7 +17,7 @@ T = TypeVar("T")
 _Jobs: TypeAlias = "queue.SimpleQueue[tuple[concurrent.futures.Future, Callable[[], Any]] | None]"
 
 
-class TextPool:
+class TokenizerThreads:
     """Runs functions in a few threads, on behalf of tasks of an event loop.
 
     The threads are daemons: a process that ends does not wait for a text, as it would for a ThreadPoolExecutor.

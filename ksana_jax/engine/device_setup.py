@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ksana_jax")
 
 
-class DeviceHalf(NamedTuple):
+class DeviceSetup(NamedTuple):
     """The executor of an engine, and what the host half must know about it.
 
     config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
@@ -62,7 +62,7 @@ class Prepared:
 
     def load(
         self, params: Any, num_blocks: int, kind: Callable[..., Any], programs: dict[Any, Any] | None = None
-    ) -> DeviceHalf:
+    ) -> DeviceSetup:
         """Reads the weights, and creates the runner with its pool.
 
         Args:
@@ -106,7 +106,7 @@ class Prepared:
         cost = recompute_cost(model, num_params(model), config.block_size)
         index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
         config = dataclasses.replace(config, num_blocks=num_blocks)
-        return DeviceHalf(config, layout, platform_of(placement.device), runner, index, plan)
+        return DeviceSetup(config, layout, platform_of(placement.device), runner, index, plan)
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""`ksana follow`: a process that computes for another one."""
+"""`ksana worker`: a process that computes for another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from ksana_jax.cli.options import Distributed, read_setting
 
 
-def follow(
+def worker(
     distributed: Distributed = "auto",
     model: Annotated[
         str | None, typer.Option(help="the model's directory on this host, where it is another one", show_default=False)

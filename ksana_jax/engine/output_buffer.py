@@ -13,7 +13,7 @@ from ksana_jax.core.request import CompletionOutput, RequestOutput
 _MOST_PIECES = 16
 
 
-class Mailbox:
+class OutputBuffer:
     """Output of one request between the engine and its reader; used on the event loop only.
 
     A slow reader gets fewer and longer pieces: the engine never waits for it, and no more is kept than the answer.

@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 
-from ksana_jax.engine.text_pool import TextPool
+from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
 
 def test_calls_return_or_raise():
     async def run():
-        pool = TextPool()
+        pool = TokenizerThreads()
         assert await asyncio.gather(*(pool.run(pow, n, 2) for n in range(9))) == [n * n for n in range(9)]
         with pytest.raises(ZeroDivisionError):
             await pool.run(divmod, 1, 0)
@@ -26,7 +26,7 @@ def test_calls_return_or_raise():
 
 def test_a_closed_pool_cancels_what_waits_and_refuses_more():
     async def run():
-        pool, may_end = TextPool(num_threads=1), threading.Event()
+        pool, may_end = TokenizerThreads(num_threads=1), threading.Event()
         running, waiting = (asyncio.ensure_future(pool.run(may_end.wait, 10)) for _ in range(2))
         await asyncio.sleep(0.01)
         pool.close()
@@ -43,7 +43,7 @@ def test_a_closed_pool_cancels_what_waits_and_refuses_more():
 
 def test_a_cancelled_call_that_waits_is_not_made():
     async def run():
-        pool, may_end, made = TextPool(num_threads=1), threading.Event(), []
+        pool, may_end, made = TokenizerThreads(num_threads=1), threading.Event(), []
         running, waiting = (asyncio.ensure_future(pool.run(call)) for call in (may_end.wait, lambda: made.append(1)))
         await asyncio.sleep(0.01)
         waiting.cancel()
@@ -59,7 +59,7 @@ def test_a_cancelled_call_that_waits_is_not_made():
 
 
 def test_a_pool_that_is_dropped_ends_its_threads():
-    pool = TextPool(num_threads=1)
+    pool = TokenizerThreads(num_threads=1)
     [thread] = [thread for thread in threading.enumerate() if thread.name == "ksana-text-0"][-1:]
     found = weakref.ref(pool)
     del pool
@@ -71,10 +71,10 @@ def test_a_pool_that_is_dropped_ends_its_threads():
 def test_a_process_ends_while_a_text_is_read():
     code = """
 import asyncio, threading
-from ksana_jax.engine.text_pool import TextPool
+from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
 async def run():
-    pool = TextPool()
+    pool = TokenizerThreads()
     asyncio.ensure_future(pool.run(threading.Event().wait))
     await asyncio.sleep(0.01)
     pool.close()

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from ksana_jax.core.request import RequestOutput
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine_thread import StepNews
-from ksana_jax.engine.mailbox import Mailbox
+from ksana_jax.engine.output_buffer import OutputBuffer
 
 
 @dataclasses.dataclass(eq=False)
-class OpenRequest:
+class InflightRequest:
     """A request from its submission to its end.
 
     Attributes:
@@ -25,11 +25,11 @@ class OpenRequest:
     request: Request
     replica: int
     ended: asyncio.Future[None]
-    mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
+    buffer: OutputBuffer = dataclasses.field(default_factory=OutputBuffer)
     awaits_first_token: bool = True
 
 
-class OpenRequests:
+class InflightRequests:
     """Bookkeeping on the event loop; only `post` is called by other threads.
 
     Attributes:
@@ -42,7 +42,7 @@ class OpenRequests:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[str, OpenRequest] = {}
+        self.by_id: dict[str, InflightRequest] = {}
         self.num_sequences = self.num_prefill_tokens = 0
         self.observers: list[Callable[[StepNews], None]] = []
         self.failure: BaseException | None = None
@@ -64,9 +64,9 @@ class OpenRequests:
             raise RuntimeError("AsyncLLM serves one event loop: that of its first request")
         return running
 
-    def open(self, request: Request, replica: int) -> OpenRequest:
+    def open(self, request: Request, replica: int) -> InflightRequest:
         """Adds a request that is about to be sent to its replica."""
-        found = self.by_id[request.request_id] = OpenRequest(request, replica, self.bind().create_future())
+        found = self.by_id[request.request_id] = InflightRequest(request, replica, self.bind().create_future())
         self.num_sequences += request.params.num_sequences
         self.num_prefill_tokens += len(request.prompt_token_ids)
         return found
@@ -102,14 +102,14 @@ class OpenRequests:
         found = self.by_id.get(output.request_id)
         if found is None:
             return
-        found.mailbox.put(output)
+        found.buffer.put(output)
         if output.finished:
             self._prefilled(found)
             del self.by_id[output.request_id]
             self.num_sequences -= found.request.params.num_sequences
             found.ended.set_result(None)
 
-    def _prefilled(self, found: OpenRequest) -> None:
+    def _prefilled(self, found: InflightRequest) -> None:
         if found.awaits_first_token:
             found.awaits_first_token = False
             self.num_prefill_tokens -= len(found.request.prompt_token_ids)

@@ -1,7 +1,7 @@
 """Keeps an engine consistent under threads and interrupts: one thread at a time, every change complete or undone.
 
 Any line can raise an exception: Ctrl-C, a signal handler, lack of memory. Nothing is therefore repaired on the spot. A
-change calls `begin` before it starts to write. If it does not complete, the engine is reset; if the reset is
+change calls `begin_write` before it starts to write. If it does not complete, the engine is reset; if the reset is
 interrupted too, the next change resets first.
 """
 
@@ -27,8 +27,8 @@ class Interrupted(RuntimeError):
     """A change was interrupted, and so was the cleanup after it."""
 
 
-class Changes:
-    """Runs all changes of an engine.
+class EngineLock:
+    """Runs all changes of an engine, one at a time.
 
     Args:
       reset: (exception) -> None, makes the engine empty and consistent again; called again if it was interrupted.
@@ -47,7 +47,7 @@ class Changes:
         """Whether this thread is in the middle of a change, in an observer or in a finaliser."""
         return self._lock._is_owned()  # type: ignore[attr-defined]  threading.Condition asks an RLock in the same way
 
-    def begin(self) -> None:
+    def begin_write(self) -> None:
         """Marks that the running change starts to write; an exception before this point needs no reset."""
         self._unsound = True
 
@@ -121,7 +121,7 @@ class Changes:
             ) from error
         self._unsound = False
 
-    def give_way(self) -> None:
+    def yield_lock(self) -> None:
         """Lets a waiting thread in. Otherwise, the thread that has just released the lock would nearly always take it
         again."""
         for _ in range(50):

@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.scheduler.speculative import draft_lengths
-from ksana_jax.scheduler.speculative.goodput import BLOCK, PROBE_SHARE, Goodput
+from ksana_jax.scheduler.speculative.draft_length import BLOCK, PROBE_SHARE, Goodput
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.types import Part
 

@@ -47,7 +47,7 @@ def ending_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ..
     return tuple(dict.fromkeys((*model.eos_ids, *(i for i in more if i < model.vocab_size))))
 
 
-class Intake:
+class RequestFactory:
     """Checks and creates the requests of one engine.
 
     Args:
