@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo real serve run-serve test plugin bench peers docs size ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test plugin bench peers docs size speed ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-lives soak-clients
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make size     lines of each room, beside the commit that .ci/size.base names"
+	@echo "make speed    the host loop and throughput beside that commit, in interleaved pairs"
 	@echo "make plugin   fetch a PJRT plugin that others have built, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
@@ -104,6 +105,9 @@ docs: $(READY)
 
 size:
 	@.ci/size
+
+speed: $(READY)
+	@$(RUN) .ci/speed
 
 # Parts that leave a core idle for a time run beside each other, as many as there are test processes.
 TOGETHER := $(MAKE) --no-print-directory -j $(WORKERS) --output-sync=target

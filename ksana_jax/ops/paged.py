@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,72 +19,72 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
+class PagedLayer(NamedTuple):
+    """One layer of a step, as paged attention sees it.
+
+    angles: of its rope at the step's text positions.
+    pattern: its numbers, int32 scalars: traced, so that changing a window does not compile again.
+    sink_logits: [N] of its heads (`models.params.sink_logits`), or None.
+    observer: None where nothing is evicted.
+    at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
+    residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
+    schedule: layers with the same number, pattern and group share what the implementation schedules.
+    """
+
+    spec: LayerSpec
+    rope: Rope
+    angles: tuple[jax.Array, jax.Array]
+    pattern: PatternArrays
+    sink_logits: jax.Array | None
+    observer: Observer | None
+    at: Any
+    batch: StepArrays
+    residual: Any
+    schedule: int
+
+
 def paged_attend(
-    batches: Sequence[StepArrays],
+    layers: Sequence[PagedLayer],
     shape: StepShape,
-    patterns: PatternArrays,
-    *,
-    layers: Sequence[LayerSpec],
-    ropes: Sequence[Rope],
-    angles: Sequence[tuple[jax.Array, jax.Array]],
     num_repositioned_sinks: int,
     implementation: Implementation,
-    alike: Sequence[int],
-    sink_logits: Sequence[jax.Array | None],
-    places: Sequence[tuple[int, int]],
-    residual_places: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-    observers: Sequence[Observer | None],
     features: Features = ALL_FEATURES,
 ) -> Attend:
-    """Returns an `Attend` whose state is the KVCache.
+    """Returns an `Attend` for some layers, whose state is the KVCache.
 
     Args:
-      batches: the step's arrays on the device, of each group of layers; see `StepArrays.of_group`.
-      patterns: int32 arrays [L]: traced, so that changing a window does not compile again.
-      layers, ropes, angles: of each layer its spec, its rope, and the rope's angles at the step's text positions.
       num_repositioned_sinks: most sinks at "cache" or "ceiling" positions.
-      sink_logits: logits [N] of each layer's heads (`models.params.sink_logits`), or None.
-      alike: for each layer the first one with the same pattern in the same group: they share what the implementation
-        schedules.
-      places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
-      residual_places: the same of exact keys and values beside codes, see `KVLayout.residual_places`; else empty.
-      observers: of each layer, None where nothing is evicted.
       features: what programs are made of on the device.
     """
-    plans: dict[int, Any] = {}
+    schedules: dict[int, Any] = {}
 
-    def attend(layer: int, q, k, v, cache: KVCache):
-        spec = layers[layer].attention
-        group, at = places[layer]
-        residual = None
-        if residual_places:
-            (k_group, k_at), (v_group, v_at) = residual_places[layer]
-            residual = (k_at, batches[k_group]), (v_at, batches[v_group])
+    def attend(index: int, q, k, v, cache: KVCache):
+        layer = layers[index]
+        spec, at, turns = layer.spec.attention, layer.at, layer.angles
         context = AttentionContext(
             at,
-            batches[group],
+            layer.batch,
             shape,
-            patterns.layer(layer),
-            ropes[layer],
+            layer.pattern,
+            layer.rope,
             num_repositioned_sinks,
             spec.soft_cap,
-            sink_logits[layer],
-            observers[layer],
-            residual,
+            layer.sink_logits,
+            layer.observer,
+            layer.residual,
             features,
         )
-        turns = angles[layer]
         if (observer := context.observer) is not None:
             cache = cache.enter(at, context.batch.slots, context.batch.positions)
             if observer.unrotated_keys:
                 turns = context.rope.angles(context.batch.cache_positions)
-        if implementation.schedule and alike[layer] not in plans:
+        if implementation.schedule and layer.schedule not in schedules:
             with jax.named_scope("attention"):
-                plans[alike[layer]] = implementation.schedule(context, cache, spec.num_heads)
+                schedules[layer.schedule] = implementation.schedule(context, cache, spec.num_heads)
         with jax.named_scope("kv_write"):
             queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
         with jax.named_scope("attention"):
-            out, masses = implementation.attend(queries, cache, context, plans.get(alike[layer]))
+            out, masses = implementation.attend(queries, cache, context, schedules.get(layer.schedule))
         for (_, _, tiles), mass in zip(shape.places(), masses):
             cache = cache.add_scores(at, context.batch.block_tables[tiles], mass)
         return out.astype(q.dtype), cache

@@ -23,10 +23,10 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, Params, sink_logits
 from ksana_jax.models.rope import Rope
-from ksana_jax.models.transformer import embedded, final_norm, forward, run_layer
+from ksana_jax.models.transformer import embedded, final_norm, run_layers
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
-from ksana_jax.ops.paged import paged_attend
+from ksana_jax.ops.paged import PagedLayer, paged_attend
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
@@ -118,7 +118,7 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
     the sampled tokens, sampling settings).
 
     Args:
-      alike: see `paged_attend`.
+      alike: for each layer the first one with the same pattern in the same group.
       packing: of the vector: StepArrays, without tokens if the embedding is on the host, and sampling settings.
       arguments: of the program, or their shapes. given: tokens [J] that the step before this one samples; with the
         embedding on the host, that of the step's tokens [T, D].
@@ -248,28 +248,22 @@ def step_packed(params, cache, vector, given, patterns, *, network: Network, sha
 
 
 def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
-    batches = [arrays.of_group(group) for group in range(len(arrays.slots))]
-    angles = network.angles(arrays.positions)
-    attend = paged_attend(
-        batches,
-        shape,
+    angles, layers = network.angles(arrays.positions), range(len(params.layers))
+    x = embedded(params, arrays.tokens, config=network.config, operators=network.operators)
+    cache, x = _through(
+        params.layers,
+        cache,
+        x,
+        functools.cache(arrays.of_group),
+        [angles[kind] for kind in network.rope_kinds],
         patterns,
-        layers=network.config.layers,
-        ropes=network.ropes,
-        angles=[angles[kind] for kind in network.rope_kinds],
-        num_repositioned_sinks=network.num_repositioned_sinks,
-        implementation=network.implementation.of_step(shape),
+        [network.place(layer) for layer in layers],
+        network=network,
+        shape=shape,
+        kinds=layers,
         alike=alike,
-        sink_logits=[
-            sink_logits(p, layer.attention) for p, layer in zip(params.layers, network.config.layers, strict=True)
-        ],
-        places=network.places,
-        residual_places=network.residual_places,
-        observers=[network.observer(layer, layer) for layer in range(len(network.places))],
-        features=network.placement.features,
     )
-    hidden, cache = forward(params, arrays.tokens, attend, cache, config=network.config, operators=network.operators)
-    return cache, hidden, hidden[arrays.sampled]
+    return cache, *step_last(params, x, arrays.sampled, network=network)
 
 
 def step_first(params, vector, given, *, network: Network, packing: Packing):
@@ -281,36 +275,37 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
 
 def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kind: int):
     """Computes layers of one kind."""
-    for p, place in zip(ps, places, strict=True):
-        cache, x = _step_layer(p, cache, x, arrays, angles, patterns, place, network, shape, kind)
-    return cache, x
+    each = range(len(ps))
+    kinds, angles = [kind for _ in each], [angles for _ in each]
+    settings = {"network": network, "shape": shape, "kinds": kinds, "alike": each}
+    return _through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)
 
 
-def _step_layer(p: LayerParams, cache, x, arrays, angles, patterns, place, network: Network, shape, kind: int):
-    (group, at), residual, layer = place
-    batches, residual_places = [arrays.of_group(group)], []
-    if residual is not None:
-        (k_group, k_at), (v_group, v_at) = residual
-        batches += [arrays.of_group(k_group), arrays.of_group(v_group)]
-        residual_places.append(((1, k_at), (2, v_at)))
-    spec = network.config.layers[kind]
-    attend = paged_attend(
-        batches,
-        shape,
-        jax.tree.map(lambda numbers: numbers[layer][None], patterns),
-        layers=(spec,),
-        ropes=(network.ropes[kind],),
-        angles=(angles,),
-        num_repositioned_sinks=network.num_repositioned_sinks,
-        implementation=network.implementation.of_step(shape),
-        alike=(0,),
-        sink_logits=(sink_logits(p, spec.attention),),
-        places=((0, at),),
-        residual_places=residual_places,
-        observers=(network.observer(kind, layer),),
-        features=network.placement.features,
-    )
-    x, cache = run_layer(p, x, functools.partial(attend, 0), cache, spec=spec, operators=network.operators)
+def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Network, shape, kinds, alike):
+    """Computes layers from their weights ps, the angles of their ropes, their places and their kinds.
+
+    of_group: `StepArrays.of_group`. alike: for each layer the first one with the same pattern in the same group.
+    """
+    layers = []
+    for p, turns, kind, schedule, ((group, at), residual, layer) in zip(ps, angles, kinds, alike, places, strict=True):
+        spec = network.config.layers[kind]
+        layers.append(
+            PagedLayer(
+                spec=spec,
+                rope=network.ropes[kind],
+                angles=turns,
+                pattern=patterns.layer(layer),
+                sink_logits=sink_logits(p, spec.attention),
+                observer=network.observer(kind, layer),
+                at=at,
+                batch=of_group(group),
+                residual=residual and tuple((at, of_group(group)) for group, at in residual),
+                schedule=schedule,
+            )
+        )
+    implementation, features = network.implementation.of_step(shape), network.placement.features
+    attend = paged_attend(layers, shape, network.num_repositioned_sinks, implementation, features)
+    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers], operators=network.operators)
     return cache, x
 
 
