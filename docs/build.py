@@ -1,7 +1,7 @@
 """Builds the documentation as HTML, offline: python docs/build.py [OUT]. Warnings are errors. `make docs` runs it.
 
-Pages are plain Markdown that can also be read on a code host: docs/*.md and Markdown files elsewhere in the repository,
-which link to each other by path. They are copied into one tree, and their links are adapted to it.
+Pages are plain Markdown that can also be read on a code host: those of docs/ and Markdown files elsewhere in the
+repository, which link to each other by path. They are copied into one tree, and their links are adapted to it.
 """
 
 from __future__ import annotations
@@ -15,48 +15,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-# The table of contents: captions, and the pages under them.
-CONTENTS = {
-    "Using it": [
-        "docs/tutorial.md",
-        "docs/extend.md",
-        "docs/concepts.md",
-        "docs/python.md",
-        "docs/eviction.md",
-        "docs/commands.md",
-        "docs/models.md",
-        "docs/serving.md",
-        "docs/speculative.md",
-        "docs/simulator.md",
-        "docs/evaluation.md",
-        "docs/yaml.md",
-        "docs/workloads.md",
-        "docs/coming-from-vllm.md",
-        "docs/jax.md",
-        "docs/new-accelerator.md",
-        "docs/routing.md",
-        "docs/proxy.md",
-        "docs/api.md",
-        "examples/README.md",
-    ],
-    "The project": [
-        "README.md",
-        "docs/status.md",
-        "docs/results.md",
-        "docs/benchmarks.md",
-        "docs/architecture.md",
-        "docs/decisions.md",
-        "CONTRIBUTING.md",
-        "pallas_kernels/README.md",
-        "CHANGELOG.md",
-    ],
+# The table of contents, by reader: captions, and the pages of a folder under them, in this order.
+ORDER = {
+    "learn": "tutorial concepts glossary architecture",
+    "use": "experiments python models evaluation speculative serving proxy routing workloads simulator jax "
+    "coming-from-vllm benchmarks",
+    "extend": "README eviction codec proposer scheduling replacement routing task bench pattern model-family "
+    "new-accelerator",
+    "reference": "commands yaml api models eviction accelerator status decisions",
 }
+BESIDE = {
+    "learn": ["examples/README.md"],
+    "extend": ["CONTRIBUTING.md", "pallas_kernels/README.md"],
+    "reference": ["CHANGELOG.md"],
+}
+CONTENTS = {
+    room.capitalize(): [f"docs/{room}/{name}.md" for name in names.split()] + BESIDE.get(room, [])
+    for room, names in ORDER.items()
+} | {"Results": ["docs/results.md", "README.md"]}
 STUDIES = [str(readme.relative_to(ROOT)) for readme in sorted(ROOT.glob("experiments/*/README.md"))]
 INDEX = "docs/README.md"
 
 
 def page_of(path: str) -> str:
-    """Returns a page's name in the tree: "docs/README.md" is index, "experiments/gpu/README.md" experiments-gpu."""
+    """Returns a page's name in the tree: "docs/README.md" is index, "docs/use/models.md" use-models."""
     if path == INDEX:
         return "index"
     name = path.removeprefix("docs/").removesuffix(".md").removesuffix("/README")
@@ -110,6 +92,7 @@ def moved(link: re.Match, path: str, tree: Path) -> str:
 def main(out: str = "docs/_build") -> int:
     from sphinx.cmd.build import build_main
 
+    sys.path.insert(0, str(ROOT))  # docstrings of this checkout, whichever one is installed
     with tempfile.TemporaryDirectory() as folder:
         stage(Path(folder))
         code = build_main(["-q", "-W", "--keep-going", "-n", "-E", "-b", "html", folder, out])

@@ -1,4 +1,4 @@
-"""The public extension API: the ports that code outside the package implements. `docs/extend.md` shows one of each.
+"""The public extension API: the ports that code outside the package implements. `docs/extend/` shows one of each.
 
     from ksana_jax.extend import Cached, EvictionMethod
 

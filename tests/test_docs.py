@@ -30,7 +30,13 @@ from tests.reference import literal
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    (*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("experiments/*/README.md"))
+    (
+        *DOCS.glob("*.md"),
+        *DOCS.glob("*/*.md"),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("examples/*.md"),
+        *ROOT.glob("experiments/*/README.md"),
+    )
 )
 
 
@@ -44,10 +50,22 @@ def test_links_to_files_lead_somewhere(page):
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_pages_that_code_and_messages_name_exist():
+    places = ("*.py", "*.yaml", "*.ipynb", "*.md", "Makefile")
+    listed = subprocess.run(["git", "ls-files", *places], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = {
+        (name, page)
+        for name in listed.split()
+        for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", (ROOT / name).read_text(encoding="utf-8"))
+    }
+    gone = {(name, page) for name, page in named if not (ROOT / page).exists()}
+    assert len(named) > 50 and {page for _, page in gone} == {"docs/gguf.md"}, gone  # ggml's
+
+
 def test_the_python_of_the_page_for_jax_users_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
-    for number, code in enumerate(blocks(DOCS / "jax.md", "python")):
+    for number, code in enumerate(blocks(DOCS / "use/jax.md", "python")):
         exec(compile(code, f"jax.md, block {number}", "exec"), names)
     assert "FLOPs" in capsys.readouterr().out
     assert [*tmp_path.glob("profile/**/*.xplane.pb")]
@@ -59,7 +77,7 @@ def test_the_python_of_the_page_for_jax_users_runs(tmp_path, monkeypatch, capsys
 
 
 def test_drawings_of_patterns_are_what_the_patterns_do():
-    text = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    text = (DOCS / "learn/concepts.md").read_text(encoding="utf-8")
     drawn = re.findall(r"^`AttentionPattern\((.*?)\)`.*?```\n(.*?)^```$", text, re.M | re.S)
     assert len(drawn) == 5
     for fields, drawing in drawn:
@@ -71,7 +89,7 @@ def test_drawings_of_patterns_are_what_the_patterns_do():
 
 
 def test_drawn_distances_of_sinks_are_what_the_patterns_do():
-    text = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    text = (DOCS / "learn/concepts.md").read_text(encoding="utf-8")
     seen, *rows = re.search(r"^seen by query 9 (.*?)^```$", text, re.M | re.S)[0].splitlines()[:4]
     assert seen.split()[4:] == [*"##....####"]
     for row in rows:
@@ -111,13 +129,14 @@ def test_commands_in_pages_exist_and_take_the_options_shown():
 def test_every_command_has_a_how_to():
     def names(command, words=()):
         children = getattr(command, "commands", {})
-        return [n for k, c in children.items() for n in names(c, (*words, k))] if children else [" ".join(words)]
+        shown = [(k, c) for k, c in children.items() if not c.hidden]
+        return [n for k, c in shown for n in names(c, (*words, k))] if children else [" ".join(words)]
 
-    assert {parsed(words) for words in commands(DOCS / "commands.md")} == set(names(get_command(cli.app)))
+    assert {parsed(words) for words in commands(DOCS / "reference/commands.md")} == set(names(get_command(cli.app)))
 
 
 def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference/models.md").read_text(encoding="utf-8")
     rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line.startswith("| ")}
     for name, families, types in (
         ("safetensors", FAMILIES, SafetensorsTensor.dtypes),
@@ -130,7 +149,7 @@ def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
 
 
 def test_the_page_on_serving_and_the_extra_name_the_clients_that_make_soak_runs():
-    section = (DOCS / "serving.md").read_text(encoding="utf-8").split("\n## Clients\n")[1].split("\n## ")[0]
+    section = (DOCS / "use/serving.md").read_text(encoding="utf-8").split("\n## Clients\n")[1].split("\n## ")[0]
     [listed] = re.findall(r"newest versions of (.*?) against", section, re.S)
     rows = {line.split()[1] for line in section.splitlines() if line.startswith("| ")}
     assert re.split(r", | and\s", listed) == [*CLIENTS] and rows >= CLIENTS.keys()
@@ -139,7 +158,7 @@ def test_the_page_on_serving_and_the_extra_name_the_clients_that_make_soak_runs(
 
 
 def test_the_tutorial_works_by_copy_and_paste(tmp_path, monkeypatch, capsys):
-    page = DOCS / "tutorial.md"
+    page = DOCS / "learn/tutorial.md"
     method, check, engine = blocks(page, "python")
     (tmp_path / "value_norm.py").write_text(method)
     (tmp_path / "value_norm.yaml").write_text(*blocks(page, "yaml"))
@@ -165,7 +184,7 @@ def test_the_tutorial_works_by_copy_and_paste(tmp_path, monkeypatch, capsys):
 
 
 def test_the_defaults_on_the_page_on_serving_are_the_engine_s():
-    text = (DOCS / "serving.md").read_text(encoding="utf-8")
+    text = (DOCS / "use/serving.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text.split("| setting | default |\n")[1].split("\n\n")[0], re.M))
     found = EngineConfig()
     assert {name: rows[name] for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")} == {
@@ -177,13 +196,13 @@ def test_the_defaults_on_the_page_on_serving_are_the_engine_s():
     assert (found.max_model_len, found.dtype, found.kv_cache_dtype) == (None, "f32", "auto")
 
 
-def test_the_experiment_of_the_page_on_commands_is_one():
-    [text] = blocks(DOCS / "commands.md", "yaml")
+def test_the_experiment_of_the_page_on_experiments_is_one():
+    [text] = blocks(DOCS / "use/experiments.md", "yaml")
     assert [row.label for row in plan(yaml.safe_load(text)).rows] == ["full", "sinks + window"]
 
 
 def test_the_drawn_step_and_the_drawn_blocks_are_what_their_numbers_say():
-    text = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    text = (DOCS / "learn/concepts.md").read_text(encoding="utf-8")
     steps = [line.split() for line in re.findall(r"^step \d   ([ABC ]+?)(?:  .*)?$", text, re.M)]
     assert [len(step) for step in steps] == [16, 16, 4, 3] and sum(step.count("C") for step in steps[:3]) == 30
     assert re.findall(r"^(?:between steps|within a step)   (\S+)", text, re.M) == ["#" * 8, "#" * 8 + "c" * 16]
@@ -195,7 +214,7 @@ def test_pages_build_without_a_warning(tmp_path):
     build = [sys.executable, "docs/build.py", str(tmp_path / "html")]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "ksana_jax.LLM.generate" in (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
+    assert "ksana_jax.LLM.generate" in (tmp_path / "html" / "reference-api.html").read_text(encoding="utf-8")
     assert (tmp_path / "html" / "experiments-quickstart.html").is_file()
 
 
@@ -209,9 +228,10 @@ def test_pages_build_without_a_warning(tmp_path):
         "ksana_jax.engine.inspect",
         "ksana_jax.lab.trace",
         "ksana_jax.lab.recall",
+        "ksana_jax.extend",
     ],
 )
 def test_the_python_reference_lists_every_public_name(module):
-    section = (DOCS / "api.md").read_text(encoding="utf-8").split(f"## `{module}`\n")[1].split("\n## ")[0]
-    listed = re.findall(r"^\.\. auto\w+:: (\w+)", section, re.M)
+    section = (DOCS / "reference/api.md").read_text(encoding="utf-8").split(f"## `{module}`\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: (\w+)", section, re.M)
     assert sorted(listed) == sorted(importlib.import_module(module).__all__)

@@ -88,5 +88,5 @@ def test_settings_that_go_together_pass():
 
 
 def test_the_page_on_status_prints_the_list():
-    page = (Path(__file__).parents[1] / "docs/status.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/reference/status.md").read_text()
     assert refusals.table() in page, "python -m ksana_jax.core.refusals prints the table"

@@ -12,7 +12,7 @@ def tasks(
         str | None, typer.Argument(help="a task, or package.module:Class of your own", show_default="all tasks")
     ] = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="print the reference of experiment files, docs/yaml.md")
+        bool, typer.Option("--markdown", help="print the reference of experiment files, docs/reference/yaml.md")
     ] = False,
 ) -> None:
     """Lists what experiments can measure, with the settings of each task."""

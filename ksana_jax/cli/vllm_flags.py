@@ -1,7 +1,7 @@
 """Flags of `vllm serve` as settings of `ksana serve`: --max-model-len 512 is max_model_len=512. No jax.
 
 Flags of the engine are the keywords of `vllm_names`, with dashes; those of the server are below. `page` returns
-docs/coming-from-vllm.md, which has the fields of requests too.
+docs/use/coming-from-vllm.md, which has the fields of requests too.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ _FIELDS = {
 }
 
 
-def _field_lines(path: str) -> Iterator[str]:
+def _fields(path: str) -> Iterator[tuple[str, str, str]]:
+    """Yields a request's fields as rows of `vllm_names.table`."""
     from ksana_jax.serve.server.errors import APIError
     from ksana_jax.serve.server.fields import CHAT, COMPLETIONS
     from ksana_jax.serve.server.kinds import Ignored, Only
@@ -150,24 +151,14 @@ def _field_lines(path: str) -> Iterator[str]:
                 kind.read(name, value)
             except APIError:
                 what = "refused"
-        yield f"| `{text}` | {what} | {why} |"
+        yield text, what, why
 
 
-def page() -> str:
-    """Returns docs/coming-from-vllm.md."""
-    lines = [
-        vllm_names.page(),
-        "## vllm serve",
-        "",
-        "`ksana serve MODEL` takes the keywords of `LLM` above as flags, as `vllm serve` does. `--host`, `--port`,",
-        "`--api-key`, `--served-model-name` and `--chat-template` are its own options.",
-        "",
-        "| vLLM | here | |",
-        "|---|---|---|",
-    ]
-    for flag in _FLAGS.split(";"):
+def _flags() -> Iterator[tuple[str, str, str]]:
+    """Yields flags of `vllm serve` as rows of `vllm_names.table`."""
+    for flag in map(str.strip, _FLAGS.split(";")):
         [setting] = as_settings(flag.split(), ())
-        lines.append(f"| `{flag.strip()}` | `{setting}` | |")
+        yield flag, f"`{setting}`", ""
     for entry in SERVER.values():
         for text in entry.examples:
             flag = f"--{entry.name.replace('_', '-')}" + ("" if text == "True" else f" {text[1:-1]}")
@@ -175,10 +166,23 @@ def page() -> str:
                 what = "".join(as_settings(flag.split(), ())) or "no effect"
             except ConfigError:
                 what = "refused"
-            lines.append(f"| `{flag}` | {what} | {entry.note} |")
+            yield flag, what, entry.note
+
+
+def page() -> str:
+    """Returns docs/use/coming-from-vllm.md."""
+    lines = [
+        vllm_names.page(),
+        "## vllm serve",
+        "",
+        "`ksana serve MODEL` takes the keywords of `LLM` as flags: `--max-num-seqs 8` is `max_num_seqs=8`. `--host`,",
+        "`--port`, `--api-key`, `--served-model-name` and `--chat-template` are its own options.",
+        "",
+        *vllm_names.table([*_flags()]),
+    ]
     for path in _FIELDS:
-        lines += ["", f"## POST {path}", "", "| vLLM | here | |", "|---|---|---|", *_field_lines(path)]
-    return "\n".join([*lines, ""])
+        lines += [f"## POST {path}", "", *vllm_names.table([*_fields(path)])]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

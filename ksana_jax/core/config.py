@@ -160,17 +160,17 @@ class EngineConfig:
         jnp.bfloat16). "auto" takes the checkpoint's, "f32" for a quantised GGUF file, whose values have more bits than
         bf16, and "f32" instead of "f16" on a CPU, where XLA multiplies float16 3 to 20 times slower (2048 x 8192, 1 to
         32 rows).
-      quantization: "int8" stores the matrices of layers as codes with a scale for each row, and computes with them in
-        `dtype`. "w8a8" also rounds what they are multiplied with to codes, each token's by itself, and multiplies
-        integers (W8A8 with dynamic scales per token). Weights are quantised when they are loaded, for which there must
-        be room. Embedding, output head and norms keep their dtype. None leaves all weights in `dtype`.
+      quantization: "int8" stores the matrices of layers as codes with a scale per row, and computes in `dtype`; "w8a8"
+        also rounds activations to codes, with a scale per token, and multiplies integers. Weights are quantised when
+        they are loaded, for which there must be room. Embedding, output head and norms keep their dtype. None leaves
+        all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
-        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2"; or
-        "package.module:name" of your own codec. int8 and fp8_e4m3 have a float32 scale per token and KV head, int4 to
-        int2 a float16 scale and zero per token and 64 channels of a KV head. A name in `BLOCK_CODECS` ("kivi4",
-        "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encodes whole blocks and keeps recent tokens in
-        `dtype`: see `kv.codecs.sealing`, also for what {"k": "kivi2", "v": "kivi4", "residual": 128, "group": 64} may
-        have.
+        (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2";
+        one in `BLOCK_CODECS`, such as "kivi4"; or "package.module:name" of your own. int8 and fp8_e4m3 have a float32
+        scale per token and KV head, int4 to int2 a float16 scale and zero per token and 64 channels of a KV head.
+        Block codecs ("kivi4", "gear4", "gear_l4", "kvquant4", and the same with 3 and 2 bits) encode whole blocks and
+        keep recent tokens in `dtype`: see `kv.codecs.sealing`, also for what {"k": "kivi2", "v": "kivi4", "residual":
+        128, "group": 64} may have.
       kv_full_precision_layers: layers whose keys and values are stored in `dtype` nevertheless. Every group of layers
         (`kv.layout`) must have equally many. On a GPU, XLA then computes the attention.
       block_size: tokens per KV block.

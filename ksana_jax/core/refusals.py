@@ -1,6 +1,6 @@
 """Settings that an engine refuses together: one list, each with its reason. No jax.
 
-python -m ksana_jax.core.refusals      prints the table in docs/status.md
+python -m ksana_jax.core.refusals      prints the table in docs/reference/status.md
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_spe
 @_taking_vllm_names
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request; names and meanings as in vLLM, see docs/coming-from-vllm.md.
+    """Sampling parameters of a request; names and meanings as in vLLM, see docs/use/coming-from-vllm.md.
 
     Args:
       n: completions per prompt; with beam_width, how many of the best beams are returned.

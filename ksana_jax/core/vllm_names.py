@@ -1,13 +1,13 @@
 """vLLM's keywords: their names here, or why they are not supported. No jax.
 
 One table feeds the keywords that `LLM`, `generate` and `SamplingParams` accept, their errors, and
-docs/coming-from-vllm.md (`python -m ksana_jax.cli.vllm_flags` prints it).
+docs/use/coming-from-vllm.md (`python -m ksana_jax.cli.vllm_flags` prints it).
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ksana_jax.core import checks
@@ -251,42 +251,50 @@ allowed_token_ids=[5, 6]; bad_words=["no"]
 
 _HEAD = """# Coming from vLLM
 
-`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meanings. Each line of the tables
-below is tested. Any other keyword is refused with a one-line error that names the nearest one.
+`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meanings; tests run each example
+below. Any other keyword is refused with a one-line error that names the nearest one. Other differences:
 
-Other differences:
-
-- `use_tqdm` is off by default, so that scripts and notebooks that call `generate` often stay quiet. `use_tqdm=True`
-  draws a progress bar on standard error.
-- `dtype` is `"f32"` by default, not `"auto"`, because it is the reference of the tests.
-- `enable_prefix_caching` is off by default in `LLM`, because a measurement that repeats its prompts would measure the
-  cache; `ksana serve` has it on.
+- `use_tqdm` is off by default; `use_tqdm=True` draws a progress bar on standard error.
+- `dtype` is `"f32"` by default, not `"auto"`. `enable_prefix_caching` is off in `LLM`, on in `ksana serve`.
 - `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
-- `revision="v1"` and `gguf_file="model-Q4_0.gguf"` belong to a name of the Hugging Face hub, and can be part of it:
-  `LLM("org/name@v1/model-Q4_0.gguf")`, see [models.md](models.md).
-- `llm.chat(..., continue_final_message=True)` needs no `add_generation_prompt=False`, and `chat_template=` also takes
-  the name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
-- `llm.get_tokenizer()` and `with LLM(...) as llm:` work. Beam search is `SamplingParams(beam_width=4)`.
-- `AsyncLLM(model, ...)` stands for `AsyncLLMEngine`: `async for output in llm.generate(prompt, params, request_id)`,
-  `await llm.abort(request_id)`. Without an event loop, `llm.stream(...)` yields outputs as they grow. Both give only
-  the new part of each with `delta=True`. The server is `ksana serve`.
+- `revision="v1"` and `gguf_file="model-Q4_0.gguf"` can be part of a hub name: `LLM("org/name@v1/model-Q4_0.gguf")`
+  ([models.md](models.md)).
+- `llm.chat(..., continue_final_message=True)` needs no `add_generation_prompt=False`; `chat_template=` also takes the
+  name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
+- Beam search is `SamplingParams(beam_width=4)`. `AsyncLLM` stands for `AsyncLLMEngine`; `llm.stream(...)` yields
+  outputs as they grow, without an event loop; `delta=True` gives only the new part of each.
 """
 
 
 def page() -> str:
-    """Returns docs/coming-from-vllm.md up to the flags of `vllm serve`, which `vllm_flags` adds."""
+    """Returns docs/use/coming-from-vllm.md up to the flags of `vllm serve`, which `vllm_flags` adds."""
     lines = [_HEAD]
     for where in (LLM, GENERATE, CHAT, SAMPLING):
-        lines += [f"## {where}", "", "| vLLM | here | |", "|---|---|---|"]
-        lines += [f"| `{text.strip()}` | the same | |" for text in SAME[where].split(";")]
-        for entry in NAMES:
-            if entry.where == where:
-                lines += [_line(entry, text) for text in entry.examples]
-        lines.append("")
+        same = [(text.strip(), "the same", "") for text in SAME[where].split(";")]
+        others = [_row(entry, text) for entry in NAMES if entry.where == where for text in entry.examples]
+        lines += [f"## {where}", "", *table([*same, *others])]
     return "\n".join(lines)
 
 
-def _line(entry: Name, text: str) -> str:
+def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Returns rows of (vLLM's code, what it is here, note) as Markdown: a list of equal ones, a row per note."""
+    lines, kinds = [], ("the same", "no effect", "refused")
+    if same := [f"`{code}`" for code, what, _ in rows if what == kinds[0]]:
+        lines += [f"The same: {', '.join(same)}.", ""]
+    if renamed := [f"| `{code}` | {what} | {note} |" for code, what, note in rows if what not in kinds]:
+        lines += ["| vLLM | here | |", "|---|---|---|", *renamed, ""]
+    found: dict[str, dict[str, list[str]]] = {}
+    for code, what, note in rows:
+        if what in kinds[1:]:
+            found.setdefault(note, {kind: [] for kind in kinds[1:]})[what].append(f"`{code}`")
+    if found:
+        lines += ["| no effect | refused | |", "|---|---|---|"]
+        lines += [f"| {' | '.join(', '.join(codes) for codes in by.values())} | {note} |" for note, by in found.items()]
+        lines.append("")
+    return lines
+
+
+def _row(entry: Name, text: str) -> tuple[str, str, str]:
     value = ast.literal_eval(text)
     if entry.here:
         what = f"`{entry.here}={entry.value(value)!r}`"
@@ -296,4 +304,4 @@ def _line(entry: Name, text: str) -> str:
             what = "no effect"
         except ConfigError:
             what = "refused"
-    return f"| `{entry.name}={text}` | {what} | {entry.note} |"
+    return f"{entry.name}={text}", what, entry.note

@@ -55,14 +55,14 @@ class LLM:
     Args:
       model: its path (a Hugging Face directory or a .gguf file) or name: a shipped model such as "ksana-tiny", one that
         `ksana fetch` gets, or one of the Hugging Face hub, in full "org/name@revision/file.gguf". Files that the hub's
-        cache lacks are downloaded. See docs/models.md.
+        cache lacks are downloaded. See docs/use/models.md.
       revision, gguf_file: the same as in the name: `LLM("org/name", revision="v1")` is `LLM("org/name@v1")`.
       pattern: attention pattern: an `AttentionPattern`, its fields as a dict, a preset's name such as "streaming_llm"
         (`pattern_presets`), or a list with one per layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
       tokenizer: a tokenizer, or the path or name of a model that has one; None takes the model's, if it has one.
       settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ... vLLM's names
-        such as gpu_memory_utilization work too, see docs/coming-from-vllm.md.
+        such as gpu_memory_utilization work too, see docs/use/coming-from-vllm.md.
 
     Raises:
       ValueError: the model or a setting is invalid; the message says which and why.

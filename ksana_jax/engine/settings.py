@@ -47,7 +47,7 @@ def beyond_training(model: ModelConfig, max_model_len: int) -> str:
     if any(layer.attention.rope.kind == "dynamic" for layer in model.layers):
         return warning + (
             "with its dynamic NTK rope, all texts, short ones too, have the frequencies of a text of max_model_len "
-            "tokens; set no more than your texts need, see docs/models.md"
+            "tokens; set no more than your texts need, see docs/use/models.md"
         )
     return warning + "beyond them, only patterns with a window stay within the trained distances"
 

@@ -1,7 +1,7 @@
 """The network as pure functions of parameters, tokens and an `attend` function, and the model families.
 
-`docs/jax.md` and `examples/attention_by_hand.ipynb` use them. Names resolve on first use, so reading a config does not
-import jax.
+`docs/use/jax.md` and `examples/attention_by_hand.ipynb` use them. Names resolve on first use, so reading a config does
+not import jax.
 """
 
 from typing import TYPE_CHECKING

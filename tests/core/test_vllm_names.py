@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from-vllm.md, line by line, and what other names are told."""
+"""The tables of docs/use/coming-from-vllm.md, line by line, and what other names are told."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,26 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.settings import engine_config
 from tests.engine.small import Letters, make_llm
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "coming-from-vllm.md"
 
 
 def rows(where: str) -> list[tuple[str, str, str]]:
     """The lines of one table: vLLM's keyword, what it is here, and the sentence."""
     section = PAGE.read_text().partition(f"## {where}\n")[2].partition("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    return [(code.strip("`"), here, sentence[0] if sentence else "") for code, here, *sentence in lines]
+    found, words = [], ("", "")
+    for line in section.splitlines():
+        if line.startswith("The same: "):
+            found += [(code, "the same", "") for code in re.findall(r"`(.+?)`", line)]
+        elif line.startswith("| "):
+            first, second, sentence = map(str.strip, line[1:-1].split("|"))
+            if "`" not in first + second:
+                words = first, second
+            elif words == ("no effect", "refused"):
+                found += [(code, words[0], sentence) for code in re.findall(r"`(.+?)`", first)]
+                found += [(code, words[1], sentence) for code in re.findall(r"`(.+?)`", second)]
+            else:
+                found.append((first.strip("`"), second, sentence))
+    return found
 
 
 def keyword(code: str) -> dict:
@@ -40,7 +52,7 @@ def check(make, code: str, here: str, sentence: str):
 
 
 def test_the_page_is_what_the_table_makes():
-    assert PAGE.read_text() == page(), "python -m ksana_jax.cli.vllm_flags > docs/coming-from-vllm.md"
+    assert PAGE.read_text() == page(), "python -m ksana_jax.cli.vllm_flags > docs/use/coming-from-vllm.md"
     assert len(rows("LLM")) > 50 and len(rows("LLM.generate")) > 8 and len(rows("SamplingParams")) > 25
     assert len(rows("LLM.chat")) > 8
 

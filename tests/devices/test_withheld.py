@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax.devkit.device_check.withheld import RUNS, RUNS_WITH_RBG
 
-# Of each kind of outcome some; docs/new-accelerator.md has all.
+# Of each kind of outcome some; docs/reference/accelerator.md has all.
 OPERATIONS = {
     "dynamic while": (RUNS, RUNS),
     "stablehlo.xor": (RUNS, RUNS_WITH_RBG),

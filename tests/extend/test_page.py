@@ -1,26 +1,34 @@
-"""docs/extend.md by copy and paste: every block in an engine, a router or an experiment."""
+"""docs/extend/ by copy and paste: every block in an engine, an experiment or a benchmark."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
-import numpy as np
+import jax
 import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.report import report
 from ksana_jax.lab.experiments.run import run
-from ksana_jax.serve.routing.policies import read_policy
+from ksana_jax.loading import export_hf, load_model
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.mlp import MLPS
 
-PAGE = Path(__file__).parents[2] / "docs/extend.md"
+PAGES = Path(__file__).parents[2] / "docs/extend"
+MINE = ("eviction", "codec", "scheduling", "replacement", "proposer", "routing", "task", "bench")
 TEXT = "def main(x):\n    return x\n\n" * 3
+
+
+def code(name):
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    return "\n\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    code = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    (tmp_path / "mine.py").write_text("\n\n".join(code))
+    (tmp_path / "mine.py").write_text("\n\n".join(map(code, MINE)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -64,13 +72,6 @@ def test_drafts_change_no_token(mine, plain):
     assert generate(speculative_config={"method": "mine:Echo", "num_speculative_tokens": 2})[0] == plain
 
 
-def test_a_routing_policy_chooses(mine):
-    class View:
-        ready = np.array([2, 5])
-
-    assert read_policy({"name": "mine:First"}).choose(None, View) == 2  # pyright: ignore[reportArgumentType]
-
-
 def test_a_task_is_an_experiment_with_all_of_them(mine):
     engine = {"block_size": 4, "num_blocks": 64, "query_tile": 4, "max_num_seqs": 1, "max_num_batched_tokens": 16}
     made = plan(
@@ -90,3 +91,36 @@ def test_a_task_is_an_experiment_with_all_of_them(mine):
     )
     assert run(made, mine / "out").num_done == 2
     assert [row.label for row in report(mine / "out").rows] == ["full", "all"]
+
+
+def test_a_benchmark_runs(mine, capsys):
+    import mine as module  # pyright: ignore[reportMissingImports]
+
+    module.main(mine / "out")
+    assert "Time to encode a text" in capsys.readouterr().out
+    assert "encode, µs" in (mine / "out/table.md").read_text()
+
+
+def test_patterns_serve():
+    exec(compile(code("pattern"), "pattern.md", "exec"), {})
+
+
+def test_a_family_is_loaded_by_its_model_type(tmp_path, monkeypatch):
+    for registry in (FAMILIES, MLPS):
+        monkeypatch.setitem(registry, "pair", None)  # restores the registry in the end
+    exec(compile(code("model-family"), "model-family.md", "exec"), {})
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    kind = {"model_type": "pair", "architectures": ["PairForCausalLM"], "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({**kind, **sizes, **heads}))
+    config, params = load_model(tmp_path, load_format="dummy")
+    export_hf(tmp_path, config, params)
+    _, loaded = load_model(tmp_path)
+    gate = loaded.layers[0].w_gate
+    assert gate is not None and gate.shape == (2, 24, 32)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), loaded, params)))
+
+
+def test_every_page_is_tested_or_has_its_own_test():
+    elsewhere = {"README", "new-accelerator"}  # links alone; tests/devices
+    assert {page.stem for page in PAGES.glob("*.md")} == {*MINE, "pattern", "model-family", *elsewhere}

@@ -34,13 +34,16 @@ class Report:
         return {"device": self.device, "verdict": self.verdict, "groups": groups}
 
     def markdown(self) -> str:
-        """Returns the report as a table for each group."""
+        """Returns the report as a table for each group; checks that found the same share a row."""
         lines = []
         for name, found in self.groups.items():
             lines += [f"### {name}", "", "| | | seen | without it |", "|---|---|---|---|"]
+            same: dict[tuple[str, ...], list[str]] = {}
             for f in found:
-                cells = (f.what, _WORDS[f.works], f.detail, f.without if f.works is False else "")
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+                key = (_WORDS[f.works], f.detail, f.without if f.works is False else "")
+                same.setdefault(key, []).append(f.what)
+            for cells, names in same.items():
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in ("; ".join(names), *cells)) + " |")
             lines.append("")
         return "\n".join([*lines, _verdict(self.verdict), ""])
 

@@ -28,7 +28,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Any, xp: Any) -> dict[str, Any]:
-        """Returns the arrays, [..., *shape] each, that hold vectors x [..., H].
+        """Returns the arrays, `[..., *shape]` each, that hold vectors x [..., H].
 
         Args:
           xp: array namespace, `numpy` or `jax.numpy`.
@@ -66,7 +66,7 @@ class BlockCodec:
         raise NotImplementedError
 
     def encode(self, x: Any, xp: Any) -> dict[str, Any]:
-        """Returns the arrays, [..., *shape] each, that hold blocks x [..., B, H] in float32.
+        """Returns the arrays, `[..., *shape]` each, that hold blocks x [..., B, H] in float32.
 
         Args:
           xp: array namespace, `numpy` or `jax.numpy`.

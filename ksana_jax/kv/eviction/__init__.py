@@ -1,6 +1,6 @@
 """KV eviction: which tokens of a running text stay in the cache. One file and one entry of EVICTION_METHODS each.
 
-docs/eviction.md has each method's defaults beside those of its authors and of kvpress, whose tokens the engine keeps
+docs/reference/eviction.md has each method's defaults beside its authors' and kvpress', whose tokens the engine keeps
 (tests/golden/kvpress).
 
 A method of your own needs no entry: `kv_eviction={"method": "my_package.module:Mine", "budget": 0.2}`.

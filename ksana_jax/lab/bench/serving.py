@@ -52,7 +52,7 @@ class Serving(Bench):
     url: str | None = option(None, "server to measure, such as http://127.0.0.1:8000; without it, an engine of its own")
     model: str | None = option(None, "model directory or name; with --url, the name of one of the server's models")
     workload: dict[str, Any] | str = option(
-        "{kind: synthetic, prompt: [16, 160], output: [8, 64]}", "workload or preset as in docs/workloads.md"
+        "{kind: synthetic, prompt: [16, 160], output: [8, 64]}", "workload or preset as in docs/use/workloads.md"
     )
     requests: int | None = option(None, "number of requests; the workload's, or else 100, if it is not given")
     rate: str | None = option(None, "requests per second, several separated by commas; inf sends all at once")

@@ -1,7 +1,7 @@
-"""`make bench`: the benchmarks whose tables docs/benchmarks.md shows, in at most 20 minutes.
+"""`make bench`: the benchmarks whose tables docs/use/benchmarks.md shows, in at most 20 minutes.
 
     python -m ksana_jax.lab.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--resume]
-                                    [--readme docs/benchmarks.md]
+                                    [--readme docs/use/benchmarks.md]
 
 Each is run into a folder of its own; performance.md has their tables. With --resume, those that --out already has with
 the same options are not run again, so that what was left out for want of time, or was interrupted, can follow later.
@@ -117,7 +117,7 @@ def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry])
 
 
 def summary(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
-    """Returns what docs/benchmarks.md shows: some tables, of others their conclusions, and how it was measured."""
+    """Returns what docs/use/benchmarks.md shows: some tables, of others their conclusions, and how it was measured."""
     parts, said = [], set()
     for entry, report in made:
         if entry.table:
@@ -153,7 +153,7 @@ def replace_between(text: str, summary: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ksana_jax.lab.bench.suite", description="Runs the benchmarks of docs/benchmarks.md."
+        prog="python -m ksana_jax.lab.bench.suite", description="Runs the benchmarks of docs/use/benchmarks.md."
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--peers", default=".venv-peers", help="environment of other engines; see `make peers`")

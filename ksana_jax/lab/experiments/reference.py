@@ -1,4 +1,4 @@
-"""Generates the reference of experiment files from their dataclasses, for `ksana tasks` and `docs/yaml.md`."""
+"""Generates the reference of experiment files from dataclasses, for `ksana tasks` and `docs/reference/yaml.md`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ksana_jax.core.config import EngineConfig
@@ -22,8 +22,8 @@ from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 INTRODUCTION = """\
 # Experiment files
 
-This page is printed by `ksana tasks --markdown` from the classes that read the files; `ksana tasks NAME` shows one task
-in the terminal. An unknown key is an error that names the nearest one. A file can be as short as this:
+`ksana run FILE.yaml` runs an experiment. An unknown key is an error that names the nearest one. A file can be as short
+as this:
 
 ```yaml
 title: Windows on ksana-tiny
@@ -39,6 +39,9 @@ seeds: [0, 1, 2]
 - `variants` are named rows of the table; `grid` multiplies them, for instance `grid: {pattern.window: [32, 64, 128]}`.
 - `${context:1/4}` is a quarter of the model's training context, in tokens. It is written in quotes.
 - Trials that differ in nothing but the pattern share one loaded engine, and its compiled steps.
+
+`ksana tasks --markdown` prints this page, with the first sentence on each key; `ksana tasks NAME` and
+`help(ksana_jax.EngineConfig)` print the rest.
 """
 
 
@@ -67,7 +70,7 @@ def summary(name: str) -> str:
 
 
 def markdown() -> str:
-    """Returns docs/yaml.md."""
+    """Returns docs/reference/yaml.md."""
     presets = "\n".join(f"- `{name}`: `{json.dumps(fields)}`" for name, fields in PRESETS.items())
     parts = [
         INTRODUCTION,
@@ -79,21 +82,32 @@ def markdown() -> str:
         "### `engine.operators`\n",
         _table(OperatorSettings),
         f"Implementations: {_implementations()}.\n",
-        "## `pattern`\n\nWhat a query sees: the fields of `AttentionPattern`, drawn in [concepts.md](concepts.md).\n",
+        "## `pattern`\n\nFields of `AttentionPattern`, drawn in [concepts.md](../learn/concepts.md#patterns).\n",
         _table(AttentionPattern),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
         "## `settings` of each task\n",
     ]
-    for name in TASKS:
-        parts.append(f"### `task: {name}`\n\n{summary(name)}\n\n" + _table(task_named(name).Settings))
+    settings = {name: task_named(name).Settings for name in TASKS}
+    for name, cls in settings.items():
+        base = next((other for other, found in settings.items() if found in cls.__mro__[1:]), None)
+        also = f"The settings of `task: {base}`, and:\n\n" if base else ""
+        rows = _table(cls, fields_of(settings[base]) if base else ())
+        parts.append(f"### `task: {name}`\n\n{summary(name)}\n\n{also}{rows}")
     return "\n".join(parts)
 
 
-def _table(cls: type) -> str:
+def _table(cls: type, without: Collection[Field] = ()) -> str:
     rows = [
-        f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(f.meaning)} |\n" for f in fields_of(cls)
+        f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(_first(f.meaning))} |\n"
+        for f in fields_of(cls)
+        if f not in without
     ]
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _first(meaning: str) -> str:
+    """Returns the first sentence."""
+    return re.split(r"(?<=\w[.])\s|(?<=[)\]`\"][.])\s", meaning, maxsplit=1)[0]
 
 
 def _names(choices: Mapping[str, Any]) -> str:

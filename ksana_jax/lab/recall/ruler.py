@@ -3,7 +3,7 @@
     prompt = make_prompt("niah_single_1", tokenizer, Given(num_tokens=4096), seed=0)
 
 A prompt is what the user says, in the model's chat template if there is one, and the beginning of the answer. Source:
-RULER, arXiv:2404.06654, and the parameters of github.com/NVIDIA/RULER; `docs/evaluation.md` lists the differences.
+RULER, arXiv:2404.06654, and the parameters of github.com/NVIDIA/RULER; `docs/use/evaluation.md` lists the differences.
 """
 
 from __future__ import annotations

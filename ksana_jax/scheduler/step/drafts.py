@@ -23,14 +23,16 @@ class FlatDrafts(NamedTuple):
 class Drafts(NamedTuple):
     """Tokens that may follow the newest one of each of n rows: one run of them, or the nodes of a tree.
 
-    ids: [n, K] int32; anything beyond a row's number. counts: [n] int32, how many there are of each row.
-    drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None where
-      a proposer has drawn none, but guesses.
-    rollback: [] float32, threshold of the rule "bild", see `good_enough`; None with other rules.
-    parents: [n, K] int32, the index of the draft token that each one follows, below its own; -1 where it follows the
-      row's newest token. None where each follows the one before it.
-    sampled: [n, at least K + 1] what the model has sampled after the newest token and after each draft token, after the
-      step; -1 without finite scores. None before.
+    Args:
+      ids: [n, K] int32; values beyond a row's count are ignored.
+      counts: [n] int32, number of drafts of each row.
+      drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None if
+        the proposer does not sample.
+      rollback: [] float32, threshold of the rule "bild", see `good_enough`; None with other rules.
+      parents: [n, K] int32, the index of the draft token that each one follows, below its own; -1 where it follows the
+        row's newest token. None where each follows the one before it.
+      sampled: [n, at least K + 1], set by the step: what the model sampled after the newest token and after each draft
+        token; -1 without finite scores.
     """
 
     ids: Array

@@ -1,4 +1,4 @@
-"""`make bench`: what is run in the time there is, and the part of docs/benchmarks.md that it writes."""
+"""`make bench`: what is run in the time there is, and the part of docs/use/benchmarks.md that it writes."""
 
 import dataclasses
 

@@ -24,8 +24,8 @@ def printed(capsys, *args):
 
 
 def test_the_page_in_docs_is_what_the_command_prints(capsys):
-    page = (DOCS / "yaml.md").read_text(encoding="utf-8")
-    assert page == printed(capsys, "--markdown"), "write it again: ksana tasks --markdown > docs/yaml.md"
+    page = (DOCS / "reference/yaml.md").read_text(encoding="utf-8")
+    assert page == printed(capsys, "--markdown"), "write it again: ksana tasks --markdown > docs/reference/yaml.md"
 
 
 @pytest.mark.parametrize("cls", [Experiment, EngineConfig, AttentionPattern], ids=lambda cls: cls.__name__)

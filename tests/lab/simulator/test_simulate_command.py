@@ -44,8 +44,8 @@ def test_what_cannot_be_done_is_an_error_in_one_line(arguments, words):
 
 
 def capacity(tmp_path, slo, *overrides):
-    """Runs the example of docs/simulator.md; returns its exit code and what it printed, in one line."""
-    page = (Path(__file__).parents[3] / "docs/simulator.md").read_text()
+    """Runs the example of docs/use/simulator.md; returns its exit code and what it printed, in one line."""
+    page = (Path(__file__).parents[3] / "docs/use/simulator.md").read_text()
     found = re.search(
         r"```yaml\n(task: capacity.*?)```\n\n```\n\$ ksana simulate capacity.*?\n(.*?)```", page, re.DOTALL
     )

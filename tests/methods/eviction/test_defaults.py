@@ -1,4 +1,4 @@
-"""The table of defaults in docs/eviction.md is that of the methods, and of the presses of kvpress 0.5.5."""
+"""The table of defaults in docs/reference/eviction.md is that of the methods, and of the presses of kvpress 0.5.5."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.base import EvictionMethod
 from tests.golden.kvpress_cases import kvpress_defaults
 
-PAGE = Path(__file__).parents[3] / "docs" / "eviction.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "eviction.md"
 BASE = {field.name: field.default for field in dataclasses.fields(EvictionMethod)}
 
 

@@ -1,4 +1,4 @@
-"""What the proxy passes on, and what it does when servers fail: docs/proxy.md."""
+"""What the proxy passes on, and what it does when servers fail: docs/use/proxy.md."""
 
 import asyncio
 import json

@@ -206,7 +206,7 @@ def test_a_vocabulary_without_ordinary_tokens_is_refused():
 
 
 def test_the_page_on_workloads_lists_every_key_and_its_examples_run(capsys):
-    text = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "use" / "workloads.md").read_text(encoding="utf-8")
     kinds = [type(read_workload({"kind": kind, **NEEDED.get(kind, {"path": "x"})})) for kind in WORKLOADS]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in (*keys, *WORKLOADS, *PRESETS) if f"`{key}`" not in text} - {"log_type"} == set()

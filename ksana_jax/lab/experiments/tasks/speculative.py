@@ -51,7 +51,7 @@ _TWINS: weakref.WeakKeyDictionary[LLM, tuple[str, LLM]] = weakref.WeakKeyDiction
 class SpeculativeSettings:
     """Fields of `settings` in a speculative experiment.
 
-    speculative_config: of the side "with"; see docs/speculative.md.
+    speculative_config: of the side "with"; see docs/use/speculative.md.
     prompts: "free" goes on with a text, "edit" begins a text again, "shared" has the same text in many prompts.
     texts: what prompts are cut from, see `lab.experiments.text_files`; empty takes the embedded model's held-out files.
     prompt_tokens, output_tokens: of each request; end-of-text tokens do not end it.
