@@ -78,7 +78,7 @@ test: $(READY) plugin
 
 # A PJRT plugin that others have built, into .cache/. Where it cannot be had, tests on it are skipped.
 plugin: $(READY)
-	@$(RUN) -m tests.devices.plugin
+	@$(RUN) -m ksana_jax.devkit.loopback.openxla
 
 bench: $(READY)
 	@$(RUN) -m ksana_jax.lab.bench.suite --peers "$(PEERS_VENV)" $(ARGS)

@@ -16,9 +16,9 @@ import pytest
 from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.devkit.loopback.openxla import DEVICE as PLUGIN
 from ksana_jax.kv.disk import failpoints
 from tests import mappings
-from tests.devices.plugin import DEVICE as PLUGIN
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -60,12 +60,9 @@ def pytest_configure(config):
 
 
 def _start(setting):
-    from ksana_jax.devices.loopback.plugin import registered
     from ksana_jax.devices.starting import use_device
 
     use_device(setting)
-    for plugin in registered.values():
-        plugin.programs = {}  # engines of different tests compile the same programs
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ksana_jax.devkit.loopback import openxla, wrapper
 from ksana_jax.native.build import why_missing
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
-from tests.devices import plugin
 
 
 def _needs(what: str, missing: str | None) -> pytest.MarkDecorator:
@@ -19,4 +19,6 @@ compiled = _needs("a C++ compiler", no_compiler)
 # Products with weights in C++ as well, and so all that `numerics: invariant` takes of a model that C++ can compute.
 native_products = _needs("native products", no_native_products)
 # A PJRT plugin of others, which `make test` fetches.
-real_plugin = _needs("OpenXLA's CPU plugin", plugin.why_missing())
+real_plugin = _needs("OpenXLA's CPU plugin", openxla.why_missing())
+# The same behind the wrapper that withholds parts of it.
+loopback_plugin = _needs("the loopback", wrapper.why_missing())

@@ -230,7 +230,7 @@ class EngineConfig:
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
         installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
-        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `devices.target.DeviceTarget`. None
+        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None
         takes jax's default. jax must not have started before.
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or

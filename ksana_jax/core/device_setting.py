@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,9 +28,9 @@ class DeviceTarget:
       platform: jax's name of the platform: "cpu", "cuda", "tpu", or that of a plugin, such as "npu".
       plugin: "installed" where jax finds the plugin itself (a package with an entry point of the group jax_plugins, a
         module in the namespace package jax_plugins, or PJRT_NAMES_AND_LIBRARY_PATHS); the path of the plugin's shared
-        library; or "loopback" for the plugin without hardware that ships with this package.
+        library; or "loopback", in a checkout, for a plugin without hardware that plays a device which lacks something.
       options: options of the plugin, {name: text, number or list of integers}; of the loopback, those of
-        `loopback.options.LoopbackOptions`. An installed plugin takes none here.
+        `ksana_jax.devkit.loopback.wrapper.LoopbackOptions`. An installed plugin takes none here.
       donation: whether jax may tell the device that a step's pool is donated to it. jax does so for the platforms that
         it knows; for another one it is your word that the plugin supports it. None: for the platforms that jax knows,
         and for the loopback. Without donation, a step needs the pool twice.
@@ -90,9 +91,7 @@ class DeviceTarget:
         if self.plugin == INSTALLED and self.options:
             raise ConfigError("device.options are for a plugin given by its path: an installed one has its own")
         if self.plugin == LOOPBACK:
-            from ksana_jax.core.loopback_options import LoopbackOptions
-
-            LoopbackOptions.read(self.options)
+            loopback().LoopbackOptions.read(self.options)
         if self.plugin.endswith(".so") and not Path(self.plugin).is_file():
             raise ConfigError(f"device.plugin is {self.plugin}, and there is no such file")
         checks.require(
@@ -109,6 +108,18 @@ class DeviceTarget:
 
     def __str__(self) -> str:
         return self.platform if self.plugin == INSTALLED else f"{self.platform} ({self.plugin})"
+
+
+def loopback() -> Any:
+    """Returns the module of the loopback plugin, `ksana_jax.devkit.loopback.wrapper`.
+
+    Raises:
+      ConfigError: this is an installed package, which does not have it.
+    """
+    try:
+        return importlib.import_module("ksana_jax.devkit.loopback.wrapper")
+    except ModuleNotFoundError as error:
+        raise ConfigError("device.plugin loopback is for tests, and only checkouts of ksana_jax have it") from error
 
 
 def canonical_device(given: Any) -> dict[str, Any] | None:

@@ -1,5 +1,5 @@
-"""Devices that an engine runs on: how one is chosen, what it can do, and a plugin that plays one.
+"""Devices that an engine runs on: how one is chosen, and what it can do.
 
 Reading order: `target` (the setting `device`), `starting` (registers its plugin and starts jax), `capabilities`
-(what the engine asks of a device), `loopback` (a PJRT plugin without hardware).
+(what the engine asks of a device).
 """

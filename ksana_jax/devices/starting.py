@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ksana_jax.core import processor
-from ksana_jax.core.device_setting import INSTALLED, LOOPBACK, DeviceTarget
+from ksana_jax.core.device_setting import INSTALLED, LOOPBACK, DeviceTarget, loopback
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.forks import check_jax
 from ksana_jax.devices.custom_calls import connect
@@ -48,11 +48,11 @@ def use_device(setting: Any) -> None:
     with _lock:
         if xla_bridge.backends_are_initialized():
             return _check(target)
-        plugin = _register(target)
+        _register(target)
         _start(target)
         for name in xla_bridge.expand_platform_alias(target.platform):
             connect(name)  # for custom calls that packages register with jax.ffi
-        _allow_donation(target, by_default=plugin is not None)
+        _allow_donation(target, by_default=target.plugin == LOOPBACK)
         _started = target
         logger.info("started %s", target)
 
@@ -79,14 +79,14 @@ def _check(target: DeviceTarget) -> None:
         )
 
 
-def _register(target: DeviceTarget) -> Any:
-    """Registers the plugin of a target; returns it if it is the loopback."""
+def _register(target: DeviceTarget) -> None:
+    """Registers the plugin of a target, if it is not installed."""
     if target.plugin == LOOPBACK:
-        from ksana_jax.core.loopback_options import LoopbackOptions
-        from ksana_jax.devices.loopback.plugin import register
-
-        return register(target.platform, LoopbackOptions.read(target.options))
-    if target.plugin != INSTALLED:
+        try:
+            loopback().register(target.platform, target.options)
+        except ConfigError as error:
+            raise ConfigError(f"device {target}: {error}") from error
+    elif target.plugin != INSTALLED:
         from jax._src import xla_bridge
 
         path = os.path.abspath(target.plugin)
@@ -94,7 +94,6 @@ def _register(target: DeviceTarget) -> Any:
             xla_bridge.register_plugin(target.platform, library_path=path, options=dict(target.options))
         except Exception as error:  # what a library's loader and first functions may raise
             raise ConfigError(f"device {target}: the plugin cannot be loaded: {_line(error)}") from error
-    return None
 
 
 def _start(target: DeviceTarget) -> None:

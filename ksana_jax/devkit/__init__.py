@@ -1,1 +1,4 @@
-"""Tools for developers of devices and kernels: checks of a PJRT plugin, compilation for absent hardware."""
+"""Tools for developers of devices and kernels: checks of a PJRT plugin, compilation for absent hardware.
+
+`loopback` is for tests in a checkout; wheels leave it out.
+"""

@@ -50,7 +50,8 @@ def test_an_engine_runs_it(plugin):
         policy=f"{OLD}:last_come",
         prefix_replacement=f"{OLD}:oldest",
     )
-    assert len(tokens_of(llm, [list(range(1, 30))], SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False))[0]) == 8
+    params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+    assert len(tokens_of(llm, [list(range(1, 30))], params)[0]) == 8
 
 
 @pytest.mark.parametrize("old", moved.MOVED)

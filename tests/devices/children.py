@@ -15,9 +15,7 @@ COMMON = """
 import ctypes, warnings
 import pytest
 from ksana_jax.devices.starting import started, use_device
-from ksana_jax.devices.loopback.plugin import LoopbackPlugin
-from ksana_jax.core.forks import outlives_python
-from ksana_jax.devices.loopback.stub_library import stub_library
+from ksana_jax.devkit.loopback.wrapper import Loopback, library, opened
 from ksana_jax.core.errors import ConfigError
 """
 

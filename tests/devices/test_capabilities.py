@@ -6,6 +6,7 @@ import pytest
 from ksana_jax.devices.capabilities import capabilities, features, staging_memory, stored_as_bits
 from ksana_jax.devices.features import ALL_FEATURES
 from tests.devices.children import child
+from tests.machine import loopback_plugin
 
 # Before the code of a child.
 LLM = """
@@ -14,8 +15,8 @@ import numpy as np
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.devices.capabilities import capabilities
 
-def engine(lacks="", memory_bytes=2**28, **settings):
-    options = {"lacks": lacks, "memory_bytes": memory_bytes}
+def engine(*lacks, memory_bytes=2**28, **settings):
+    options = {"lacks": list(lacks), "memory_bytes": memory_bytes}
     device = {"platform": "npu", "plugin": "loopback", "options": options, **settings.pop("device", {})}
     settings = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, **settings}
     return LLM("ksana-tiny", device=device, **settings)
@@ -56,21 +57,20 @@ def test_a_device_may_be_asked_first_while_a_step_is_traced():
     """)
 
 
+@loopback_plugin
 def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_traced():
     child("""
     use_device({"platform": "npu", "plugin": "loopback", "options": {"lacks_operations": ["dynamic while", "xor"]}})
     import jax, numpy as np
     from ksana_jax.devices.capabilities import features, stored_as_bits
     from ksana_jax.devices.features import Features
-    from ksana_jax.devices.loopback.plugin import registered
     found = []
     jax.jit(lambda x: found.append(features(jax.devices()[0])) or x + 1)(np.ones(3))
     assert found == [Features(dynamic_loops=False, branches=True, generator="rbg")]
-    plugin = registered["npu"]
-    before = plugin.calls["Client_Compile"]
+    before = opened[-1].calls("Client_Compile")
     assert features(jax.devices()[0]) is found[0] and len(found[0].missing) == 2
-    assert plugin.calls["Client_Compile"] == before
-    # jaxlib's CPU client beneath converts a pool of bfloat16, and none of float32.
+    assert opened[-1].calls("Client_Compile") == before
+    # XLA for CPUs beneath converts a pool of bfloat16, and none of float32.
     types = stored_as_bits(jax.devices()[0])
     compiled = jax.jit(lambda x, i: x.at[i].set(1), donate_argnums=0).lower(
         jax.ShapeDtypeStruct((1024, 64), "bfloat16"), jax.ShapeDtypeStruct((4,), "int32")).compile()
@@ -79,6 +79,7 @@ def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_trace
     """)
 
 
+@loopback_plugin
 def test_what_the_setting_says_a_device_has_is_not_tried():
     child("""
     said = {"dynamic_loops": False, "generator": "rbg"}
@@ -86,12 +87,12 @@ def test_what_the_setting_says_a_device_has_is_not_tried():
     import jax
     from ksana_jax.devices.capabilities import features
     from ksana_jax.devices.features import Features
-    from ksana_jax.devices.loopback.plugin import registered
     assert features(jax.devices()[0]) == Features(dynamic_loops=False, branches=False, generator="rbg")
-    assert registered["npu"].calls["Client_Compile"] == 1
+    assert opened[-1].calls("Client_Compile") == 1
     """)
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
     child(
@@ -110,6 +111,7 @@ def test_a_pool_sized_by_the_devices_memory_fits_and_says_what_it_takes():
     )
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_without_donation_the_pool_is_planned_twice():
     child(
@@ -127,6 +129,7 @@ def test_without_donation_the_pool_is_planned_twice():
     )
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_a_device_that_does_not_say_its_memory_is_told_it():
     child(
@@ -148,6 +151,7 @@ def test_a_device_that_does_not_say_its_memory_is_told_it():
     )
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_a_compiler_that_does_not_size_programs_leaves_num_blocks():
     child(

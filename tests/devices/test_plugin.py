@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from ksana_jax.devkit.device_check.report import _run, probe
+from ksana_jax.devkit.loopback import openxla
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.records import Shard
 from ksana_jax.lab.experiments.report import report
 from ksana_jax.lab.experiments.run import run
 from ksana_jax.native.build import compiler_command
-from tests.devices import plugin
 from tests.devices.children import ROOT, child, run_tests
 from tests.devices.test_capabilities import EXPECTED
 from tests.machine import compiled, no_native_products, real_plugin
@@ -31,7 +31,7 @@ from ksana_jax.ops.implementations import explain
 from ksana_jax.ops.norm import native_normaliser
 
 def engine():
-    llm = LLM("ksana-tiny", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=16, device={plugin.DEVICE})
+    llm = LLM("ksana-tiny", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=16, device={openxla.DEVICE})
     assert llm.runner.platform == platform_of() == "npu"
     [output] = llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))
     assert output.outputs[0].token_ids == {EXPECTED}
@@ -66,7 +66,7 @@ def test_without_the_ffi_extension_operators_of_xla_take_over_and_the_reason_is_
 
 
 def test_the_probe_knows_it_by_the_name_under_which_it_is_registered():
-    found = {f.what: f for f in _run("identity", plugin.DEVICE, 300)}
+    found = {f.what: f for f in _run("identity", openxla.DEVICE, 300)}
     assert re.fullmatch(r"npu \(cpu\), \d+ devices, whose client calls itself cpu", found["platform"].detail)
     assert found["PJRT C API"].detail == "0.115"
 
@@ -81,7 +81,7 @@ FEW = (
 
 
 def test_some_tests_of_blocks_and_sampling():
-    output = run_tests(plugin.DEVICE, *(f"tests/{name}" for name in FEW), environment=QUICK)
+    output = run_tests(openxla.DEVICE, *(f"tests/{name}" for name in FEW), environment=QUICK)
     assert re.search(rf"^{len(FEW)} passed", output, re.M), output
 
 
@@ -100,7 +100,7 @@ def compare_quickstart(folder, *arguments):
     import json, pathlib
     from ksana_jax.lab.experiments.records import Shard
     from tests.devices.test_plugin import perplexities
-    print(json.dumps(perplexities({plugin.DEVICE}, pathlib.Path({str(folder / "npu")!r}), *{arguments})))
+    print(json.dumps(perplexities({openxla.DEVICE}, pathlib.Path({str(folder / "npu")!r}), *{arguments})))
     """)
     found = json.loads(output.splitlines()[-2])
     expected = perplexities(None, folder / "cpu", *arguments)
@@ -115,7 +115,7 @@ def test_a_row_of_the_quickstart(tmp_path):
 def test_the_tests_of_sampling_blocks_and_greedy_tokens():
     """A part of what `pytest --device=plugin tests/kv tests/sampling tests/engine` runs."""
     names = ("sampling", "runner/test_movers.py", "kv/codecs", "engine/test_golden.py", "engine/test_kv_equivalence.py")
-    output = run_tests(plugin.DEVICE, *(f"tests/{name}" for name in names), timeout=1200, environment=QUICK)
+    output = run_tests(openxla.DEVICE, *(f"tests/{name}" for name in names), timeout=1200, environment=QUICK)
     assert re.search(r"^[1-9][0-9]+ passed", output, re.M), output
 
 
@@ -126,7 +126,7 @@ def test_the_quickstart(tmp_path):
 
 @pytest.mark.soak
 def test_the_probe_finds_that_the_engine_runs():
-    made = probe(plugin.DEVICE, 300)
+    made = probe(openxla.DEVICE, 300)
     assert made.verdict is None
     # The extension for costs is newer than jax 0.10; callbacks are registered with jaxlib's own CPU client.
     wrong = {f.what for group in made.groups.values() for f in group if f.works is False}
@@ -136,7 +136,7 @@ def test_the_probe_finds_that_the_engine_runs():
 @compiled
 @pytest.mark.soak
 def test_the_custom_call_of_the_page_runs(tmp_path):
-    page = (ROOT / "docs/extend/new-accelerator.md").read_text()
+    page = (ROOT / "docs/new-accelerator.md").read_text()
     [source] = re.findall(r"^```c\+\+\n(.*?)^```$", page, re.M | re.S)
     [code] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     library = tmp_path / "own.so"
@@ -144,5 +144,5 @@ def test_the_custom_call_of_the_page_runs(tmp_path):
     flags = ["-std=c++17", "-fPIC", "-shared", "-isystem", jax.ffi.include_dir(), str(tmp_path / "own.cc")]
     subprocess.run([*compiler_command(), *flags, "-o", str(library)], check=True)
     # Code of the page, below the indented lines of a child.
-    output = child("", code.replace("./own.so", str(library)), NPU=str(plugin.PATH))
+    output = child("", code.replace("./own.so", str(library)), NPU=str(openxla.PATH))
     assert output.splitlines()[-2] == "[0. 2. 4. 6.]"

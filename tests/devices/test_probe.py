@@ -6,6 +6,7 @@ import pytest
 
 from ksana_jax.devkit.device_check import report
 from ksana_jax.devkit.device_check.findings import Finding, tried
+from tests.machine import loopback_plugin
 
 
 def loopback(**options):
@@ -24,6 +25,7 @@ def test_a_check_that_raises_is_a_finding():
     assert tried("it", lambda: 3) == Finding("it", True, "3")
 
 
+@loopback_plugin
 def test_missing_operations_are_named_one_by_one():
     operations = found("operations", lacks_operations=["scatter", "dynamic while"])
     missing = {what for what, f in operations.items() if f.works is False}
@@ -34,11 +36,13 @@ def test_missing_operations_are_named_one_by_one():
     assert operations["the engine does without"].detail.startswith("no loops of dynamic length: attention reads whole")
 
 
+@loopback_plugin
 def test_a_function_without_which_jaxlib_ends_the_process_is_reported():
     [finding] = [f for f in found("identity", lacks=["Client_AddressableMemories"]).values() if f.works is False]
     assert finding.what == "the rest of this group" and "its process ended with signal 6" in finding.detail
 
 
+@loopback_plugin
 def test_a_group_that_hangs_is_ended():
     [finding] = report._run("identity", loopback(), 0.05)
     assert finding.works is False and "it hung, and was ended after 0.05 s" in finding.detail
@@ -51,11 +55,19 @@ def test_tokens_are_compared():
     assert report._compared([Finding("x", False, "broken")], [a]) == "x: broken"
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_the_engine_runs_where_everything_works():
-    made = report.probe(loopback(num_devices=2), 300)
+    made = report.probe(loopback(), 300)
     assert made.verdict is None
     wrong = {f.what for group in made.groups.values() for f in group if f.works is False}
-    assert wrong <= {"jax's compilation cache", "custom calls into C++", "callbacks to Python", "dlpack"}
+    # The extension for costs is newer than jax 0.10; jax keeps programs of some platforms only.
+    assert wrong <= {
+        "jax's compilation cache",
+        "custom calls into C++",
+        "callbacks to Python",
+        "dlpack",
+        "cost_analysis",
+    }
     assert json.loads(json.dumps(made.plain()))["groups"]["tokens"]
-    assert "| greedy tokens of ksana-tiny | works |" in made.markdown()
+    assert "\n  works   greedy tokens of ksana-tiny: [" in made.text()

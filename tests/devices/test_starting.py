@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax.devices.starting import use_device
 from tests.devices.children import child
+from tests.machine import loopback_plugin
 
 
 def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_path):
@@ -16,9 +17,6 @@ def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_p
         use_device("npu")
     with pytest.raises(ConfigError, match=r"device bad .*/broken.so.: the plugin cannot be loaded: .*file too short"):
         use_device({{"platform": "bad", "plugin": "{tmp_path}/broken.so"}})
-    lacking = {{"platform": "lame", "plugin": "loopback", "options": {{"lacks": "Client_Create"}}}}
-    with pytest.raises(ConfigError, match="device lame .loopback.: the plugin was found and cannot start: .*_Create"):
-        use_device(lacking)
     with pytest.raises(ConfigError, match="device is tpu, and jax|device tpu: the plugin was found and cannot start"):
         use_device("tpu")
     use_device("cpu")
@@ -27,16 +25,23 @@ def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_p
     """)
 
 
-def test_a_library_is_loaded_and_given_its_options(tmp_path):
-    path = tmp_path / "plugin.so"
-    child(f"""
-    plugin = LoopbackPlugin("acc")
-    open("{path}", "wb").write(stub_library(ctypes.addressof(plugin.api)))
-    setting = {{"platform": "acc", "plugin": "{path}", "options": {{"num_devices": 3, "memory_bytes": 2**20}}}}
+@loopback_plugin
+def test_a_plugin_that_does_not_start_is_not_the_end_of_the_process():
+    child("""
+    lacking = {"platform": "lame", "plugin": "loopback", "options": {"lacks": ["Client_Create"]}}
+    with pytest.raises(ConfigError, match="device lame .loopback.: the plugin was found and cannot start: .*_Create"):
+        use_device(lacking)
+    use_device("cpu")
+    """)
+
+
+@loopback_plugin
+def test_a_library_is_loaded_and_given_its_options():
+    child("""
+    Loopback("acc")
+    setting = {"platform": "acc", "plugin": str(library()), "options": {"memory_bytes": 2**20}}
     use_device(setting)
     import jax
-    outlives_python(jax.devices()[0].client)
-    assert [str(device) for device in jax.devices()] == ["acc:0", "acc:1", "acc:2"]
     assert jax.devices()[0].device_kind == "loopback acc (CPU)"
     assert jax.devices()[0].memory_stats()["bytes_limit"] == 2**20
     use_device(setting)
@@ -50,17 +55,15 @@ def test_a_library_is_loaded_and_given_its_options(tmp_path):
     """)
 
 
-def test_a_device_is_the_backend_that_was_registered_whatever_it_calls_itself(tmp_path):
-    path = tmp_path / "plugin.so"
-    child(f"""
-    plugin = LoopbackPlugin("cpu")
-    open("{path}", "wb").write(stub_library(ctypes.addressof(plugin.api)))
-    setting = {{"platform": "acc", "plugin": "{path}", "donation": False, "features": {{"generator": "rbg"}}}}
-    use_device(setting)
+@loopback_plugin
+def test_a_device_is_the_backend_that_was_registered_whatever_it_calls_itself():
+    child("""
+    Loopback("cpu")
+    told = {"donation": False, "features": {"generator": "rbg"}}
+    use_device({"platform": "acc", "plugin": str(library()), **told})
     import jax
     from ksana_jax.devices.capabilities import capabilities, features
     from ksana_jax.devices.platforms import platform_of
-    outlives_python(jax.devices()[0].client)
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     assert device.platform == cpu.platform == "cpu" and device.client is not cpu.client
     assert [platform_of(), platform_of(device), platform_of(cpu)] == ["acc", "acc", "cpu"]
@@ -71,16 +74,16 @@ def test_a_device_is_the_backend_that_was_registered_whatever_it_calls_itself(tm
     """)
 
 
+@loopback_plugin
 def test_an_installed_plugin_is_found_by_its_platform(tmp_path):
     package = tmp_path / "jax_plugins" / "vendor"
     package.mkdir(parents=True)
     package.joinpath("__init__.py").write_text(
         textwrap.dedent("""
-        from ksana_jax.core.loopback_options import LoopbackOptions
-        from ksana_jax.devices.loopback.plugin import register
+        from ksana_jax.devkit.loopback.wrapper import register
 
         def initialize():
-            register("npu", LoopbackOptions())
+            register("npu", {})
         """)
     )
     child(

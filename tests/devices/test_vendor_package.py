@@ -6,6 +6,7 @@ import textwrap
 import pytest
 
 from tests.devices.children import child
+from tests.machine import loopback_plugin
 
 MODULE = """
 from ksana_jax.ops.attention import ragged_paged_attention, write
@@ -35,6 +36,7 @@ def package(tmp_path):
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+@loopback_plugin
 def test_an_installed_package_serves_the_device_that_it_is_for(package):
     child(
         """

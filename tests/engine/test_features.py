@@ -6,7 +6,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.devices.features import ALL_FEATURES, RBG, Features
-from ksana_jax.devices.loopback.operations import DYNAMIC_WHILE, operations_in
+from ksana_jax.devkit.loopback.operations import DYNAMIC_WHILE, operations_in
 from ksana_jax.runner import compiling
 from ksana_jax.sampling.sampler import sample
 from ksana_jax.sampling.vocabulary import Vocabulary

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ksana_jax.core.device_setting import canonical_device
+from ksana_jax.devkit.device_check.checks import GROUPS
 from ksana_jax.devkit.device_check.findings import Finding
 
-# As in `checks.GROUPS`, which imports jax.
-NAMES = ("identity", "memory", "transfers", "donation", "operations", "programs", "running", "devices", "optional")
 TOKENS = "tokens"
 SECONDS = 120.0
 
@@ -33,22 +32,16 @@ class Report:
         groups = {name: [dataclasses.asdict(f) for f in found] for name, found in self.groups.items()}
         return {"device": self.device, "verdict": self.verdict, "groups": groups}
 
-    def markdown(self) -> str:
-        """Returns the report as a table for each group; checks that found the same share a row."""
-        lines = []
-        for name, found in self.groups.items():
-            lines += [f"### {name}", "", "| | | seen | without it |", "|---|---|---|---|"]
-            same: dict[tuple[str, ...], list[str]] = {}
-            for f in found:
-                key = (_WORDS[f.works], f.detail, f.without if f.works is False else "")
-                same.setdefault(key, []).append(f.what)
-            for cells, names in same.items():
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in ("; ".join(names), *cells)) + " |")
-            lines.append("")
+    def text(self) -> str:
+        """Returns the report as `ksana doctor --device` prints it."""
+        lines = [line for name, found in self.groups.items() for line in (name, *map(_line, found))]
         return "\n".join([*lines, _verdict(self.verdict), ""])
 
 
-_WORDS = {True: "works", False: "missing", None: ""}
+def _line(f: Finding) -> str:
+    mark = {True: "works", False: "missing", None: ""}[f.works]
+    instead = f" -> {f.without}" if f.works is False and f.without else ""
+    return f"  {mark:<7} {f.what}" + (f": {f.detail}" if f.detail else "") + instead
 
 
 def _verdict(verdict: str | None) -> str:
@@ -69,7 +62,7 @@ def probe(
       ConfigError: the setting is wrong.
     """
     device, groups = canonical_device(setting), {}
-    for name in (*NAMES, TOKENS):
+    for name in GROUPS:
         groups[name] = _run(name, device, seconds)
         on_group(name, groups[name])
     return Report(device, groups, _compared(groups[TOKENS], _run(TOKENS, {"platform": "cpu"}, seconds)))
@@ -118,9 +111,7 @@ def show(setting: Any, as_json: bool = False, seconds: float = SECONDS) -> int:
     def group(name: str, found: list[Finding]) -> None:
         console.print(f"[bold]{name}[/bold]")
         for f in found:
-            mark = {True: "[green]works  [/green]", False: "[red]missing[/red]", None: "       "}[f.works]
-            line = f"  {mark} {escape(f.what)}" + (f": {escape(f.detail)}" if f.detail else "")
-            console.print(line + (f" -> {escape(f.without)}" if f.works is False and f.without else ""))
+            console.print(escape(_line(f)), style="red" if f.works is False else None)
 
     report = probe(setting, seconds, group)
     console.print(f"[bold]{escape(_verdict(report.verdict))}[/bold]")

@@ -1,11 +1,9 @@
-"""Lists the StableHLO operations of a program, and refuses programs with some of them."""
+"""Lists the StableHLO operations of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-
-from ksana_jax.devices.loopback.marshal import Refused
 
 DYNAMIC_WHILE = "dynamic while"
 
@@ -34,17 +32,6 @@ def operations_in(module: Any) -> dict[str, set[str]]:
         if op.name == "stablehlo.while" and not _has_constant_turns(op):
             found.setdefault(DYNAMIC_WHILE, set())
     return found
-
-
-def check(found: dict[str, set[str]], lacks: Sequence[str]) -> None:
-    """Checks that a program has none of some operations, given with or without their dialect.
-
-    Raises:
-      Refused: it has one, which is named.
-    """
-    for name in found:
-        if name in lacks or name.partition(".")[2] in lacks:
-            raise Refused("UNIMPLEMENTED", f"failed to legalize operation '{name}'")
 
 
 def _walk(op: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Prints docs/reference/accelerator.md: `python -m ksana_jax.devkit.device_check.page PLUGIN.so`.
+"""Prints docs/reference/accelerator.md: `python -m ksana_jax.devkit.loopback.page PLUGIN.so`.
 
 The plugin is the one of the page, which `make plugin` fetches.
 """
@@ -9,15 +9,14 @@ import sys
 
 import jax
 
-from ksana_jax.devices.loopback.abi import ARGUMENTS
-from ksana_jax.devices.loopback.operations import DYNAMIC_WHILE
 from ksana_jax.devkit.device_check.report import probe
-from ksana_jax.devkit.device_check.stablehlo import engine_operations
-from ksana_jax.devkit.device_check.withheld import ENDS, without_functions, without_operations_in_a_process
+from ksana_jax.devkit.loopback.operations import DYNAMIC_WHILE
+from ksana_jax.devkit.loopback.withheld import ENDS, called_functions, engine_operations, without
+from ksana_jax.devkit.loopback.wrapper import FUNCTIONS
 
 _HEAD = """# What the engine needs of a device
 
-`python -m ksana_jax.devkit.device_check.page PLUGIN.so` prints this page.
+`python -m ksana_jax.devkit.loopback.page PLUGIN.so` prints this page.
 [new-accelerator.md](../extend/new-accelerator.md) brings a device up; `ksana doctor --device` prints the reports below.
 """
 
@@ -25,8 +24,7 @@ _HEAD = """# What the engine needs of a device
 def _operation(name: str, types: str, found: dict[str, str]) -> str:
     """Returns the row of an operation that was withheld."""
     refused = f"failed to legalize operation '{name}'"
-    cells = ("refused" if refused in said else said for said in found.values())
-    return _row(f"`{name}`", types, *cells)
+    return _row(f"`{name}`", types, *("refused" if refused in said else said for said in found.values()))
 
 
 def _functions(found: dict[str, dict[str, str]]) -> list[str]:
@@ -54,9 +52,9 @@ def page(plugin: str) -> str:
     Args:
       plugin: path of OpenXLA's CPU plugin.
     """
-    functions = without_functions()
+    functions = called_functions()
     operations = {name: types for name, types in engine_operations().items() if name.startswith("stablehlo.")}
-    without = without_operations_in_a_process([*operations, DYNAMIC_WHILE])
+    refused = without("lacks_operations", [*operations, DYNAMIC_WHILE])
     lines = [_HEAD, "## Operations of StableHLO that the engine needs", ""]
     lines += [
         f"All programs of `ksana-tiny` in bfloat16, greedy, sampled and beam search (jax {jax.__version__}), need",
@@ -66,17 +64,17 @@ def page(plugin: str) -> str:
         "",
         "| operation | element types | greedy without it | sampled without it |",
         "|---|---|---|---|",
-        *(_operation(name, ", ".join(types), without[name]) for name, types in operations.items()),
-        _operation(DYNAMIC_WHILE, "any", without[DYNAMIC_WHILE]),
+        *(_operation(name, ", ".join(types), refused[name]) for name, types in operations.items()),
+        _operation(DYNAMIC_WHILE, "any", refused[DYNAMIC_WHILE]),
         "",
         "## Functions of the PJRT C API that the engine calls",
         "",
-        f"The engine calls {len(functions)} of {len(ARGUMENTS)} through jaxlib (jax {jax.__version__}, one device).",
+        f"The engine calls {len(functions)} of {len(FUNCTIONS)} through jaxlib (jax {jax.__version__}).",
         "Where one answers UNIMPLEMENTED:",
         "",
         "| without it | functions |",
         "|---|---|",
-        *_functions(functions),
+        *_functions(without("lacks", functions)),
         "",
     ]
     return "\n".join([*lines, *reports(plugin)])
@@ -88,7 +86,7 @@ def reports(plugin: str) -> list[str]:
     return [
         line
         for name, device in devices.items()
-        for line in (f"## `ksana doctor --device` on {name}", "", probe(device).markdown())
+        for line in (f"## `ksana doctor --device` on {name}", "", "```text", f"{probe(device).text()}```", "")
     ]
 
 

@@ -1,6 +1,6 @@
 """A PJRT plugin that others have built: OpenXLA's CPU client as a shared library, from the package lammps-jax-pjrt-cpu.
 
-`python -m tests.devices.plugin` (or `make plugin`) fetches it into .cache/; without it, tests on it are skipped.
+`make plugin` fetches it into .cache/; without it, tests on it are skipped.
 """
 
 import platform
@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE, NEWEST_JAX = "lammps-jax-pjrt-cpu==0.11.2", (0, 11, 2)
 SHA256 = "1319390d948b39f69f7dade496b7c385149d9ca6097a6b62114da113216d9ad1"
 LIBRARY = "lammps_jax_pjrt_cpu/pjrt_c_api_cpu_plugin.so"
-PATH = Path(__file__).parents[2] / ".cache" / Path(LIBRARY).name
+PATH = Path(__file__).parents[3] / ".cache" / Path(LIBRARY).name
 DEVICE = {"platform": "npu", "plugin": str(PATH)}
 # Seconds that pip waits for an index that does not answer, and how often it asks again.
 PATIENCE = ("--timeout", "10", "--retries", "1")

@@ -6,18 +6,18 @@ from pathlib import Path
 import jax
 import pytest
 
-from ksana_jax.devkit.device_check.page import _HEAD
-from ksana_jax.devkit.device_check.report import NAMES, TOKENS
-from ksana_jax.devkit.device_check.stablehlo import engine_operations
-from ksana_jax.devkit.device_check.withheld import ENDS, RUNS, RUNS_WITH_RBG
+from ksana_jax.devkit.device_check.checks import GROUPS
+from ksana_jax.devkit.loopback.page import _HEAD
+from ksana_jax.devkit.loopback.withheld import ENDS, RUNS, RUNS_WITH_RBG, engine_operations
+from tests.machine import loopback_plugin
 
 OPERATION = r"^\| `(stablehlo\.\w+)` \| (.*?) \| .*? \| .*? \|$"
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "accelerator.md").read_text()
 
 
 def test_the_page_has_the_text_and_all_groups_of_both_devices():
-    assert PAGE.startswith(_HEAD), "print it with ksana_jax.devkit.device_check.page"
-    assert re.findall(r"^### (\w+)$", PAGE, re.M) == [*NAMES, TOKENS] * 2
+    assert PAGE.startswith(_HEAD), "print it with ksana_jax.devkit.loopback.page"
+    assert re.findall(r"^(\w+)$", PAGE.partition("```text")[2], re.M) == [*GROUPS] * 2
     assert PAGE.removeprefix(_HEAD).count("The engine's tokens are the CPU's.") == 2
 
 
@@ -35,6 +35,7 @@ def test_what_is_withheld_leaves_the_engine_running_or_is_named():
     assert {name for name, said in functions if said not in known} == unnamed
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_the_operations_are_those_of_the_engines_programs():
     if f"(jax {jax.__version__})" not in PAGE:  # each jax lowers to other operations

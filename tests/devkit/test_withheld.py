@@ -1,14 +1,11 @@
 """Each function and operation that is withheld leaves the engine running, or one line names it."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from ksana_jax.devkit.device_check.withheld import RUNS, RUNS_WITH_RBG
+from ksana_jax.devkit.loopback.withheld import RUNS, RUNS_WITH_RBG, without
+from tests.machine import loopback_plugin
 
-# Of each kind of outcome some; docs/reference/accelerator.md has all.
+# Of each kind of outcome some; docs/new-accelerator.md has all.
 OPERATIONS = {
     "dynamic while": (RUNS, RUNS),
     "stablehlo.xor": (RUNS, RUNS_WITH_RBG),
@@ -22,22 +19,14 @@ FUNCTIONS = {
 }
 
 
+@loopback_plugin
 @pytest.mark.soak
 def test_what_is_withheld_is_done_without_or_named():
-    command = [
-        sys.executable,
-        "-m",
-        "ksana_jax.devkit.device_check.withheld",
-        ",".join(OPERATIONS),
-        ",".join(FUNCTIONS),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    operations, functions = json.loads(done.stdout.splitlines()[-1])
-    for wanted, found, says in (
-        (OPERATIONS, operations, "failed to legalize operation '{}'"),
-        (FUNCTIONS, functions, "PJRT_{} is not implemented by the loopback plugin"),
+    for option, wanted, says in (
+        ("lacks_operations", OPERATIONS, "failed to legalize operation '{}'"),
+        ("lacks", FUNCTIONS, "PJRT_{} is not implemented by the loopback plugin"),
     ):
+        found = without(option, wanted)
         assert list(found) == list(wanted)
         for name, outcomes in wanted.items():
             for asked, outcome in zip(("greedy", "sampled"), outcomes, strict=True):
