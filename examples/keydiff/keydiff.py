@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.extend import EvictionMethod
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

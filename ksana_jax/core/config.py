@@ -13,7 +13,17 @@ from ksana_jax.core.device_setting import canonical_device
 from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.hosts_setting import canonical_distributed
-from ksana_jax.core.layer_spec import PLAIN_ROPE, AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeConfig, SinkLogits
+from ksana_jax.core.layer_spec import (
+    PLAIN_ROPE,
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    NormPlacement,
+    NormSpec,
+    QKNorm,
+    RopeConfig,
+    SinkLogits,
+)
 from ksana_jax.core.operator_settings import AUTO, OperatorSettings
 from ksana_jax.core.patterns import FAR, FULL, AttentionPattern, per_layer
 from ksana_jax.core.plugins import name_of
@@ -32,7 +42,8 @@ class ModelConfig:
         softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
       mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
       norm: kind of the norms, a name in `models.layers.NORMS`.
-      sandwich_norms: whether the outputs of attention and MLP are also normalised before they are added.
+      qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
+      norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
       embed_scale: factor of the embedding's rows.
       max_position: context length in tokens that the model was trained for.
     """
@@ -51,14 +62,14 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
     attention_scale: float | None = None
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     sinks: SinkLogits | None = None
     mlp: str = "swiglu"
     norm: str = "rms"
-    sandwich_norms: bool = False
+    norm_placement: NormPlacement = "before"
     embed_scale: float = 1.0
     max_position: int = 2048
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
@@ -80,7 +91,9 @@ class ModelConfig:
         optional = ("attention_scale", "soft_cap", "logit_soft_cap")
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
         problems += [checks.number(name, getattr(self, name), above=0) for name in ("norm_eps", "embed_scale")]
-        problems.append(checks.one_of("sinks", self.sinks, (None, "learned", "zero")))
+        kinds = {"sinks": (None, "learned", "zero"), "qk_norm": (None, "head", "projection")}
+        kinds |= {"norm_placement": ("before", "after", "both")}
+        problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             numbers = {"rope theta": rope.theta, "rope factor": rope.factor}
@@ -118,7 +131,7 @@ class ModelConfig:
             qk_norm=self.qk_norm,
         )
         mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias)
-        norms = NormSpec(self.norm, self.norm_eps, self.sandwich_norms)
+        norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns = per_layer(self.pattern, self.num_layers)
         return tuple(

@@ -8,6 +8,8 @@ from typing import Literal
 from ksana_jax.core.patterns import AttentionPattern
 
 SinkLogits = Literal["learned", "zero"]
+QKNorm = Literal["head", "projection"]
+NormPlacement = Literal["before", "after", "both"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class AttentionSpec:
     sinks: a logit of each head in the softmax's denominator, without a key or a value, so that a head can attend to
       nothing. "learned" is a parameter (gpt-oss, arXiv:2508.10925); "zero" is fixed at 0, which gives
       exp(x_i) / (1 + sum_j exp(x_j)), softmax-off-by-one (arXiv:2309.17453, section 3.3); None for no such logit.
+    qk_norm: norms of queries and keys before the rotation, each head by itself ("head", Qwen3) or all heads of a token
+      together ("projection", OLMo 2); None for none.
     """
 
     num_heads: int
@@ -59,7 +63,7 @@ class AttentionSpec:
     sinks: SinkLogits | None
     qkv_bias: bool
     out_bias: bool
-    qk_norm: bool
+    qk_norm: QKNorm | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +77,15 @@ class MLPSpec:
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """Specifies the norms of one layer, before its attention and its MLP.
+    """Specifies the norms of one layer.
 
-    kind: a name in `models.layers.NORMS`. sandwich: whether the outputs of attention and MLP are normalised as well.
+    kind: a name in `models.layers.NORMS`. placement: whether the inputs of attention and MLP are normalised ("before"),
+    their outputs before these are added ("after"), or "both".
     """
 
     kind: str
     eps: float
-    sandwich: bool
+    placement: NormPlacement
 
 
 @dataclasses.dataclass(frozen=True)

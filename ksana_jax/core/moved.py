@@ -1,6 +1,6 @@
-"""Modules under the names that they had before 0.2, for plug-ins: each import of one warns and gives the new module.
+"""Modules under the names that they had before they moved, for plug-ins: each import of one warns and gives the new module.
 
-Goes away with 0.3.
+Goes away in 0.2.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Moved(MetaPathFinder, Loader):
         new = new_name(spec.name)
         assert new
         module = import_module(new)
-        warnings.warn(f"{spec.name} is {new} now; the old name goes away in 0.3", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is {new} now; the old name goes away in 0.2", DeprecationWarning, stacklevel=2)
         # The import system sets attributes of what it loads: on a module of its own, not on the one in use.
         alias = ModuleType(spec.name, module.__doc__)
         alias.__dict__.update({name: value for name, value in vars(module).items() if not name.startswith("__")})

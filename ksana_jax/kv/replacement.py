@@ -50,7 +50,7 @@ def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
     return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")
 
 
-# They were here before 0.2; goes away with 0.3.
+# Old names of what moved to `methods`; goes away in 0.2.
 __getattr__, __dir__ = lazy_names(
     __name__, {"ksana_jax.methods.replacement": "lru lfu fifo newest_subtree_first cost_aware"}
 )

@@ -16,7 +16,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import replacing, write_atomic
 from ksana_jax.core.sources.hub import SINGLE
-from ksana_jax.loading.load import tensors_of
+from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import config_to_hf
 from ksana_jax.models.params import Params, is_shape, param_shapes
 
@@ -32,7 +32,7 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
       ConfigError: the family's Hugging Face config cannot express this model, or the family has no name for a weight.
       LoadError: params do not fit the config; every difference is listed.
     """
-    values, stored = config_to_hf(config), tensors_of(config)
+    values, stored = config_to_hf(config), sources_of(config)
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     wanted = {jax.tree_util.keystr(path): shape for path, shape in shapes}
@@ -51,10 +51,9 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
 
     directory = Path(model_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for names, leaf in zip(stored, jax.tree.leaves(params), strict=True):
-        shape = next(iter(names.values()))
-        tensors |= dict(zip(names, np.asarray(leaf).reshape(len(names), *shape), strict=True))
+    tensors: dict[str, np.ndarray] = {}
+    for source, leaf in zip(stored, jax.tree.leaves(params), strict=True):
+        source.write(np.asarray(leaf), tensors)
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
     # Its ids take precedence over those of config.json, so an existing one must not remain.
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})

@@ -24,7 +24,8 @@ from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
 from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
+ARCHITECTURES["olmo2"] = "olmo2"
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",

@@ -140,8 +140,8 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
             continue
         layer = _OF_LAYER.fullmatch(name)
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
-        if layer and field in family.layer_names:
-            name = f"model.layers.{layer[1]}.{family.layer_names[field]}"
+        if layer and isinstance(of_field := family.layer_names.get(field), str):
+            name = f"model.layers.{layer[1]}.{of_field}"
         elif field in family.top_names:
             name = family.top_names[field]
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")

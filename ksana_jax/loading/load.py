@@ -33,6 +33,7 @@ from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.hints import prefix_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
+from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
@@ -190,18 +191,6 @@ def abstract_params(config: ModelConfig, dtype: str = "f32", quantization: str |
     return jax.eval_shape(functools.partial(quantised, quantization=quantization), params)
 
 
-def tensors_of(config: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
-    """Returns {Hugging Face name: shape} of the tensors stacked into each weight, in the order of jax.tree.leaves.
-
-    Raises:
-      ConfigError: the family has no name for a weight.
-    """
-    family, found = FAMILIES[config.family], []
-    for path, shape in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape):
-        found.append(family.tensors(path[-1].name, shape, path[1].idx if path[0].name == "layers" else None))
-    return found
-
-
 def read_params(
     config: ModelConfig,
     found: Mapping[str, StoredTensor],
@@ -221,8 +210,8 @@ def read_params(
     _check_tied_head(config, found, source)
     shapes, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
     leaves: list[Any] = []
-    for index, (weight, (path, shape)) in enumerate(zip(tensors_of(config), shapes, strict=True)):
-        read = functools.partial(read_weight, [found[name] for name in weight], shape, dtype)
+    for index, (source_of, (path, shape)) in enumerate(zip(sources_of(config), shapes, strict=True)):
+        read = functools.partial(read_weight, source_of.of(found), shape, dtype)
         if index == 0 and embedding_device == "host":  # the embedding is the first
             leaves.append(read())
         else:
@@ -237,7 +226,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source
       LoadError: tensors are missing, unexpected, of another shape or of an unsupported dtype; all are listed, unless
         only their prefix differs.
     """
-    expected = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
+    expected = {name: shape for weight in sources_of(config) for name, shape in weight.tensors.items()}
     head, embed = _head_and_embed(config)
     allowed = expected | ({head: expected[embed]} if config.tie_embeddings else {})
     problems = [f"{name} is missing" for name in expected if name not in found]

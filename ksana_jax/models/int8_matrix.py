@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.models.matrix import Matrix, dot, finished
+
 MOST = 127  # codes are -127..127, symmetric
 
 
 @flax.struct.dataclass
-class Int8Matrix:
+class Int8Matrix(Matrix):
     """A matrix [out, in] whose rows are codes times a scale.
 
     rounds_inputs: what it is multiplied with is rounded to codes as well, each row by itself.
@@ -28,11 +31,26 @@ class Int8Matrix:
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
+    def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+        if self.rounds_inputs:
+            codes, scales = rounded_rows(x, self.axis)
+            y = dot(codes, self.codes, jnp.int32).astype(jnp.float32) * scales[..., None] * self.scales
+        else:
+            y = dot(x, self.codes.astype(x.dtype)) * self.scales
+        return finished(y, b, dtype or x.dtype)
+
+    def of_columns(self, axis: str) -> Int8Matrix:
+        return dataclasses.replace(self, axis=axis)
+
 
 @functools.partial(jax.jit, static_argnames="rounds_inputs")
 def quantise(w: jax.Array, *, rounds_inputs: bool = False) -> Int8Matrix:
     """Rounds a matrix [out, in] to the nearest codes; the largest magnitude of each row has code 127 or -127."""
     return Int8Matrix(*rounded_rows(w), rounds_inputs)
+
+
+# By the setting `quantization`.
+QUANTISERS = {"int8": quantise, "w8a8": functools.partial(quantise, rounds_inputs=True)}
 
 
 def rounded_rows(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:

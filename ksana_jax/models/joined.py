@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
-from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.params import LayerParams, Params, param_shapes, stated, weight_fields
 
 
@@ -57,7 +57,7 @@ def _stacks() -> dict[str, tuple[str, ...]]:
 
 def _with(p: LayerParams, name: str, parts: Sequence[str], consume: bool) -> LayerParams:
     matrices, biases = ([getattr(p, f"{kind}_{part}") for part in parts] for kind in ("w", "b"))
-    if any(w is None or isinstance(w, PackedMatrix) or len(w.shape) != 2 for w in matrices):
+    if any(w is None or len(w.shape) != 2 or (isinstance(w, Matrix) and not w.stacks) for w in matrices):
         return p
     if len({b is None for b in biases}) > 1:
         return p  # nothing would read the bias of one part

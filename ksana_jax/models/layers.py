@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.layer_spec import NormSpec
-from ksana_jax.models.int8_matrix import Int8Matrix, rounded_rows
+from ksana_jax.models.matrix import Matrix, dot, finished
 
 # A function with the contract of `linear`.
 Linear = Callable[..., jax.Array]
@@ -19,26 +19,9 @@ Linear = Callable[..., jax.Array]
 Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def linear(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies x [..., in] by w [out, in], adds b [out]: [..., out] in dtype (x's by default), summed in float32."""
-    if isinstance(w, Int8Matrix):
-        y = _times_codes(x, w)
-    else:
-        y = _dot(x, w, jnp.float32)
-    if b is not None:
-        y = y + b
-    return y.astype(dtype or x.dtype)
-
-
-def _times_codes(x: jax.Array, w: Int8Matrix) -> jax.Array:
-    if not w.rounds_inputs:
-        return _dot(x, w.codes.astype(x.dtype), jnp.float32) * w.scales
-    codes, scales = rounded_rows(x, w.axis)
-    return _dot(codes, w.codes, jnp.int32).astype(jnp.float32) * scales[..., None] * w.scales
-
-
-def _dot(x: jax.Array, w: jax.Array, dtype) -> jax.Array:
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return w.multiply(x, b, dtype=dtype) if isinstance(w, Matrix) else finished(dot(x, w), b, dtype or x.dtype)
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
@@ -46,19 +29,25 @@ def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divides x [..., D] by its root mean square, times weight [D]; computed in float32 (arXiv:1910.07467)."""
-    return weight * _normalised(x, eps).astype(x.dtype)
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: str | None = None) -> jax.Array:
+    """Divides x [..., D] by its root mean square, times weight [D]; computed in float32 (arXiv:1910.07467).
+
+    axis: of devices that have equal parts of each row and of the weight; the root mean square is the whole row's.
+    """
+    return weight * _normalised(x, eps, axis).astype(x.dtype)
 
 
-def rms_norm_plus_one(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm_plus_one(x: jax.Array, weight: jax.Array, eps: float, axis: str | None = None) -> jax.Array:
     """Like `rms_norm` with weight 1 + weight, applied before rounding to x's dtype (arXiv:2408.00118)."""
-    return (_normalised(x, eps) * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (_normalised(x, eps, axis) * (1 + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-def _normalised(x: jax.Array, eps: float) -> jax.Array:
+def _normalised(x: jax.Array, eps: float, axis: str | None) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    if axis is not None:
+        mean = jax.lax.pmean(mean, axis)
+    return x32 * jax.lax.rsqrt(mean + eps)
 
 
 class Norm(NamedTuple):

@@ -23,7 +23,7 @@ class MLP(NamedTuple):
     """A kind of MLP, and what settings need to know of it. A setting refuses a kind that does not state what it needs.
 
     shapes: (width D, spec) -> shapes of its weights, by field of `params.LayerParams`.
-    apply: (x [..., D], weights with those fields, linear) -> [..., D].
+    apply: (x [..., D], weights with those fields, linear, spec) -> [..., D].
     takes_joined: apply also takes gate and up as one matrix, see `models.joined`.
     divides: for `tensor_parallel_size`. From each device's parts of the weights, apply computes a part of the result,
       and the parts add up to it. A bias of it is divided, or states that it is added once (`models.weight`).
@@ -34,7 +34,7 @@ class MLP(NamedTuple):
     """
 
     shapes: Callable[[int, MLPSpec], dict[str, tuple[int, ...]]]
-    apply: Callable[[jax.Array, Any, Linear], jax.Array]
+    apply: Callable[[jax.Array, Any, Linear, MLPSpec], jax.Array]
     takes_joined: bool = False
     divides: bool = False
     quantises: bool = False
@@ -49,7 +49,7 @@ def gated(function: Callable[[jax.Array], jax.Array], activation: Activation | N
       function: of single numbers. activation: its name, if kernels have it.
     """
 
-    def apply(x, p, linear):
+    def apply(x, p, linear, spec):
         if p.w_gate_up is None:
             gate, up = linear(x, p.w_gate, p.b_gate), linear(x, p.w_up, p.b_up)
         else:

@@ -38,9 +38,8 @@ class Operators:
         self, x: jax.Array, p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Normalises and projects hidden states x [..., D] to q [..., N, H], k and v [..., K, H]."""
-        norm = self.normaliser(spec.norms)
         with jax.named_scope("qkv"):
-            normed = norm(x, p.attn_norm)
+            normed = self.normed(x, p.attn_norm, spec.norms)
             if p.w_qkv is None:
                 found = (
                     self.linear(normed, p.w_q, p.b_q),
@@ -55,16 +54,27 @@ class Operators:
         self, projected: tuple[jax.Array, ...], p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Splits q [..., N*H], k and v [..., K*H], or all three in one array, into heads, and normalises q and k if the
-        layer has such norms."""
+        layer has such norms, of each head or of all."""
         a = spec.attention
         split = [y.reshape(*y.shape[:-1], -1, a.head_dim) for y in projected]
         if len(split) == 1:
             split = jnp.split(split[0], (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
         q, k, v = split
-        if p.q_norm is not None and p.k_norm is not None:
-            norm = self.normaliser(spec.norms)
-            q, k = norm(q, p.q_norm), norm(k, p.k_norm)
-        return q, k, v
+        q, k = self.normed(q, p.q_norm, spec.norms), self.normed(k, p.k_norm, spec.norms)
+        return self._normed_heads(q, p.q_proj_norm, spec.norms), self._normed_heads(k, p.k_proj_norm, spec.norms), v
+
+    def normed(self, x: jax.Array, weight: jax.Array | None, norms: NormSpec) -> jax.Array:
+        """Normalises rows x [..., D], or returns them as they are where the layer has no such norm (weight is None)."""
+        return x if weight is None else self.normaliser(norms)(x, weight)
+
+    def normed_projection(self, x: jax.Array, weight: jax.Array, norms: NormSpec) -> jax.Array:
+        """Normalises rows [..., N*H] of all heads, of which several devices have some each."""
+        return self.normaliser(norms)(x, weight)
+
+    def _normed_heads(self, x: jax.Array, weight: jax.Array | None, norms: NormSpec) -> jax.Array:
+        if weight is None:
+            return x
+        return self.normed_projection(x.reshape(*x.shape[:-2], -1), weight, norms).reshape(x.shape)
 
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
@@ -74,13 +84,17 @@ class Operators:
         Args:
           following: weights of the layer after it, where they are known: they may be brought nearer meanwhile.
         """
-        norm, linear = self.normaliser(spec.norms), self.linear
         with jax.named_scope("output"):
-            out = self.summed(linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
-            x = x + (out if p.post_attn_norm is None else norm(out, p.post_attn_norm))
+            out = self.summed(self.linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
+            x = x + self.normed(out, p.post_attn_norm, spec.norms)
         with jax.named_scope("mlp"):
-            out = self.summed(mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, linear))
-            return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm))
+            return self.after_mlp(x, p, spec)
+
+    def after_mlp(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
+        """Returns hidden states [..., D] after a layer's MLP, from those before it."""
+        normed = self.normed(x, p.mlp_norm, spec.norms)
+        out = self.summed(mlp_kind(spec.mlp.kind).apply(normed, p, self.linear, spec.mlp))
+        return x + self.normed(out, p.post_mlp_norm, spec.norms)
 
 
 # Those of XLA, which run everywhere and have gradients.

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of
+from ksana_jax.native.layer import Weights, project
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
 
 
 @flax.struct.dataclass
-class PackedMatrix:
+class PackedMatrix(Matrix):
     """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
 
     A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits, as many
@@ -28,19 +30,20 @@ class PackedMatrix:
     scales: jax.Array | None  # float32 [out], of codes
     sums: jax.Array | None  # int32 [out], of a row's codes where inputs are rounded to codes as well
     num_rows: int = flax.struct.field(pytree_node=False)
+    stacks = False
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.num_rows, self.words.shape[1] * self.words.shape[3]
 
-
-Matrix = jax.Array | Int8Matrix | PackedMatrix
+    def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+        return project(x, [Weights.of(self, b)], dtype=dtype)[0]
 
 
 def can_pack(w: Any) -> bool:
-    """Whether this is a matrix that is not packed yet, and each of its rows a whole number of words."""
+    """Whether this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words."""
     numbers = w.codes if isinstance(w, Int8Matrix) else w
-    if isinstance(w, PackedMatrix) or len(numbers.shape) != 2:
+    if isinstance(numbers, Matrix) or len(numbers.shape) != 2:
         return False
     return numbers.shape[1] * numbers.dtype.itemsize % WORD_BYTES == 0
 
@@ -57,7 +60,7 @@ def pack(w: jax.Array | Int8Matrix) -> PackedMatrix:
     return PackedMatrix(words, scales, sums, rows)
 
 
-def unpack(w: Matrix) -> jax.Array | Int8Matrix:
+def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
     """Returns the matrix as it was before it was packed."""
     if not isinstance(w, PackedMatrix):
         return w
@@ -82,7 +85,7 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
             return jax.eval_shape(pack, w)
         made = jax.block_until_ready(pack(w))
         if consume:
-            (w.codes if isinstance(w, Int8Matrix) else w).delete()
+            jax.tree.leaves(w)[0].delete()  # its numbers; vectors beside them go on
         return made
 
     layers = []

@@ -15,8 +15,9 @@ from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import AttentionSpec
-from ksana_jax.models.int8_matrix import quantise
+from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind, unstated
 from ksana_jax.models.weight import KEY, Weight, matrix, vector
 
@@ -25,20 +26,20 @@ from ksana_jax.models.weight import KEY, Weight, matrix, vector
 DRAWN_AT_ONCE = 2**16
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(kw_only=True)
 class LayerParams:
     """Weights of one layer. A field is None if the family has no such weight; its metadata is a `Weight`.
 
-    Matrices w_x are [out, in], with biases b_x, and may each be an Int8Matrix. An engine may keep those with the same
+    Matrices w_x are [out, in], with biases b_x, and may each be a `Matrix`. An engine may keep those with the same
     input as one, in fields that no family has: see `models.joined`.
     """
 
-    attn_norm: jax.Array = field(metadata=vector("whole", "identity"))  # [D]
+    attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
     w_q: jax.Array = field(metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
     w_k: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
     w_v: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
     w_o: jax.Array = field(metadata=matrix("columns", starts="residual"))  # [D, N*H]
-    mlp_norm: jax.Array = field(metadata=vector("whole", "identity"))  # [D]
+    mlp_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
     w_gate: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
     w_up: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
     w_down: jax.Array | None = field(default=None, metadata=matrix("columns", starts="residual"))  # [D, F]
@@ -58,6 +59,8 @@ class LayerParams:
     b_qkv: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [(N + 2*K)*H]
     w_gate_up: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [2*F, D]
     b_gate_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [2*F]
+    q_proj_norm: jax.Array | None = field(default=None, metadata=vector("rows", "identity"))  # [N*H]
+    k_proj_norm: jax.Array | None = field(default=None, metadata=vector("kv heads", "identity"))  # [K*H]
 
 
 @flax.struct.dataclass
@@ -113,8 +116,10 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
         shapes |= {"b_q": (n,), "b_k": (k,), "b_v": (k,)}
     if spec.out_bias:
         shapes |= {"b_o": (d,)}
-    if spec.qk_norm:
+    if spec.qk_norm == "head":
         shapes |= {"q_norm": (h,), "k_norm": (h,)}
+    if spec.qk_norm == "projection":
+        shapes |= {"q_proj_norm": (n,), "k_proj_norm": (k,)}
     if spec.sinks == "learned":
         shapes |= {"sink_logits": (spec.num_heads,)}
     return shapes
@@ -138,8 +143,10 @@ def param_shapes(config: ModelConfig) -> Params:
         shapes = attention_shapes(d, layer.attention) | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
         if unknown := [name for name in shapes if name not in fields]:
             raise ConfigError(f"mlp {layer.mlp.kind!r} has {', '.join(unknown)}, for which LayerParams has no field")
-        names = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm")[: 4 if layer.norms.sandwich else 2]
-        layers.append(LayerParams(**dict.fromkeys(names, (d,)), **shapes))  # pyright: ignore[reportArgumentType]
+        before = ("attn_norm", "mlp_norm") if layer.norms.placement != "after" else ()
+        after = ("post_attn_norm", "post_mlp_norm") if layer.norms.placement != "before" else ()
+        norms = dict.fromkeys((*before, *after), (d,))
+        layers.append(LayerParams(**norms, **shapes))  # pyright: ignore[reportArgumentType]
     head: Any = None if config.tie_embeddings else (vocab, d)
     return Params((vocab, d), tuple(layers), (d,), head)  # pyright: ignore[reportArgumentType]
 
@@ -173,18 +180,20 @@ def quantised(params: Params, quantization: str | None) -> Params:
 
     Args:
       params: their matrices may be quantised or packed already, and then stay as they are.
-      quantization: None, "int8" or "w8a8", as in `EngineConfig`.
+      quantization: None, or a name in `QUANTISERS`, as in `EngineConfig`.
 
     Raises:
       ConfigError: a weight does not state whether it quantises.
     """
     if quantization is None:
         return params
-    code = functools.partial(quantise, rounds_inputs=quantization == "w8a8")
     layers = []
     for layer in params.layers:
-        matrices = {name: w for name, w in weights_of(layer).items() if stated(name, "quantization").quantises}
-        found: dict[str, Any] = {name: code(w) if hasattr(w, "dtype") else w for name, w in matrices.items()}
+        found: dict[str, Any] = {
+            name: QUANTISERS[quantization](w)
+            for name, w in weights_of(layer).items()
+            if stated(name, "quantization").quantises and not isinstance(w, Matrix)
+        }
         layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -124,6 +124,7 @@ void RunRestOf(const Rest& p, const Threads& threads) {
   auto *normed = reinterpret_cast<Number*>(p.normed), *hidden = reinterpret_cast<Number*>(p.hidden);
   const int64_t d = p.output.n, heads = p.output.k, f = p.down.k, blocks = RowBlocks(p.t), rows = RowJobs(p.t, d);
   const bool norms_attention = p.after_attention.weight, norms_mlp = p.after_mlp.weight, rounds = p.output.sums;
+  const Number* gated = p.before_mlp.weight ? normed : residual;
   const auto rows_of = [&](const Number* numbers) {
     return Rows<Number>{numbers, p.rounded.codes, p.rounded.scales};
   };
@@ -141,11 +142,11 @@ void RunRestOf(const Rest& p, const Threads& threads) {
             p.after_attention.Apply(r, m);
             Add(x + row * d, m, d, r);
           }
-          p.before_mlp.Apply(r, m);
-          if (rounds) Round(normed, d, row, p.rounded);
+          if (p.before_mlp.weight) p.before_mlp.Apply(r, m);
+          if (rounds) Round(gated, d, row, p.rounded);
         });
       case 3:
-        return GateJob<Type>(p, index, rows_of(normed), hidden, *scratch);
+        return GateJob<Type>(p, index, rows_of(gated), hidden, *scratch);
       case 4:
         return EachRow(p.t, f, index, [&](int64_t row) { Round(hidden, f, row, p.rounded); });
       case 5:

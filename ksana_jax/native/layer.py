@@ -33,6 +33,11 @@ class Weights(NamedTuple):
     sums: jax.Array | None = None
     bias: jax.Array | None = None
 
+    @classmethod
+    def of(cls, w: Any, bias: jax.Array | None) -> Weights:
+        """Returns a `PackedMatrix` and a bias [out]."""
+        return cls(w.words, w.num_rows, w.scales, w.sums, bias)
+
     def check(self, name: str, dtype: Any, wanted: tuple[int, int], reason: str) -> None:
         """Checks that this is a matrix [out, in] for rows of a type, and that its arrays belong together.
 
@@ -118,7 +123,7 @@ def rest_of_layer(
     x: jax.Array,
     attended: jax.Array,
     matrices: tuple[Weights, Weights, Weights, Weights],
-    weights: tuple[jax.Array | None, jax.Array, jax.Array | None],
+    weights: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
     norms: Norms,
     activation: str,
 ) -> jax.Array:

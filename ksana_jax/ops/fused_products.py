@@ -68,7 +68,6 @@ class FusedOperators(Operators):
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
-        norm = self.normaliser(spec.norms)
         with jax.named_scope("output"):
             flat = attended.reshape(*x.shape[:-1], -1)
             x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec.norms, ahead=p.w_gate_up)
@@ -81,16 +80,15 @@ class FusedOperators(Operators):
                     with jax.named_scope("down"):
                         ahead = None if following is None else following.w_qkv
                         return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec.norms, ahead=ahead)
-            out = mlp_kind(spec.mlp.kind).apply(norm(x, p.mlp_norm), p, self.linear)
-            return x + (out if p.post_mlp_norm is None else norm(out, p.post_mlp_norm))
+            return self.after_mlp(x, p, spec)
 
     def _of_normed(
-        self, x: jax.Array, weight: jax.Array, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any
+        self, x: jax.Array, weight: jax.Array | None, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any
     ) -> jax.Array | None:
-        """Returns the product of normed rows, or None where XLA is to compute it."""
+        """Returns the product of rows, normed where there is a norm, or None where XLA is to compute it."""
         if (plus_one := layers.norm_kind(norms.kind).plus_one) is None:
             return None
-        of_norm = {"norm": weight, "eps": norms.eps, "plus_one": plus_one}
+        of_norm = {} if weight is None else {"norm": weight, "eps": norms.eps, "plus_one": plus_one}
         return _multiplied(self.kernel, self.serves, x, w, bias=bias, **of_norm, **options)
 
     def _added(
@@ -108,5 +106,4 @@ class FusedOperators(Operators):
             out = _multiplied(self.kernel, self.serves, y, w, bias=bias, residual=x, **options)
             if out is not None:
                 return out
-        out = self.linear(y, w, bias)
-        return x + (out if post_norm is None else self.normaliser(norms)(out, post_norm))
+        return x + self.normed(self.linear(y, w, bias), post_norm, norms)

@@ -15,8 +15,9 @@ from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import PackedMatrix, packed
+from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
@@ -74,25 +75,15 @@ class LinearImplementation(NamedTuple):
         return joined(params, config, consume=consume) if joins else params
 
 
-def _packed(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    if not isinstance(w, PackedMatrix):
-        return _native(x, w, b, dtype=dtype)
-    from ksana_jax.ops.packed import linear
-
-    return linear(x, w, b, dtype=dtype)
-
-
-def _native(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     from ksana_jax.native.linear import linear
 
-    if isinstance(w, Int8Matrix) and w.rounds_inputs:
-        return layers.linear(x, w, b, dtype=dtype)
-    if isinstance(w, Int8Matrix):
+    if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return linear(x, w.codes, b, dtype=dtype, scales=w.scales)
-    return linear(x, w, b, dtype=dtype)
+    return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else linear(x, w, b, dtype=dtype)
 
 
-def _mixed(x: jax.Array, w: jax.Array | Int8Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+def _mixed(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if _has_matrix_units(x.dtype.name) else FEW_ROWS)
     return (_native if is_small else layers.linear)(x, w, b, dtype=dtype)
 
@@ -136,7 +127,7 @@ _NEEDS = "a CPU with AVX-512 and a C++ compiler"
 LINEAR_IMPLEMENTATIONS = (
     LinearImplementation(
         "packed",
-        _packed,
+        _native,
         _not_packed,
         packs=True,
         fused="ksana_jax.ops.packed:PackedOperators",

@@ -61,7 +61,7 @@ def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)
 
 
-# They were here before 0.2; goes away with 0.3.
+# Old names of what moved to `methods`; goes away in 0.2.
 __getattr__, __dir__ = lazy_names(
     __name__, {"ksana_jax.methods.scheduling": "fcfs shortest_first fewest_tokens_left LongestPrefix"}
 )

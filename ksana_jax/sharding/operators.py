@@ -1,16 +1,16 @@
 """The operators of a layer whose heads and hidden units are divided among devices: two sums over them cross between
-them, and with "w8a8" the largest magnitudes of the rows that are multiplied."""
+them, with "w8a8" the largest magnitudes of the rows that are multiplied, and mean squares of norms over all heads."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.layer_spec import LayerSpec
-from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.models.layers import norm_kind, rms_norm, rms_norm_plus_one
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, weights_of
 from ksana_jax.sharding.shares import division
@@ -32,6 +32,13 @@ class DividedOperators(Operators):
     def summed(self, out: jax.Array) -> jax.Array:
         return jax.lax.psum(out, AXIS)
 
+    @jax.named_scope("norm")
+    def normed_projection(self, x: jax.Array, weight: jax.Array, norms: NormSpec) -> jax.Array:
+        # A mean of means: devices have equally many channels, and each kv head is on as many of them as any other.
+        plus_one = norm_kind(norms.kind).plus_one
+        assert plus_one is not None, "check_divisible has asked"
+        return (rms_norm_plus_one if plus_one else rms_norm)(x, weight, norms.eps, AXIS)
+
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
@@ -42,8 +49,8 @@ class DividedOperators(Operators):
 
 
 def _divided(w: Any) -> Any:
-    """A matrix whose argument is divided: codes of a whole row of it have one scale."""
-    return dataclasses.replace(w, axis=AXIS) if isinstance(w, Int8Matrix) else w
+    """A matrix whose argument is divided."""
+    return w.of_columns(AXIS) if isinstance(w, Matrix) else w
 
 
 def _once(bias: jax.Array) -> jax.Array:

@@ -222,7 +222,7 @@ class TensorParallel(Placement):
 
     def drawn(self, config: ModelConfig, path: Any, weight: Any) -> Any:
         if isinstance(weight, jax.Array) and getattr(weight.sharding, "mesh", None) == self.mesh:
-            wanted = NamedSharding(self.mesh, spec_of_weight(path))
+            wanted = NamedSharding(self.mesh, spec_of_weight(path, weight.shape))
             # Between processes, a copy to where the array is would be a collective.
             return weight if weight.sharding == wanted else jax.device_put(weight, wanted)
         return self.weight(config, path, weight.shape, functools.partial(_taken, weight))
@@ -248,7 +248,7 @@ class TensorParallel(Placement):
         return shape, np.asarray(weight[(row, *column)])
 
     def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
-        spec = spec_of_weight(path)
+        spec = spec_of_weight(path, shape)
         sharding, divided = NamedSharding(self.mesh, spec), spec != EVERYWHERE
         parts = []
         for index, device in enumerate(self.mesh.devices.flat):

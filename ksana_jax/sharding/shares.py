@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
 from ksana_jax.models.params import param_shapes, stated, weights_of
 from ksana_jax.models.weight import Division
@@ -29,6 +30,8 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
             problems.append(f"{name} {size} is not a multiple of it")
     if config.num_kv_heads % n and n % config.num_kv_heads:
         problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
+    if config.qk_norm == "projection" and norm_kind(config.norm).plus_one is None:
+        problems.append(f"qk_norm 'projection' divides root mean square norms, not {config.norm!r}")
     if reason := unstated(config, "divides"):
         problems.append(reason)
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,20 +29,19 @@ def field_of(path: Any) -> str:
     return next(name for name in reversed(names) if name in fields)
 
 
-def spec_of_weight(path: Any) -> PartitionSpec:
-    """Returns the spec of a leaf of Params or LayerParams, from its path."""
+def spec_of_weight(path: Any, shape: Sequence[int]) -> PartitionSpec:
+    """Returns the spec of a leaf of Params or LayerParams, from its path and shape."""
     divides = division(field_of(path))
-    if divides in ("whole", "once"):
-        return EVERYWHERE
-    if divides != "columns":
-        return PartitionSpec(AXIS)
-    return EVERYWHERE if getattr(path[-1], "name", "") == "scales" else PartitionSpec(None, AXIS)  # scales are of rows
+    if divides == "columns" and len(shape) > 1:
+        return PartitionSpec(None, AXIS)
+    # A number for each row, such as a scale, has no columns to divide.
+    return EVERYWHERE if divides in ("whole", "once", "columns") else PartitionSpec(AXIS)
 
 
 def param_specs(config: ModelConfig) -> Params:
     """Returns the PartitionSpec of every weight, as a Params like `param_shapes`."""
     shapes = param_shapes(config)
-    return jax.tree_util.tree_map_with_path(lambda path, _: spec_of_weight(path), shapes, is_leaf=is_shape)
+    return jax.tree_util.tree_map_with_path(spec_of_weight, shapes, is_leaf=is_shape)
 
 
 def specs_of(argument: Any) -> Any:
@@ -49,7 +49,7 @@ def specs_of(argument: Any) -> Any:
     embedding in the host's memory is, which no program reads."""
 
     def of_weight(path: Any, weight: Any) -> PartitionSpec:
-        return EVERYWHERE if isinstance(weight, np.ndarray) else spec_of_weight(path)
+        return EVERYWHERE if isinstance(weight, np.ndarray) else spec_of_weight(path, weight.shape)
 
     def of(part: Any) -> Any:
         if isinstance(part, (Params, LayerParams)):

@@ -136,7 +136,7 @@ def test_the_probe_finds_that_the_engine_runs():
 @compiled
 @pytest.mark.soak
 def test_the_custom_call_of_the_page_runs(tmp_path):
-    page = (ROOT / "docs/new-accelerator.md").read_text()
+    page = (ROOT / "docs/extend/new-accelerator.md").read_text()
     [source] = re.findall(r"^```c\+\+\n(.*?)^```$", page, re.M | re.S)
     [code] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     library = tmp_path / "own.so"

@@ -5,7 +5,7 @@ import pytest
 from ksana_jax.devkit.loopback.withheld import RUNS, RUNS_WITH_RBG, without
 from tests.machine import loopback_plugin
 
-# Of each kind of outcome some; docs/new-accelerator.md has all.
+# Of each kind of outcome some; docs/reference/accelerator.md has all.
 OPERATIONS = {
     "dynamic while": (RUNS, RUNS),
     "stablehlo.xor": (RUNS, RUNS_WITH_RBG),

@@ -193,7 +193,8 @@ def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype, var
     """Sizes that no vector has, and whatever else a family may have: biases, caps, norms of heads, sink logits."""
     shape = {"d_model": 56, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "d_ff": 91, "vocab_size": 97}
     kinds = {"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "embed_scale": 5.6, "soft_cap": 20.0}
-    flags = dict.fromkeys(("sandwich_norms", "qk_norm", "qkv_bias", "out_bias", "mlp_bias"), True)
+    flags: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+    flags |= {"norm_placement": "both", "qk_norm": "head"}
     patterns = {"pattern": (AttentionPattern(window=50), FULL), "logit_soft_cap": 30.0}
     config = dataclasses.replace(model()[0], **shape, **kinds, **flags, **patterns)
     params = init_params(config, seed=3, std=0.5, dtype={"f32": "float32", "bf16": "bfloat16"}[dtype])

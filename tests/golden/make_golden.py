@@ -5,7 +5,8 @@
 One folder for each case: config.json, model.safetensors, and expected.npz with prompts, log-probabilities of every
 prompt position [T, V] in float32, and 16 greedy tokens. Cases are made so that a mistake shows: weights are large
 enough that attention decides and no two tokens are nearly tied, and each case is checked to change when its rotary
-scaling or its window is taken away. transformers 5.23.0 with torch 2.13.0 made the files that are committed.
+scaling or its window is taken away. transformers 5.23.0 with torch 2.13.0 made the files that are committed,
+5.24.0 those of OLMo 2.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ GEMMA2 = GEMMA | {
     "final_logit_softcapping": 12.0,
 }
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+OLMO2 = BASE | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "rope_theta": 500000.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -147,6 +149,9 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "olmo2-gqa": OLMO2,
+    "olmo2-mha-biases-tied": OLMO2
+    | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
 }
 STORED = {"llama-mha": torch.float32, "qwen2-gqa-tied": torch.bfloat16}  # the others in float16
 

@@ -13,7 +13,7 @@ from ksana_jax.core.patterns import AttentionPattern
 from tests.gguf_writer import write_gguf
 from tests.loading.models_on_disk import TINY
 
-_GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms_plus_one", "sandwich_norms": True, "embed_scale": 4.0}
+_GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms_plus_one", "norm_placement": "both", "embed_scale": 4.0}
 _GEMMA |= {"attention_scale": 8**-0.5, "tie_embeddings": True}
 _FAR = RopeConfig(theta=1e6)
 _SLIDING = AttentionPattern(window=6)
@@ -26,7 +26,7 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     ),
     "mistral": ("llama", dataclasses.replace(TINY, family="mistral", pattern=_SLIDING)),
     "qwen2": ("qwen2", dataclasses.replace(TINY, family="qwen2", qkv_bias=True, norm_eps=1e-6, eos_ids=(2, 3))),
-    "qwen3": ("qwen3", dataclasses.replace(TINY, family="qwen3", qk_norm=True, head_dim=12, rope=_FAR)),
+    "qwen3": ("qwen3", dataclasses.replace(TINY, family="qwen3", qk_norm="head", head_dim=12, rope=_FAR)),
     "gemma2": (
         "gemma2",
         dataclasses.replace(
@@ -37,10 +37,13 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     "gemma3": (
         "gemma3",
         dataclasses.replace(
-            TINY, **_GEMMA, family="gemma3_text", qk_norm=True, num_layers=7,
+            TINY, **_GEMMA, family="gemma3_text", qk_norm="head", num_layers=7,
             pattern=(*[_SLIDING] * 5, AttentionPattern(), _SLIDING),
             rope=(*[RopeConfig()] * 5, RopeConfig("linear", 1e6, 8.0), RopeConfig()),
         ),
+    ),
+    "olmo2": (
+        "olmo2", dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection", rope=_FAR),
     ),
 }  # fmt: skip
 _NAMES = {
@@ -58,13 +61,13 @@ _NAMES = {
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(name: str, sandwich: bool = False) -> str:
-    """The GGUF name of a Hugging Face tensor. sandwich: as in Gemma, whose norms have other names."""
+def gguf_name(name: str, after: bool = False) -> str:
+    """The GGUF name of a Hugging Face tensor. after: whether outputs are normalised, which gives norms other names."""
     module, _, kind = name.rpartition(".")
     if module in _TOP:
         return f"{_TOP[module]}.{kind}"
     _, _, layer, module = module.split(".", 3)
-    own = {"post_attention_layernorm": "post_attention_norm" if sandwich else "ffn_norm"}
+    own = {"post_attention_layernorm": "post_attention_norm" if after else "ffn_norm"}
     own |= {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"}
     return f"blk.{layer}.{(_NAMES | own)[module]}.{kind}"
 
@@ -86,7 +89,7 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
             values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        found[gguf_name(name, config.sandwich_norms)] = values
+        found[gguf_name(name, config.norm_placement != "before")] = values
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import safetensors.numpy
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.loading.load import tensors_of
+from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import config_to_hf
 
 TINY = ModelConfig(
@@ -29,7 +29,7 @@ STORED = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 def random_tensors(config: ModelConfig, stored: str = "F32", seed: int = 0) -> dict[str, np.ndarray]:
     """Weights by their Hugging Face names."""
     rng = np.random.default_rng(seed)
-    shapes = {name: shape for weight in tensors_of(config) for name, shape in weight.items()}
+    shapes = {name: shape for weight in sources_of(config) for name, shape in weight.tensors.items()}
     return {name: rng.standard_normal(shape, np.float32).astype(STORED[stored]) for name, shape in shapes.items()}
 
 

@@ -22,7 +22,7 @@ from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_con
 
 
 def test_every_weight_arrives_at_its_place(tmp_path):
-    config = dataclasses.replace(TINY, family="qwen3", qk_norm=True, qkv_bias=True, out_bias=True)
+    config = dataclasses.replace(TINY, family="qwen3", qk_norm="head", qkv_bias=True, out_bias=True)
     tensors = random_tensors(config)
     found, params = load_model(write_model(tmp_path, tensors, config))
     assert found == config

@@ -38,16 +38,16 @@ def shapes(d_model, spec):
     return gated_shapes(d_model, spec) | {"w_new": (spec.d_ff, d_model)}
 
 
-def triple(x, p, linear):
+def triple(x, p, linear, spec):
     hidden = jax.nn.relu(linear(x, p.w_gate, p.b_gate)) * linear(x, p.w_up, p.b_up) * jnp.tanh(linear(x, p.w_new))
     return linear(hidden, p.w_down, p.b_down)
 
 
-def squared(x, p, linear):
+def squared(x, p, linear, spec):
     return linear(jax.nn.relu(linear(x, p.w_up)) ** 2, p.w_down)
 
 
-def without_linear(x, p, linear):
+def without_linear(x, p, linear, spec):
     hidden = jax.nn.silu(jnp.einsum("...d,fd->...f", x, p.w_gate)) * jnp.einsum("...d,fd->...f", x, p.w_up)
     return jnp.einsum("...f,df->...d", hidden, p.w_down)
 
@@ -80,12 +80,13 @@ TINY = ModelConfig(
     vocab_size=97, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, max_position=64
 )
 CONFIGS = {
-    # With every weight that a family has.
+    # With every weight that a family has, but norms over all heads.
     "everything": dataclasses.replace(
         TINY,
-        **{"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "sandwich_norms": True},
-        **dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "mlp_bias"), True),
+        **{"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "norm_placement": "both", "qk_norm": "head"},
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
+    "after": dataclasses.replace(TINY, norm_placement="after", qk_norm="projection"),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),

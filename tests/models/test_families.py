@@ -39,7 +39,7 @@ def test_biases_follow_the_family():
     assert biases(LLAMA | {"attention_bias": True, "mlp_bias": True}) == (True, True, True)
     assert biases(QWEN2) == (True, False, False)
     assert biases(QWEN3 | {"attention_bias": True}) == (True, True, False)
-    assert config_from_hf(QWEN3).qk_norm and not config_from_hf(QWEN2).qk_norm
+    assert (config_from_hf(QWEN3).qk_norm, config_from_hf(QWEN2).qk_norm) == ("head", None)
 
 
 def test_mistral_window_slides_in_all_layers():
@@ -66,7 +66,12 @@ def test_gemma_2_layers_slide_in_turn_and_its_scores_are_capped():
     slide = AttentionPattern(window=4096)
     assert config.pattern == (slide, FULL, slide, FULL)
     assert (config.soft_cap, config.logit_soft_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
-    assert (config.mlp, config.norm, config.sandwich_norms, config.embed_scale) == ("geglu", "rms_plus_one", True, 8.0)
+    assert (config.mlp, config.norm, config.norm_placement, config.embed_scale) == (
+        "geglu",
+        "rms_plus_one",
+        "both",
+        8.0,
+    )
     assert config.tie_embeddings and config.head_dim == 256 and not config.qk_norm
     assert config_from_hf(GEMMA2 | {"attn_logit_softcapping": None}).soft_cap is None
 
@@ -75,7 +80,7 @@ def test_gemma_3_has_a_rope_for_sliding_and_one_for_full_layers_in_the_older_and
     config = config_from_hf(GEMMA3 | {"num_hidden_layers": 7})
     assert [layer.attention.pattern.window for layer in config.layers] == [4096] * 5 + [None, 4096]
     assert [layer.attention.rope.theta for layer in config.layers] == [1e4] * 5 + [1e6, 1e4]
-    assert config.qk_norm and (config.soft_cap, config.logit_soft_cap) == (None, None)
+    assert config.qk_norm == "head" and (config.soft_cap, config.logit_soft_cap) == (None, None)
     older = {"rope_theta": 5e5, "rope_local_base_freq": 100.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
     newer = {
         "rope_parameters": {

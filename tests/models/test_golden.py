@@ -103,6 +103,15 @@ def test_golden_files_notice_each_missing_feature_of_a_gemma(name):
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, feature
 
 
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("olmo2")])
+def test_golden_files_notice_each_norm_of_an_olmo(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    for field in ("q_proj_norm", "k_proj_norm", "post_attn_norm", "post_mlp_norm"):
+        layers = tuple(p.replace(**{field: None}) for p in params.layers)
+        scores = compiled_logits(params.replace(layers=layers), case.prompts[2], config=config)
+        assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, field
+
+
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
     ours = {"llama_sinks"}  # transformers has no such model

@@ -42,9 +42,9 @@ def shapes(d_model, spec):
     return {"w_gate": hidden, "w_up": hidden, "w_down": out}
 
 
-def apply(x, p, linear):
+def apply(x, p, linear, spec):
     experts = [
-        MLPS["swiglu"].apply(x, p.replace(w_gate=gate, w_up=up, w_down=down), linear)
+        MLPS["swiglu"].apply(x, p.replace(w_gate=gate, w_up=up, w_down=down), linear, spec)
         for gate, up, down in zip(p.w_gate, p.w_up, p.w_down, strict=True)
     ]
     return jnp.mean(jnp.stack(experts), axis=0)

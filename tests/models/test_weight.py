@@ -28,9 +28,9 @@ def test_every_field_states_how_features_treat_its_weight():
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    config = CONFIGS["everything"]
-    shapes = param_shapes(config)
-    assert weights_of(shapes.layers[0]).keys() | weights_of(shapes).keys() | JOINED == weight_fields().keys()
+    shapes = [param_shapes(CONFIGS[name]) for name in ("everything", "after")]
+    found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
+    assert found | JOINED == weight_fields().keys()
 
 
 def test_every_weight_has_a_name_in_some_family():

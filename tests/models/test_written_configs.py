@@ -16,7 +16,7 @@ GEMMA_SHAPE = {
     "head_dim": 256,
     "norm": "rms_plus_one",
     "mlp": "geglu",
-    "sandwich_norms": True,
+    "norm_placement": "both",
     "embed_scale": 8.0,
     "attention_scale": 144**-0.5,
     "tie_embeddings": True,
@@ -29,8 +29,8 @@ WRITABLE = [
     ModelConfig(family="mistral", num_layers=2, pattern=AttentionPattern(window=9), rope=ROPES["linear"][1]),
     ModelConfig(family="mistral", num_layers=2, rope=ROPES["llama3"][1], max_position=8192),
     ModelConfig(family="qwen2", num_layers=2, qkv_bias=True, pattern=SLIDING),
-    ModelConfig(family="qwen3", num_layers=2, qk_norm=True, pattern=SLIDING[::-1]),
-    ModelConfig(family="qwen3", num_layers=2, qk_norm=True, qkv_bias=True, out_bias=True, eos_ids=(7,)),
+    ModelConfig(family="qwen3", num_layers=2, qk_norm="head", pattern=SLIDING[::-1]),
+    ModelConfig(family="qwen3", num_layers=2, qk_norm="head", qkv_bias=True, out_bias=True, eos_ids=(7,)),
     ModelConfig(
         **GEMMA_SHAPE, family="gemma2", num_layers=2, pattern=SLIDING[::-1], soft_cap=50.0, logit_soft_cap=30.0
     ),
@@ -40,10 +40,12 @@ WRITABLE = [
         family="gemma3_text",
         num_layers=2,
         pattern=SLIDING,
-        qk_norm=True,
+        qk_norm="head",
         rope=(RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e4)),
     ),
-    ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm=True),
+    ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm="head"),
+    ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection"),
+    ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection", qkv_bias=True, out_bias=True),
 ]
 
 
@@ -59,7 +61,9 @@ def test_written_config_reads_back_as_the_same_model(config):
     ("change", "lost"),
     [
         ({"pattern": AttentionPattern(window=9)}, "pattern window=9"),
-        ({"qk_norm": True}, "qk_norm True"),
+        ({"qk_norm": "head"}, "qk_norm head"),
+        ({"norm_placement": "after"}, "norm_placement after"),
+        ({"family": "olmo2", "norm_placement": "after", "qk_norm": "head"}, "qk_norm head"),
         ({"sinks": "zero"}, "sinks zero"),
         ({"family": "llama_sinks"}, "attention_sinks is None"),
         ({"qkv_bias": True}, "out_bias False"),

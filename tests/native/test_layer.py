@@ -19,10 +19,11 @@ from tests.machine import native_products
 PLAIN = ModelConfig(vocab_size=70, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=20, d_ff=72)
 EVERYTHING = dataclasses.replace(
     PLAIN,
-    **{"sandwich_norms": True, "norm": "rms_plus_one", "mlp": "geglu", "qk_norm": True},
+    **{"norm_placement": "both", "norm": "rms_plus_one", "mlp": "geglu", "qk_norm": "head"},
     **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
 )
-CONFIGS = {"plain": PLAIN, "everything": EVERYTHING}
+AFTER = dataclasses.replace(PLAIN, norm_placement="after", qk_norm="projection")
+CONFIGS = {"plain": PLAIN, "everything": EVERYTHING, "after": AFTER}
 
 
 def drawn(*shape, dtype="float32"):
@@ -66,7 +67,9 @@ class Definition:
 
     def heads(self, x):
         normed = self.norm(x, self.p.attn_norm)
-        q, k, v = (self.linear(normed, n).reshape(*x.shape[:-1], -1, self.config.head_dim) for n in "qkv")
+        q, k, v = (self.linear(normed, n) for n in "qkv")
+        q, k = self.norm(q, self.p.q_proj_norm), self.norm(k, self.p.k_proj_norm)
+        q, k, v = (y.reshape(*x.shape[:-1], -1, self.config.head_dim) for y in (q, k, v))
         return self.norm(q, self.p.q_norm), self.norm(k, self.p.k_norm), v
 
     def rest(self, x, attended):

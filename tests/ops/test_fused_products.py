@@ -22,11 +22,12 @@ from tests.pallas_kernels.interpreter import PARAMS, interpreting
 PLAIN = ModelConfig(vocab_size=70, d_model=128, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=192)
 BIASED = dataclasses.replace(
     PLAIN,
-    **{"norm": "rms_plus_one", "mlp": "geglu", "qk_norm": True},
+    **{"norm": "rms_plus_one", "mlp": "geglu", "qk_norm": "head"},
     **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
 )
-SANDWICH = dataclasses.replace(PLAIN, sandwich_norms=True)
-CONFIGS = {"plain": PLAIN, "biased": BIASED, "sandwich": SANDWICH}
+SANDWICH = dataclasses.replace(PLAIN, norm_placement="both")
+AFTER = dataclasses.replace(PLAIN, norm_placement="after", qk_norm="projection")
+CONFIGS = {"plain": PLAIN, "biased": BIASED, "sandwich": SANDWICH, "after": AFTER}
 
 
 def layer(config, quantization=None):
@@ -74,14 +75,14 @@ def test_layers_are_those_of_xla(config):
     )
     fused = [(call.w.shape[0], call.norm is not None, call.residual is not None, call.activation) for call in calls]
     activation = "gelu_tanh" if config is BIASED else "silu"
-    d, f = config.d_model, config.d_ff
+    d, f, before, after = config.d_model, config.d_ff, config is not AFTER, config in (SANDWICH, AFTER)
     wanted = [
-        (256, True, False, None),
+        (256, before, False, None),
         (d, False, True, None),
-        (2 * f, True, False, activation),
+        (2 * f, before, False, activation),
         (d, False, True, None),
     ]
-    assert fused == (wanted[::2] if config is SANDWICH else wanted)
+    assert fused == (wanted[::2] if after else wanted)
     assert all((call.bias is not None) == (config is BIASED) for call in calls)
 
 

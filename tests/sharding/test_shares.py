@@ -28,10 +28,11 @@ def parts(model: ModelConfig, num_devices: int):
         yield field, shape, part, [share(field, shape, d, num_devices, model.num_kv_heads) for d in range(num_devices)]
 
 
+@pytest.mark.parametrize("qk_norm", ["head", "projection"])
 @pytest.mark.parametrize("num_devices", [2, 8, 16, 32])
-def test_shares_have_the_shapes_of_the_local_model_and_cover_each_weight(num_devices):
-    flags = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sandwich_norms"), True)
-    model = dataclasses.replace(LLAMA_8B, sinks="learned", **flags)
+def test_shares_have_the_shapes_of_the_local_model_and_cover_each_weight(num_devices, qk_norm):
+    flags = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+    model = dataclasses.replace(LLAMA_8B, sinks="learned", qk_norm=qk_norm, norm_placement="both", **flags)
     for field, shape, part, shares in parts(model, num_devices):
         seen = np.zeros(shape[0], int)
         for rows, columns, padding in shares:

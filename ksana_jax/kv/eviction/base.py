@@ -58,7 +58,7 @@ class Observation(NamedTuple):
     number: Array
 
 
-# Attributes of `EvictionMethod` before 0.2.
+# Old names of attributes of `EvictionMethod`, until 0.2.
 _FORMER_NAMES = {
     "forgets": "resets_scores",
     "alters_logits": "custom_logits",
@@ -114,7 +114,7 @@ class EvictionMethod:
         for old, new in _FORMER_NAMES.items():
             if old in vars(cls):
                 warnings.warn(
-                    f"{cls.__name__}.{old} is {new} now; the old name goes away in 0.3", DeprecationWarning, 2
+                    f"{cls.__name__}.{old} is {new} now; the old name goes away in 0.2", DeprecationWarning, 2
                 )
                 setattr(cls, new, vars(cls)[old])
 

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.engine.llm import LLM
-from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import separate
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.runner.example import step_function
@@ -115,7 +114,7 @@ class _Probe:
     engine has recorded, if it is given. Operators are named by their weights."""
 
     def __init__(self, params: Any, recorded: Calls | None):
-        paths, _ = jax.tree.flatten_with_path(params, is_leaf=lambda x: isinstance(x, (Int8Matrix, PackedMatrix)))
+        paths, _ = jax.tree.flatten_with_path(params, is_leaf=lambda x: isinstance(x, Matrix))
         self._names = {id(leaf): jax.tree_util.keystr(path, simple=True, separator=".") for path, leaf in paths}
         self._recorded, self._num_attended = recorded, 0
         self.inputs: dict[str, tuple[jax.Array, ...]] = {}

@@ -16,11 +16,12 @@ from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.mistral import MISTRAL
+from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, LLAMA_SINKS, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
+    family.model_type: family for family in (LLAMA, LLAMA_SINKS, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2)
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
@@ -40,6 +40,22 @@ LAYER_NAMES = {
 }
 
 
+class View(NamedTuple):
+    """A weight that is a part of a stored tensor, or its transpose.
+
+    tensor: Hugging Face name. Its rows are groups, all of the same form: rows of each field in turn.
+    fields: of LayerParams, such as w_q, w_k and w_v of a fused projection; empty where it has this weight alone.
+    groups: field of ModelConfig that counts the groups, such as "num_heads" if each head has its q, k and v together;
+      None for a single group.
+    transposed: whether it is stored as [in, out].
+    """
+
+    tensor: str
+    fields: tuple[str, ...] = ()
+    groups: str | None = None
+    transposed: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Describes the configs and checkpoints of one model family.
@@ -50,7 +66,8 @@ class Family:
       defaults: values that its config class in transformers assumes for absent fields.
       read: returns the ModelConfig fields in which it differs from a plain Llama.
       write: returns those fields as config fields.
-      top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams.
+      top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams; of the latter,
+        also views.
       activation: config field that names the activation of the MLP.
       mlps: kind of MLP (`models.mlp.MLPS`) by the activation's name; the first is written on export.
       read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
@@ -63,17 +80,17 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     top_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: TOP_NAMES)
-    layer_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    layer_names: Mapping[str, str | View] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
     activation: str = "hidden_act"
     mlps: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
 
-    def tensors(self, field: str, shape: tuple[int, ...], layer: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Returns Hugging Face names and shapes of the tensors of a weight; several are stacked if its name has {}.
+    def name(self, field: str, layer: int | None = None) -> str | View:
+        """Returns the Hugging Face name of a weight, or its view.
 
         Args:
-          field: field of LayerParams if a layer is given, else of Params. shape: shape of the weight.
+          field: of LayerParams if a layer is given, else of Params.
 
         Raises:
           ConfigError: the family has no name for it.
@@ -81,8 +98,8 @@ class Family:
         names = self.top_names if layer is None else self.layer_names
         if field not in names:
             raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
-        name = names[field] if layer is None else f"model.layers.{layer}.{names[field]}"
-        return {name.format(i): shape[1:] for i in range(shape[0])} if "{}" in name else {name: shape}
+        name, prefix = names[field], "" if layer is None else f"model.layers.{layer}."
+        return name._replace(tensor=prefix + name.tensor) if isinstance(name, View) else prefix + name
 
 
 def read_config(family: Family, values: Mapping[str, Any], source: str) -> ModelConfig:

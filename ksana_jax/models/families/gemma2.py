@@ -52,7 +52,7 @@ def read(fields: Fields) -> dict[str, Any]:
         "logit_soft_cap": cap("final_logit_softcapping"),
         "embed_scale": fields.integer("hidden_size") ** 0.5,
         "norm": "rms_plus_one",
-        "sandwich_norms": True,
+        "norm_placement": "both",
     }
 
 

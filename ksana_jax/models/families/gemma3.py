@@ -17,7 +17,7 @@ from ksana_jax.models.families.rope import RANGES, read_form, read_rope, rope_fi
 def read(fields: Fields) -> dict[str, Any]:
     # transformers ignores it in a Gemma-3 config, but the author of the file expects a cap.
     fields.must_be("attn_logit_softcapping", (), "supported by gemma2")
-    return {**gemma2.read(fields), "qk_norm": True}
+    return {**gemma2.read(fields), "qk_norm": "head"}
 
 
 def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConfig, ...]:

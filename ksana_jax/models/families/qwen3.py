@@ -13,7 +13,7 @@ from ksana_jax.models.families.qwen2 import WINDOW_DEFAULTS, write_windows
 def read(fields: Fields) -> dict[str, Any]:
     fields.must_be("mlp_bias", (False,), "supported: false")
     bias = fields.flag("attention_bias")
-    return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias, **layer_windows(fields)}
+    return {"qk_norm": "head", "qkv_bias": bias, "out_bias": bias, **layer_windows(fields)}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

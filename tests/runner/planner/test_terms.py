@@ -72,7 +72,7 @@ def test_weights_are_as_many_as_the_config_counts(name):
     [
         SMALL,
         dataclasses.replace(SMALL, tie_embeddings=True),
-        dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True),
+        dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm="head"),
     ],
     ids=["untied", "tied", "with biases and norms"],
 )

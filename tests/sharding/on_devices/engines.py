@@ -26,10 +26,12 @@ MODELS = {
     "MHA": MHA,
     # With all that a layer can have besides.
     "GQA": dataclasses.replace(
-        MHA, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True
+        MHA, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm="head"
     ),
     "MQA": dataclasses.replace(
-        MHA, num_kv_heads=1, sinks="learned", soft_cap=20.0, logit_soft_cap=30.0, sandwich_norms=True, mlp="geglu"
+        MHA,
+        **{"num_kv_heads": 1, "qk_norm": "projection", "norm_placement": "both", "mlp": "geglu"},
+        **{"sinks": "learned", "soft_cap": 20.0, "logit_soft_cap": 30.0},
     ),
 }
 SETTINGS = {

@@ -10,6 +10,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from tests.models.own_kinds import CONFIGS, Unstated, register, weights
+from tests.models.own_matrix import blocked
 from tests.sharding.on_devices.engines import GREEDY, SETTINGS
 from tests.sharding.on_devices.test_tokens import ONE_SHAPE
 
@@ -25,7 +26,10 @@ def registered(monkeypatch):
 
 def served(name: str, **settings) -> tuple[list[list[int]], list[float]]:
     """Tokens of each prompt, and the log-probabilities of all."""
-    llm = LLM.from_params(CONFIGS[name], weights(name), **SETTINGS | ONE_SHAPE | settings)
+    params = weights(name)
+    if settings.get("quantization") == "blocks":
+        settings["quantization"], params = None, blocked(params)[0]
+    llm = LLM.from_params(CONFIGS[name], params, **SETTINGS | ONE_SHAPE | settings)
     outputs = llm.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens=6, logprobs=0))
     found = [output.outputs[0] for output in outputs]
     scores = [entry[token].logprob for c in found for entry, token in zip(c.logprobs, c.token_ids, strict=True)]
@@ -37,8 +41,11 @@ def served(name: str, **settings) -> tuple[list[list[int]], list[float]]:
     [
         ("own", "w8a8"),
         ("everything", None),
+        ("after", None),
         pytest.param("everything", "w8a8", marks=pytest.mark.soak),
         pytest.param("own", "int8", marks=pytest.mark.soak),
+        pytest.param("after", "w8a8", marks=pytest.mark.soak),
+        pytest.param("after", "blocks", marks=pytest.mark.soak),
         pytest.param("squared", None, marks=pytest.mark.soak),
     ],
 )
@@ -59,4 +66,6 @@ def test_what_does_not_state_how_it_is_divided_is_refused_before_weights_are_rea
     said = refused(dataclasses.replace(CONFIGS["unstated"], d_ff=47))
     assert "tensor_parallel_size is 2: d_ff 47 is not a multiple of it; mlp 'unstated' does not state divides" in said
     register(monkeypatch, Unstated)
+    after = dataclasses.replace(CONFIGS["after"], norm="centred")
+    assert "qk_norm 'projection' divides root mean square norms, not 'centred'" in refused(after)
     assert "weight w_new does not state what tensor_parallel_size must know" in refused(CONFIGS["own"])

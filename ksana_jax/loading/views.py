@@ -1,0 +1,100 @@
+"""Where a checkpoint has each weight: in a tensor of its own, in several that are stacked, or in a part of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.families.family import View
+from ksana_jax.models.params import LayerParams, is_shape, param_shapes
+
+
+class Source(NamedTuple):
+    """The tensors of one weight.
+
+    tensors: Hugging Face name -> shape. Several are stacked; of a single one, the weight may be a part.
+    rows: rows of the single tensor that are the weight's, in order; None for all of them.
+    transposed: whether the tensor has columns where the weight has rows.
+    """
+
+    tensors: dict[str, tuple[int, ...]]
+    rows: np.ndarray | None = None
+    transposed: bool = False
+
+    def of(self, found: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+        """Returns tensors of a checkpoint whose values, stacked, are the weight's."""
+        stored = [found[name] for name in self.tensors]
+        if self.rows is None:
+            return stored
+        [whole] = stored
+        shape = (len(self.rows), *(whole.shape[:-1] if self.transposed else whole.shape[1:]))
+        return [PartOfTensor(whole.path, whole.name, whole.dtype, shape, whole, self.rows, self.transposed)]
+
+    def write(self, weight: np.ndarray, tensors: dict[str, np.ndarray]) -> None:
+        """Writes a weight to the tensors of a checkpoint, by name; missing ones are added."""
+        if self.rows is None:
+            shape = next(iter(self.tensors.values()))
+            tensors.update(zip(self.tensors, weight.reshape(len(self.tensors), *shape), strict=True))
+            return
+        [(name, shape)] = self.tensors.items()
+        whole = tensors.setdefault(name, np.zeros(shape, weight.dtype))
+        (whole.T if self.transposed else whole)[self.rows] = weight
+
+
+def sources_of(config: ModelConfig) -> list[Source]:
+    """Returns where each weight is, in the order of jax.tree.leaves.
+
+    Raises:
+      ConfigError: the family has no name for a weight, or rows of one do not divide into the groups of its view.
+    """
+    family, shapes, found = FAMILIES[config.family], param_shapes(config), []
+    for path, shape in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_shape):
+        layer = path[1].idx if path[0].name == "layers" else None
+        field, name = path[-1].name, family.name(path[-1].name, layer)
+        if isinstance(name, View):
+            assert layer is not None, "the fields of a view are a layer's"
+            found.append(_part(field, name, config, shapes.layers[layer]))
+        elif "{}" in name:
+            found.append(Source({name.format(i): shape[1:] for i in range(shape[0])}))
+        else:
+            found.append(Source({name: shape}))
+    return found
+
+
+def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> Source:
+    groups, fields = getattr(config, view.groups) if view.groups else 1, view.fields or (field,)
+    sizes = [getattr(shapes, name)[0] for name in fields]
+    for name, size in zip(fields, sizes, strict=True):
+        if size % groups:
+            raise ConfigError(f"{view.tensor}: {size} rows of {name} are not a multiple of {view.groups} {groups}")
+    starts, at = np.cumsum([0, *sizes]) // groups, fields.index(field)
+    rows = np.arange(sum(sizes)).reshape(groups, -1)[:, starts[at] : starts[at + 1]].reshape(-1)
+    shape = (sum(sizes), *getattr(shapes, field)[1:])
+    return Source({view.tensor: shape[::-1] if view.transposed else shape}, rows, view.transposed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartOfTensor(StoredTensor):
+    """Rows of a tensor, or of its transpose; pieces are cut from the rows between the first and the last of them."""
+
+    whole: StoredTensor
+    rows: np.ndarray
+    transposed: bool
+    dtypes = ()
+
+    @property
+    def value_bytes(self) -> int:
+        return self.whole.value_bytes
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        at = self.rows[rows]
+        between = slice(int(at.min()), int(at.max()) + 1)
+        found = self.whole.read(columns, between).T if self.transposed else self.whole.read(between, columns)
+        return found[at - between.start]
