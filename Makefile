@@ -16,6 +16,8 @@ PIP_ARGS ?=
 ARGS ?=
 EXTRAS ?= dev,docs
 LIVES ?= 1000
+# Pairs of measurements: make speed PAIRS=2
+PAIRS ?= 5
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
 
@@ -33,7 +35,7 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make size     lines of each room, beside the commit that .ci/size.base names"
-	@echo "make speed    the host loop and throughput beside that commit, in interleaved pairs"
+	@echo "make speed    the host loop and throughput beside that commit, in pairs by turns (PAIRS=$(PAIRS))"
 	@echo "make plugin   fetch a PJRT plugin that others have built, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
@@ -107,7 +109,7 @@ size:
 	@.ci/size
 
 speed: $(READY)
-	@$(RUN) .ci/speed
+	@$(RUN) .ci/speed $(PAIRS)
 
 # Parts that leave a core idle for a time run beside each other, as many as there are test processes.
 TOGETHER := $(MAKE) --no-print-directory -j $(WORKERS) --output-sync=target

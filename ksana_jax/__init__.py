@@ -11,8 +11,8 @@ Files in the order in which a greedy request enters them on a CPU; `examples/one
   build     `engine/steps` (submission and report), `scheduler/step/builder` (a step as arrays),
             `scheduler/step/buckets` (their sizes)
   run       `runner/runner` (compiled steps), `runner/packing` (one transfer each way), `runner/step_program` (layers),
-            `models/transformer`, `models/operators`, `models/rope`, `ops/paged` (attention in one layer),
-            `native/layer` (products in C++), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
+            `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/layer` (products in C++),
+            `models/operators` (heads), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
             `sampling/sampler` (the next token)
 
 `core/config` (settings) and `engine/build` (the parts of an engine) come before the first request. `engine/async_llm`

@@ -117,6 +117,7 @@ def doctor(
     from ksana_jax.core.processor import hidden
     from ksana_jax.engine.verdict import verdicts_here
     from ksana_jax.lab.experiments.environment import environment
+    from ksana_jax.native.build import instructions
     from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
     from ksana_jax.ops.table import operator_table
@@ -133,6 +134,7 @@ def doctor(
     console.print(f"XLA_FLAGS  {escape(found['xla_flags']) or '(none)'}")
     if names := hidden():
         console.print(f"hidden     {', '.join(names)} (KSANA_HIDE)")
+    console.print(f"native     {escape(instructions())}")
     measured = next((verdict for verdict in known if verdict.operators), None)
     _print_operators(console, operators, measured)
     lacks = why_not_invariant(EXAMPLE, needs, "bfloat16")
@@ -146,9 +148,10 @@ def doctor(
     if not verdicts:
         console.print("operators.prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
     if as_json:
+        rows = [row._asdict() for row in operators]
         times = [] if measured is None else [dataclasses.asdict(found) for found in measured.operators]
         more = {"measured": times, "invariant": lacks is None, "verdicts": verdicts}
-        print(json.dumps({**found, "hidden": hidden(), "operators": [row._asdict() for row in operators], **more}))
+        print(json.dumps({**found, "hidden": hidden(), "native": instructions(), "operators": rows, **more}))
 
 
 def _print_model(model: str, as_json: bool) -> None:

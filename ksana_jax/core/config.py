@@ -230,7 +230,7 @@ class EngineConfig:
       embedding_device: where the token embedding is stored and looked up.
       numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
-        norms, which exist for CPUs with AVX-512 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
+        norms, which exist for CPUs with AVX2 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
         kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
       operators: the implementation of each operator, such as {"attention": "xla"}, or {"prefer": "agreement"} to choose
         by measured agreement: see `operator_settings`. "auto" takes the first that supports the model on this device;

@@ -1,4 +1,4 @@
-"""Modules under the names that they had before they moved, for plug-ins: each import of one warns and gives the new module.
+"""Modules under the names that they had before they moved, for plug-ins: importing one warns and gives the new module.
 
 Goes away in 0.2.
 """

@@ -58,7 +58,7 @@ class LLM:
         cache lacks are downloaded. See docs/use/models.md.
       revision, gguf_file: the same as in the name: `LLM("org/name", revision="v1")` is `LLM("org/name@v1")`.
       pattern: attention pattern: an `AttentionPattern`, its fields as a dict, a preset's name such as "streaming_llm"
-        (`pattern_presets`), or a list with one per layer; None takes the model's own.
+        (`methods.presets`), or a list with one per layer; None takes the model's own.
       load_format: "auto", or "dummy" for random weights.
       tokenizer: a tokenizer, or the path or name of a model that has one; None takes the model's, if it has one.
       settings: fields of `EngineConfig`: dtype, block_size, num_blocks, max_model_len, max_num_seqs, ... vLLM's names

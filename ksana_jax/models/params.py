@@ -65,7 +65,7 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """Weights of a model. head is None if it is tied to the embedding.
+    """Weights of a model. head is None if it is tied to the embedding, which then may be a `PackedMatrix`.
 
     embed is a NumPy array if it is kept on the host; compiled programs must then not use it.
     """

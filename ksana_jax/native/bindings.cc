@@ -151,6 +151,23 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
 }  // namespace
 }  // namespace ksana
 
+// The instruction sets that products are compiled for.
+extern "C" const char* ksana_instructions() {
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+  return "AVX-512 with BF16 and VNNI";
+#elif defined(__AVX512VNNI__)
+  return "AVX-512 with VNNI";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVXVNNI__) && defined(__FMA__)
+  return "AVX2 with FMA and VNNI";
+#elif defined(__AVX2__) && defined(__FMA__)
+  return "AVX2 with FMA";
+#else
+  return "none";
+#endif
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_attend, ksana::AttendCall,
                               ksana::ffi::Ffi::Bind()
                                   .Ctx<ksana::ffi::ThreadPool>()

@@ -64,6 +64,18 @@ def why_missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def instructions() -> str:
+    """Returns the instruction sets that the library's products use, for readers; or why there is no library."""
+    if reason := why_missing():
+        return f"none: {reason}"
+    name = ctypes.CDLL(str(library())).ksana_instructions
+    name.restype = ctypes.c_char_p
+    found = name().decode()
+    if found.startswith("AVX-512"):
+        return found
+    return f"{found}: {'KSANA_HIDE hides' if 'avx512' in hidden() else 'this CPU lacks'} AVX-512"
+
+
 def begin() -> None:
     """Compiles in a thread while the caller imports and loads what it needs; `library` then waits for the rest."""
     threading.Thread(target=_begin, name="native build").start()

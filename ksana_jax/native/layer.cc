@@ -38,7 +38,7 @@ template <typename Type, typename Number>
 void PanelJob(const Packed& w, int64_t t, int64_t index, const Rows<typename Type::Number>& x,
               const typename Type::Number* added, Number* y, PanelScratch& scratch) {
   const Place at(t, index);
-  MultiplyPanel<Type>(w, at.panel, x, at.row, at.rows, scratch.sums, scratch.wide);
+  MultiplyPanel<Type>(w, at.panel, x, at.row, at.rows, scratch.sums, scratch.unpacked);
   EachPair(w, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
     Pair result = Finished<typename Type::Number>(w, column, count, scratch.sums + sum);
     const int64_t to = (at.row + r) * w.n + column;
@@ -71,7 +71,11 @@ void Round(const Number* x, int64_t d, int64_t row, const Rounded& to) {
   to.scales[row] = RoundToCodes(x + row * d, d, to.codes + row * d);
 }
 
-std::unique_ptr<PanelScratch> MakeScratch() { return std::make_unique<PanelScratch>(); }
+// A thread's, kept from call to call: filling it with zeros takes as long as a small product.
+PanelScratch* MakeScratch() {
+  thread_local const auto kept = std::make_unique<PanelScratch>();
+  return kept.get();
+}
 
 template <typename Type>
 void RunProjections(const Projections& p, const Threads& threads) {
@@ -83,7 +87,7 @@ void RunProjections(const Projections& p, const Threads& threads) {
   const Rows<Number> rows{norms ? normed : x, p.rounded.codes, p.rounded.scales};
   int64_t panels = 0, operations = 0;
   for (const Packed& w : p.w) panels += w.panels(), operations += p.t * w.n * w.k;
-  const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
+  const auto job = [&](PanelScratch* scratch, size_t phase, int64_t index) {
     if (phase == 0) {
       return EachRow(p.t, d, index, [&](int64_t row) {
         if (norms) p.norm.Apply(x + row * d, normed + row * d);
@@ -106,8 +110,8 @@ void GateJob(const Rest& p, int64_t index, const Rows<typename Type::Number>& x,
              PanelScratch& scratch) {
   using Number = typename Type::Number;
   const Place at(p.t, index);
-  MultiplyPanel<Type>(p.gate, at.panel, x, at.row, at.rows, scratch.sums, scratch.wide);
-  MultiplyPanel<Type>(p.up, at.panel, x, at.row, at.rows, scratch.others, scratch.wide);
+  MultiplyPanel<Type>(p.gate, at.panel, x, at.row, at.rows, scratch.sums, scratch.unpacked);
+  MultiplyPanel<Type>(p.up, at.panel, x, at.row, at.rows, scratch.others, scratch.unpacked);
   EachPair(p.gate, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
     const Pair gate = Finished<Number>(p.gate, column, count, scratch.sums + sum);
     const Pair up = Finished<Number>(p.up, column, count, scratch.others + sum);
@@ -128,7 +132,7 @@ void RunRestOf(const Rest& p, const Threads& threads) {
   const auto rows_of = [&](const Number* numbers) {
     return Rows<Number>{numbers, p.rounded.codes, p.rounded.scales};
   };
-  const auto job = [&](std::unique_ptr<PanelScratch>& scratch, size_t phase, int64_t index) {
+  const auto job = [&](PanelScratch* scratch, size_t phase, int64_t index) {
     switch (phase) {
       case 0:
         return EachRow(p.t, heads, index, [&](int64_t row) { Round(attended, heads, row, p.rounded); });

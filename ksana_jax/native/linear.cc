@@ -14,7 +14,8 @@
 namespace ksana {
 namespace {
 
-constexpr int64_t kRows = 3, kColumns = 5;  // of a tile: its 15 sums are added up at once
+// Of a tile, whose sums are added up at once.
+constexpr int64_t kRows = kLanes == 16 ? 3 : 2, kColumns = kLanes == 16 ? 5 : 4;
 constexpr int64_t kRowsAtOnce = 64, kColumnsAtOnce = 8 * kColumns;
 // Multiplications and additions that are worth waking another thread for.
 constexpr int64_t kWorthThreads = 1 << 18;
@@ -71,8 +72,11 @@ void Dots(const Product& p, const typename Type::Number* w, int64_t row, int64_t
 }
 
 inline Floats FromCodes(const int8_t* from) {
-#ifdef __AVX512F__  // gcc 12 converts lane by lane otherwise
+  // gcc 12 would convert lane by lane.
+#if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
   Floats x;
   for (int i = 0; i < kLanes; ++i) x[i] = from[i];

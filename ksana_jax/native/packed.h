@@ -14,10 +14,13 @@ namespace ksana {
 
 constexpr int64_t kPanel = 64;
 constexpr int64_t kRowsOfJob = 128;
+// Columns of a tile of many rows.
+constexpr int64_t kStrip = kLanes == 16 ? kPanel : 2 * kLanes;
 // Words of a panel that are multiplied with all rows of a job before the next ones: they stay in the second cache.
 constexpr int64_t kDepth = 512;
-// Codes are widened to as many words at a time, which stay in the first cache.
-constexpr int64_t kCodesDepth = 64;
+// Words that are unpacked at a time. A strip of them stays in the first cache.
+constexpr int64_t kUnpackedDepth = kLanes == 16 ? 64 : 128;
+constexpr int64_t kLine = 16;  // words that caches keep together
 
 // A packed matrix. Codes of int8 have four to a word, whatever the type of x.
 struct Packed {
@@ -30,35 +33,71 @@ struct Packed {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
 };
 
-// Sums of a job, [rows][64], and the widened codes.
-struct PanelScratch {
-  alignas(64) float sums[kRowsOfJob * kPanel], others[kRowsOfJob * kPanel];
-  alignas(64) int32_t wide[kCodesDepth * kPanel];
+// Some words of a panel, in a wider type or as they are, a strip after the other; and rows of x, where they are widened
+// too.
+struct Unpacked {
+  static constexpr int64_t kOfStrip = kUnpackedDepth * kStrip + kLanes;  // no power of 2: caches keep few such lines
+
+  alignas(64) int32_t words[kPanel / kStrip * kOfStrip], rows[kRowsOfJob * kUnpackedDepth];
+
+  static int64_t IndexOf(int64_t word, int64_t column) {
+    return (kStrip < kPanel ? column / kStrip * kOfStrip : 0) + word * kStrip + column % kStrip;
+  }
 };
 
-// Words of codes, four of a column each, as words of the type.
-inline void WidenCodes(const int32_t* codes, int64_t words, int32_t* to, Float32) {
-  for (int64_t i = 0; i < words * kPanel; i += kLanes) {
-    const Ints some = LoadInts(codes + i);
-    int32_t* at = to + i / kPanel * 4 * kPanel + i % kPanel;
-    for (int b = 0; b < 4; ++b)
-      StoreInts(at + b * kPanel, BitCast<Ints>(__builtin_convertvector(some << (24 - 8 * b) >> 24, Floats)));
-  }
+// Sums of a job, [rows][64], and what is unpacked.
+struct PanelScratch {
+  alignas(64) float sums[kRowsOfJob * kPanel], others[kRowsOfJob * kPanel];
+  Unpacked unpacked;
+};
+
+// Calls unpack(vector, to) for the vectors of `count` words of a panel, each of which becomes kMore words from `to` on,
+// kStrip apart.
+template <int64_t kMore, typename Use>
+void EachWord(const int32_t* from, int64_t count, int32_t* to, Use unpack) {
+  for (int64_t w = 0; w < count; ++w)
+    for (int64_t c = 0; c < kPanel; c += kLanes)
+      unpack(LoadInts(from + w * kPanel + c), to + Unpacked::IndexOf(w * kMore, c));
 }
 
-inline void WidenCodes(const int32_t* codes, int64_t words, int32_t* to, Bfloat16) {
-  const Ints upper = Ints{} - 65536;
-  for (int64_t i = 0; i < words * kPanel; i += kLanes) {
-    const Ints some = LoadInts(codes + i);
-    int32_t* at = to + i / kPanel * 2 * kPanel + i % kPanel;
-    Ints x[4];  // a code is exact in the upper half of a float
-    for (int b = 0; b < 4; ++b) x[b] = BitCast<Ints>(__builtin_convertvector(some << (24 - 8 * b) >> 24, Floats));
-    for (int b = 0; b < 2; ++b)
-      StoreInts(at + b * kPanel, BitCast<Ints>((x[2 * b] >> 16 & 0xffff) | (x[2 * b + 1] & upper)));
-  }
+// Words of float32 or codes as they are.
+template <typename Type>
+void Unpack(const int32_t* from, int64_t count, int32_t* to, Type) {
+  EachWord<1>(from, count, to, [](Ints some, int32_t* at) { StoreInts(at, some); });
 }
 
-// Rows of x as they are multiplied: numbers [T, K], or codes + 128 and a scale for each row.
+// Words of bfloat16 as two of float32.
+inline void Unpack(const int32_t* from, int64_t count, int32_t* to, Bfloat16) {
+  EachWord<2>(from, count, to, [](Ints some, int32_t* at) {
+    StoreInts(at, BitCast<Ints>(Bfloat16::First(some)));
+    StoreInts(at + kStrip, BitCast<Ints>(Bfloat16::Second(some)));
+  });
+}
+
+// The b-th code of each word, as the bits of a float, whose upper half holds it exactly.
+inline Ints Code(Ints words, int b) {
+  return BitCast<Ints>(__builtin_convertvector(words << (24 - 8 * b) >> 24, Floats));
+}
+
+// Words of codes as words of a type: calls use(b, vector) for the b-th of each.
+template <typename Use>
+void EachOfCodes(Ints codes, Float32, Use use) {
+  for (int b = 0; b < 4; ++b) use(b, Code(codes, b));
+}
+
+template <typename Use>
+void EachOfCodes(Ints codes, Bfloat16, Use use) {
+  for (int b = 0; b < 2; ++b) use(b, (Code(codes, 2 * b) >> 16 & 0xffff) | (Code(codes, 2 * b + 1) & -65536));
+}
+
+template <typename Type>
+void UnpackCodes(const int32_t* from, int64_t count, int32_t* to, Type) {
+  EachWord<4 / Type::kPerWord>(from, count, to, [](Ints codes, int32_t* at) {
+    EachOfCodes(codes, Type{}, [at](int b, Ints words) { StoreInts(at + b * kStrip, words); });
+  });
+}
+
+// Rows of x as they are multiplied: numbers [T, K], or codes + Int8::kOffset and a scale for each row.
 template <typename Number>
 struct Rows {
   const Number* numbers;
@@ -66,12 +105,17 @@ struct Rows {
   const float* scales = nullptr;
 };
 
-// Stores the lowest bytes of 16 words + 128, as many as there is room for.
+// Stores the lowest bytes of words + Int8::kOffset, as many as there is room for.
 inline void StoreBytes(uint8_t* to, Floats words, int64_t room) {
-  const Ints bits = BitCast<Ints>(words) + 128;
+  const Ints bits = BitCast<Ints>(words) + Int8::kOffset;
   uint8_t bytes[kLanes];
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_cvtepi32_epi8((__m512i)bits));
+#elif defined(__AVX2__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)bits), high = _mm256_extracti128_si256((__m256i)bits, 1);
+  const __m128i lowest = _mm_set1_epi32(255);
+  const __m128i halves = _mm_packus_epi32(_mm_and_si128(low, lowest), _mm_and_si128(high, lowest));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(bytes), _mm_packus_epi16(halves, halves));
 #else
   for (int i = 0; i < kLanes; ++i) bytes[i] = bits[i];
 #endif
@@ -99,15 +143,67 @@ float RoundToCodes(const Number* x, int64_t d, uint8_t* codes) {
   return largest / 127.0f + Sum(nothing);
 }
 
+// sums[rows][64] = a b, some words at a time: rows_of(at, count) returns those of a; unpack(from, count) unpacks those
+// of b, kFewer times fewer, from the panel. Asks memory for the next ones.
+template <typename Type, int64_t kFewer, typename RowsOf, typename Unpack>
+void MultiplyUnpacked(RowsOf rows_of, int64_t stride, const int32_t* panel, int64_t inner, Unpack unpack, int64_t rows,
+                      float* sums, const Unpacked& unpacked) {
+  const int32_t* words = unpacked.words;
+  for (int64_t at = 0; at < inner; at += kUnpackedDepth) {
+    const int64_t some = std::min(kUnpackedDepth, inner - at);
+    unpack(panel + at / kFewer * kPanel, some / kFewer);
+    const char* next = reinterpret_cast<const char*>(panel + (at + some) / kFewer * kPanel);
+    const auto row_of = [words, next](int64_t i, int64_t at, int v) {
+      const int64_t column = at + v * kLanes;
+      const int64_t index = column / kStrip * kUnpackedDepth * kStrip + i * kStrip + column % kStrip;
+      if (v % (kLine / kLanes) == 0) __builtin_prefetch(next + index * (4 / kFewer), 0, 2);
+      return LoadInts(words + Unpacked::IndexOf(i, column));
+    };
+    MultiplyRows<Type>(rows_of(at, some), stride, row_of, sums, kPanel, rows, some, kPanel, at > 0);
+  }
+}
+
+// sums[64] (+)= a b for one row a, of `count` words of a panel that are codes; they are widened in registers.
+template <typename Type>
+void MultiplyRowByCodes(const int32_t* a, const int32_t* panel, int64_t count, float* sums, bool accumulate) {
+  constexpr int kVectors = kPanel / kLanes, kMore = 4 / Type::kPerWord;
+  Floats totals[kVectors];
+  for (int v = 0; v < kVectors; ++v) totals[v] = accumulate ? Load(sums + v * kLanes) : Floats{};
+  for (int64_t w = 0; w < count; ++w) {
+    Ints x[kMore];
+    for (int b = 0; b < kMore; ++b) x[b] = Ints{} + a[w * kMore + b];
+    for (int v = 0; v < kVectors; ++v)
+      EachOfCodes(LoadInts(panel + w * kPanel + v * kLanes), Type{},
+                  [&](int b, Ints words) { totals[v] = Type::Add(totals[v], words, x[b]); });
+  }
+  for (int v = 0; v < kVectors; ++v) Store(sums + v * kLanes, totals[v]);
+}
+
+// The same of words as they are, for which a tile may be narrower than a panel: it then reads strips of one.
+template <typename Type>
+void MultiplyWords(const int32_t* a, int64_t inner, const int32_t* words, int64_t rows, float* sums,
+                   Unpacked& unpacked) {
+  if (kStrip < kPanel && rows > 1) {
+    const auto unpack = [&](const int32_t* from, int64_t count) { Unpack(from, count, unpacked.words, Type{}); };
+    MultiplyUnpacked<Type, 1>([a](int64_t at, int64_t) { return a + at; }, inner, words, inner, unpack, rows, sums,
+                              unpacked);
+  } else {
+    for (int64_t at = 0; at < inner; at += kDepth)
+      Multiply<Type>(a + at, inner, words + at * kPanel, kPanel, sums, kPanel, rows, std::min(kDepth, inner - at),
+                     kPanel, at > 0);
+  }
+}
+
 // sums[rows][64] = x w[panel]^T for rows of x from `row` on, whose codes are multiplied exactly.
 template <typename Number>
-void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_t row, int64_t rows, float* sums) {
-  const int64_t stride = w.k / Int8::kPerWord;
-  const auto* a = reinterpret_cast<const int32_t*>(x.codes + row * w.k);
-  const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * stride * kPanel;
-  Multiply<Int8>(a, stride, words, kPanel, sums, kPanel, rows, stride, kPanel, false);
-  int32_t extra[kPanel] = {};  // of the 128 that are added to codes of x
-  for (int64_t c = 0; c < std::min(kPanel, w.n - panel * kPanel); ++c) extra[c] = 128 * w.sums[panel * kPanel + c];
+void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_t row, int64_t rows, float* sums,
+                   Unpacked& unpacked) {
+  const int64_t inner = w.k / Int8::kPerWord;
+  const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * inner * kPanel;
+  MultiplyWords<Int8>(reinterpret_cast<const int32_t*>(x.codes + row * w.k), inner, words, rows, sums, unpacked);
+  int32_t extra[kPanel] = {};  // of what is added to codes of x
+  for (int64_t c = 0; c < std::min(kPanel, w.n - panel * kPanel); ++c)
+    extra[c] = Int8::kOffset * w.sums[panel * kPanel + c];
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < kPanel; c += kLanes) {
       float* at = sums + r * kPanel + c;
@@ -119,22 +215,40 @@ void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_
 // The same of numbers, without scales of weights. The order of a sum is that of K, whatever the rows.
 template <typename Type>
 void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Number>& x, int64_t row, int64_t rows,
-                   float* sums, int32_t* wide) {
-  if (w.sums) return MultiplyCodes(w, panel, x, row, rows, sums);
-  const auto* words = reinterpret_cast<const int32_t*>(w.words);
-  const auto* a = reinterpret_cast<const int32_t*>(x.numbers + row * w.k);
-  const int64_t stride = w.k / Type::kPerWord;
-  constexpr int64_t kMore = 4 / Type::kPerWord;  // words of the type in one of codes
-  const int64_t depth = w.scales ? kCodesDepth : kDepth;
-  for (int64_t at = 0; at < stride; at += depth) {
-    const int64_t some = std::min(depth, stride - at);
-    const int32_t* b = words + (panel * stride + at) * kPanel;
-    if (w.scales) {
-      WidenCodes(words + (panel * stride + at) / kMore * kPanel, some / kMore, wide, Type{});
-      b = wide;
+                   float* sums, Unpacked& unpacked) {
+  if (w.sums) return MultiplyCodes(w, panel, x, row, rows, sums, unpacked);
+  const int64_t per_word = w.scales ? Int8::kPerWord : Type::kPerWord;
+  const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * (w.k / per_word) * kPanel;
+  const auto* numbers = x.numbers + row * w.k;
+  const auto* a = reinterpret_cast<const int32_t*>(numbers);
+  if (!w.scales && (Type::kAtOnce || rows == 1))
+    return MultiplyWords<Type>(a, w.k / Type::kPerWord, words, rows, sums, unpacked);
+  using Factor = std::conditional_t<Type::kAtOnce, Type, Float32>;
+  const auto rows_of = [&](int64_t at, int64_t count) -> const int32_t* {
+    if constexpr (Type::kAtOnce) {
+      return a + at;
+    } else {
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < count; ++i)
+          unpacked.rows[r * kUnpackedDepth + i] = uint32_t{numbers[r * w.k + at + i]} << 16;
+      return unpacked.rows;
     }
-    Multiply<Type>(a + at, stride, b, kPanel, sums, kPanel, rows, some, kPanel, at > 0);
-  }
+  };
+  const int64_t stride = Type::kAtOnce ? w.k / Factor::kPerWord : kUnpackedDepth;
+  const int64_t inner = w.k / Factor::kPerWord;
+  const auto unpack = [&](const int32_t* from, int64_t count) { Unpack(from, count, unpacked.words, Type{}); };
+  const auto unpack_codes = [&](const int32_t* from, int64_t count) {
+    UnpackCodes(from, count, unpacked.words, Factor{});
+  };
+  constexpr int64_t kMore = 4 / Factor::kPerWord;
+  if (w.scales && rows == 1)
+    for (int64_t at = 0; at < inner; at += kUnpackedDepth) {
+      const int64_t some = std::min(kUnpackedDepth, inner - at);
+      MultiplyRowByCodes<Factor>(rows_of(at, some), words + at / kMore * kPanel, some / kMore, sums, at > 0);
+    }
+  else if (w.scales) MultiplyUnpacked<Factor, kMore>(rows_of, stride, words, inner, unpack_codes, rows, sums, unpacked);
+  else if constexpr (!Type::kAtOnce)
+    MultiplyUnpacked<Factor, Type::kPerWord>(rows_of, stride, words, inner, unpack, rows, sums, unpacked);
 }
 
 // Returns numbers of y, from their sums: scaled, with bias.
@@ -152,7 +266,8 @@ Pair Finished(const Packed& w, int64_t column, int64_t count, const float* sums)
   return x;
 }
 
-// Calls use(row, first column, how many, index of the first sum) for the numbers of y that a panel gives, 32 at most.
+// Calls use(row, first column, how many, index of the first sum) for the numbers of y that a panel gives, as many as
+// a pair has at most.
 template <typename Use>
 void EachPair(const Packed& w, int64_t panel, int64_t rows, Use use) {
   const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, w.n);

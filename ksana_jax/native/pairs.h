@@ -1,4 +1,4 @@
-// Numbers of float32 and bfloat16 in vectors, 32 neighbours at a time.
+// Numbers of float32 and bfloat16 in vectors, as many neighbours at a time as two of them hold.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Pair {
 inline Pair LoadPair(const float* from) { return {Load(from), Load(from + kLanes)}; }
 
 inline Pair LoadPair(const uint16_t* from) {
-  using Shorts = uint16_t __attribute__((vector_size(32)));
-  using Words = uint32_t __attribute__((vector_size(64)));
+  using Shorts = uint16_t __attribute__((vector_size(2 * kLanes)));
+  using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
   Shorts halves[2];
   std::memcpy(halves, from, sizeof(halves));
   return {BitCast<Floats>(__builtin_convertvector(halves[0], Words) << 16),

@@ -14,7 +14,7 @@ constexpr int32_t kFar = 1 << 30;
 struct Pattern {
   int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
 
-  // Which of 16 keys a query sees; lanes are -1 or 0.
+  // Which of some keys a query sees; lanes are -1 or 0.
   Ints Visible(int32_t query, Ints keys) const {
     const Ints distance = query - keys;
     Ints inside = distance < window;

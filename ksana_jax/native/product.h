@@ -8,10 +8,6 @@
 #include "numbers.h"
 #include "simd.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 namespace ksana {
 
 template <typename To, typename From>
@@ -26,11 +22,13 @@ struct Float32 {
   using Number = float;
   static constexpr Stored kStored = kFloat32;
   static constexpr int64_t kPerWord = 1;
+  static constexpr int kRows = 6;  // of the tallest tile
+  static constexpr bool kAtOnce = true;
 
   // sums + a b, lane by lane.
-  static Floats Add(Floats sums, Ints a, Ints b) { return sums + BitCast<Floats>(a) * BitCast<Floats>(b); }
+  static Floats Add(Floats sums, Ints a, Ints b) { return MultiplyAdd(sums, BitCast<Floats>(a), BitCast<Floats>(b)); }
 
-  // Words of the v-th 16 columns after column `at` of a row; asks memory for those of another.
+  // Words of the v-th kLanes columns after column `at` of a row; asks memory for those of another.
   static Ints Column(const int32_t* const* rows, const int32_t* const* ahead, int64_t at, int v) {
     __builtin_prefetch(ahead[0] + at + v * kLanes, 0, 2);
     return LoadInts(rows[0] + at + v * kLanes);
@@ -41,19 +39,27 @@ struct Bfloat16 {
   using Number = uint16_t;
   static constexpr Stored kStored = kBfloat16;
   static constexpr int64_t kPerWord = 2;
+  // Whether an instruction multiplies both numbers of words. Where none does, words are unpacked to two of float32.
+#ifdef __AVX512BF16__
+  static constexpr bool kAtOnce = true;
+#else
+  static constexpr bool kAtOnce = false;
+#endif
+  static constexpr int kRows = kLanes == 16 ? 6 : 4;
 
-  // sums + the products of both numbers of a word.
+  // sums + the product of the first numbers of words + that of the second.
   static Floats Add(Floats sums, Ints a, Ints b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 #else
-    const Ints upper = Ints{} - 65536;
-    const Floats second = sums + BitCast<Floats>(a & upper) * BitCast<Floats>(b & upper);
-    return second + BitCast<Floats>(a << 16) * BitCast<Floats>(b << 16);
+    return MultiplyAdd(MultiplyAdd(sums, First(a), First(b)), Second(a), Second(b));
 #endif
   }
 
-  // Rounds 32 numbers to nearest, ties to even.
+  static Floats First(Ints words) { return BitCast<Floats>(words << 16); }
+  static Floats Second(Ints words) { return BitCast<Floats>(words & -65536); }
+
+  // Rounds numbers to nearest, ties to even.
   static Ints Round(Floats first, Floats second) {
 #ifdef __AVX512BF16__
     return (Ints)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -61,7 +67,7 @@ struct Bfloat16 {
     return UpperHalves(Rounded(first), Rounded(second), std::make_integer_sequence<int, 2 * kLanes>());
   }
 
-  // The same of a number of one row and one of the next; `at` is a multiple of 32.
+  // The same of a number of one row and one of the next; `at` is a multiple of 2 kLanes.
   static Ints Column(const int32_t* const* rows, const int32_t* const* ahead, int64_t at, int v) {
     const int64_t word = at / 2 + v / 2 * kLanes;
     const auto all = std::make_integer_sequence<int, 2 * kLanes>();
@@ -71,7 +77,7 @@ struct Bfloat16 {
   }
 
  private:
-  using Shorts = int16_t __attribute__((vector_size(64)));
+  using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
 
   static Ints Rounded(Floats x) {  // in the upper halves
     const Ints bits = BitCast<Ints>(x);
@@ -89,17 +95,33 @@ struct Bfloat16 {
   }
 };
 
-// Codes of int8 in sums of integers, whose bits lie in Floats: a are weights, b activations + 128, four of each in a word.
+// Codes of int8 in sums of integers, whose bits lie in Floats: a are weights, b activations + kOffset, four of each in
+// a word.
 struct Int8 {
   static constexpr int64_t kPerWord = 4;
+  static constexpr bool kAtOnce = true;
+  static constexpr int kRows = kLanes == 16 ? 6 : 4;
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  static constexpr int32_t kOffset = 128;  // the instruction takes bytes without sign on one side
+#else
+  static constexpr int32_t kOffset = 0;
+#endif
 
   static Floats Add(Floats sums, Ints a, Ints b) {
-#ifdef __AVX512VNNI__  // gcc 12 moves sums from register to register and to memory around the intrinsic
+#if defined(__AVX512VNNI__)  // gcc 12 moves sums from register to register and to memory around the intrinsic
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(b), "v"(a));
     return sums;
+#elif defined(__AVXVNNI__)
+    asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(b), "x"(a));
+    return sums;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // Sums of two products fit into 16 bits: codes of activations are not below -127.
+    const __m256i weights = (__m256i)a, signs = _mm256_sign_epi8((__m256i)b, weights);
+    const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), signs);
+    return BitCast<Floats>(BitCast<Ints>(sums) + (Ints)_mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
 #else
     Ints total = BitCast<Ints>(sums);
-    for (int i = 0; i < 4; ++i) total += (a << (24 - 8 * i) >> 24) * (b >> 8 * i & 255);
+    for (int i = 0; i < 4; ++i) total += (a << (24 - 8 * i) >> 24) * (b << (24 - 8 * i) >> 24);
     return BitCast<Floats>(total);
 #endif
   }
@@ -109,14 +131,16 @@ struct Int8 {
 // instruction, and reads become the limit.
 template <typename Vector>
 inline Vector KeptInRegister(Vector x) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   asm("" : "+v"(x));
+#elif defined(__AVX2__)
+  asm("" : "+x"(x));
 #endif
   return x;
 }
 
-// c[kRows, kVectors * 16] (+)= a[kRows, inner] b[inner, kVectors * 16]: all of c in registers. row_of(i, v) returns the
-// v-th vector of b's i-th row.
+// c[kRows, kVectors kLanes] (+)= a[kRows, inner] b[inner, kVectors kLanes]: all of c in registers. row_of(i, v) returns
+// the v-th vector of b's i-th row.
 template <typename Type, int kRows, int kVectors, typename RowOf>
 inline void Tile(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int64_t c_stride, int64_t inner,
                  bool accumulate) {
@@ -127,7 +151,8 @@ inline void Tile(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int
     Ints row[kVectors];
     for (int v = 0; v < kVectors; ++v) row[v] = KeptInRegister(row_of(i, v));
     for (int r = 0; r < kRows; ++r) {
-      const Ints x = Ints{} + a[r * a_stride + i];
+      Ints x = Ints{} + a[r * a_stride + i];
+      if constexpr (!Type::kAtOnce) x = KeptInRegister(x);  // or it would be split before it is in all lanes
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Type::Add(sums[r][v], row[v], x);
     }
   }
@@ -135,31 +160,40 @@ inline void Tile(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int
     for (int v = 0; v < kVectors; ++v) Store(c + r * c_stride + v * kLanes, sums[r][v]);
 }
 
-template <typename Type, int kVectors, int kRows = 6, typename RowOf>
+template <typename Type, int kRows, int kVectors, typename RowOf>
 inline void Columns(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int64_t c_stride, int64_t rows,
                     int64_t inner, bool accumulate) {
   for (; rows >= kRows; rows -= kRows, a += kRows * a_stride, c += kRows * c_stride)
     Tile<Type, kRows, kVectors>(a, a_stride, row_of, c, c_stride, inner, accumulate);
   if constexpr (kRows > 1)
-    if (rows) Columns<Type, kVectors, kRows - 1>(a, a_stride, row_of, c, c_stride, rows, inner, accumulate);
+    if (rows) Columns<Type, kRows - 1, kVectors>(a, a_stride, row_of, c, c_stride, rows, inner, accumulate);
 }
 
-// c[rows, columns] (+)= a[rows, inner] b[inner, columns]; `inner` counts words, columns is a multiple of 16. A number
-// of c is summed in the order of `inner`, whatever the other dimensions. row_of(i, at, v) returns the v-th vector after
-// column `at` of b's i-th row; `at` is a multiple of 32, unless the last 16 columns are left.
+// c[rows, columns] (+)= a[rows, inner] b[inner, columns] from column `at` on, in tiles of kRows rows and kVectors
+// vectors, and smaller ones.
+template <typename Type, int kRows, int kVectors, typename RowOf>
+inline void Tiles(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int64_t c_stride, int64_t rows,
+                  int64_t inner, int64_t columns, bool accumulate, int64_t at = 0) {
+  for (; at + kVectors * kLanes <= columns; at += kVectors * kLanes) {
+    const auto from = [row_of, at](int64_t i, int v) { return row_of(i, at, v); };
+    Columns<Type, kRows, kVectors>(a, a_stride, from, c + at, c_stride, rows, inner, accumulate);
+  }
+  if constexpr (kVectors > 1)
+    Tiles<Type, kRows, kVectors / 2>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate, at);
+}
+
+// c[rows, columns] (+)= a[rows, inner] b[inner, columns]; `inner` counts words, columns is a multiple of kLanes. A
+// number of c is summed in the order of `inner`, whatever the other dimensions. row_of(i, at, v) returns the v-th vector
+// after column `at` of b's i-th row; `at` is a multiple of 2 kLanes, unless the last kLanes columns are left.
 template <typename Type, typename RowOf>
 inline void MultiplyRows(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int64_t c_stride, int64_t rows,
                          int64_t inner, int64_t columns, bool accumulate) {
-  int64_t at = 0;
-  const auto some = [&](auto vectors) {
-    for (; at + vectors * kLanes <= columns; at += vectors * kLanes) {
-      const auto from = [row_of, at](int64_t i, int v) { return row_of(i, at, v); };
-      Columns<Type, vectors>(a, a_stride, from, c + at, c_stride, rows, inner, accumulate);
-    }
-  };
-  some(std::integral_constant<int, 4>());
-  some(std::integral_constant<int, 2>());
-  some(std::integral_constant<int, 1>());
+  // Tiles fill the registers: 32 of AVX-512, 16 of others.
+  if constexpr (kLanes == 16)
+    return Tiles<Type, Type::kRows, 4>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
+  if (rows == 1) Tiles<Type, 1, 8>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
+  else if (rows <= 3) Tiles<Type, 3, 4>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
+  else Tiles<Type, Type::kRows, 2>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
 }
 
 // The same of a matrix b whose rows are `b_stride` words apart.
@@ -170,7 +204,8 @@ inline void Multiply(const int32_t* a, int64_t a_stride, const int32_t* b, int64
   MultiplyRows<Type>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
 }
 
-// c[kRows, 16] = a[kRows, words] b[16, words]^T, summed in the order of `Multiply`; asks memory for 16 more rows.
+// c[kRows, kLanes] = a[kRows, words] b[kLanes, words]^T, summed in the order of `Multiply`; asks memory for as many
+// rows more.
 template <typename Type, int kRows>
 inline void MultiplyTransposed(const int32_t* a, int64_t a_stride, const int32_t* const* b, const int32_t* const* ahead,
                                float* c, int64_t c_stride, int64_t words) {

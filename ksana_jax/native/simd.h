@@ -1,19 +1,27 @@
-// Vectors of 16 floats or words of 32 bits. Plain C++ with the vector extensions of gcc and clang: the compiler splits
-// a vector where registers are narrower.
+// Vectors of floats or words of 32 bits, as wide as registers are. Plain C++ with the vector extensions of gcc and clang:
+// the compiler splits a vector where registers are narrower than those of AVX2.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 namespace ksana {
 
+#ifdef __AVX512F__
 constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
 
 constexpr int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 
 inline Floats Load(const float* from) {
   Floats x;
@@ -33,6 +41,17 @@ inline void StoreInts(int32_t* to, Ints x) { std::memcpy(to, &x, sizeof(x)); }
 
 inline Floats All(float x) { return x - Floats{}; }
 
+// sums + a b, rounded once. Left to itself, gcc 12 rounds twice in some loops and once in others, as it thinks faster.
+inline Floats MultiplyAdd(Floats sums, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#else
+  return sums + a * b;
+#endif
+}
+
 inline Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 
 // The lanes of x, those that differ in bit kStep exchanged.
@@ -46,18 +65,18 @@ inline Floats Swap(Floats x) {
   return Swap<kStep>(x, std::make_integer_sequence<int, kLanes>());
 }
 
+template <int kStep = kLanes / 2>
 inline float Sum(Floats x) {
-  x += Swap<8>(x);
-  x += Swap<4>(x);
-  x += Swap<2>(x);
-  return (x + Swap<1>(x))[0];
+  x += Swap<kStep>(x);
+  if constexpr (kStep > 1) return Sum<kStep / 2>(x);
+  return x[0];
 }
 
+template <int kStep = kLanes / 2>
 inline float Highest(Floats x) {
-  x = Max(x, Swap<8>(x));
-  x = Max(x, Swap<4>(x));
-  x = Max(x, Swap<2>(x));
-  return Max(x, Swap<1>(x))[0];
+  x = Max(x, Swap<kStep>(x));
+  if constexpr (kStep > 1) return Highest<kStep / 2>(x);
+  return x[0];
 }
 
 // exp(x) for x <= 88, within 2 units in the last place; 0 below -87. The polynomial is the Taylor series to degree 7 on
@@ -101,15 +120,15 @@ inline Floats Fold(Floats a, Floats b) {
   return Fold<kStep>(a, b, std::make_integer_sequence<int, kLanes>());
 }
 
-// Lane i of the result is the sum of the lanes of x[i], of 16.
+// Lane i of the result is the sum of the lanes of x[i], of kLanes.
+template <int kStep = kLanes / 2>
 inline Floats SumEach(Floats* x) {
-  for (int i = 0; i < 8; ++i) x[i] = Fold<8>(x[i], x[i + 8]);
-  for (int i = 0; i < 4; ++i) x[i] = Fold<4>(x[i], x[i + 4]);
-  for (int i = 0; i < 2; ++i) x[i] = Fold<2>(x[i], x[i + 2]);
-  return Fold<1>(x[0], x[1]);
+  for (int i = 0; i < kStep; ++i) x[i] = Fold<kStep>(x[i], x[i + kStep]);
+  if constexpr (kStep > 1) return SumEach<kStep / 2>(x);
+  return x[0];
 }
 
-// Exchanges lanes and vectors of a 16 x 16 matrix, of those that differ in bit kStep.
+// Exchanges lanes and vectors of a square matrix, of those that differ in bit kStep.
 template <int kStep, int... i>
 inline void Exchange(Ints& a, Ints& b, std::integer_sequence<int, i...>) {
   const Ints first = __builtin_shufflevector(a, b, (i & kStep ? kLanes + (i ^ kStep) : i)...);
@@ -123,16 +142,15 @@ inline void Exchange(Ints* x) {
     if (!(i & kStep)) Exchange<kStep>(x[i], x[i | kStep], std::make_integer_sequence<int, kLanes>());
 }
 
-// Transposes a matrix of 16 rows and columns.
+// Transposes a matrix of kLanes rows and columns.
+template <int kStep = kLanes / 2>
 inline void Transpose(Ints* x) {
-  Exchange<8>(x);
-  Exchange<4>(x);
-  Exchange<2>(x);
-  Exchange<1>(x);
+  Exchange<kStep>(x);
+  if constexpr (kStep > 1) Transpose<kStep / 2>(x);
 }
 
-// to[columns, rows] = from[rows, columns]^T; columns is a multiple of 16. Asks memory for `ahead`, which has the shape
-// of `from`.
+// to[columns, rows] = from[rows, columns]^T; columns is a multiple of kLanes. Asks memory for `ahead`, which has the
+// shape of `from`.
 inline void Transpose(const int32_t* from, int64_t from_stride, int64_t rows, int64_t columns, int32_t* to,
                       int64_t to_stride, const int32_t* ahead) {
   int64_t r = 0;

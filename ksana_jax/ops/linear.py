@@ -17,8 +17,8 @@ from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import packed
 from ksana_jax.models.params import Params
+from ksana_jax.ops.packing import packed
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
@@ -32,7 +32,7 @@ class LinearImplementation(NamedTuple):
     """An implementation with the contract of `models.layers.linear`.
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
-    packs: takes weights as `models.packed_matrix.packed` gives them.
+    packs: takes weights as `ops.packing.packed` gives them.
     fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
     compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
@@ -111,8 +111,8 @@ def _not_packed(platform: str, dtype: str) -> str | None:
 
 
 def _not_native(platform: str, dtype: str) -> str | None:
-    if "avx512f" not in processor.features():
-        return "needs a CPU with AVX-512, for which its tiles are made"
+    if not {"avx2", "fma"} <= processor.features():
+        return "needs a CPU with AVX2 and FMA, for which its tiles are made"
     from ksana_jax.native.callers import why_not_called
     from ksana_jax.native.target import DTYPES
 
@@ -121,7 +121,7 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_not_called(platform)
 
 
-_NEEDS = "a CPU with AVX-512 and a C++ compiler"
+_NEEDS = "a CPU with AVX2 and FMA, and a C++ compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
 # are given, and XLA's for more; so does "hopper" with its kernel.
 LINEAR_IMPLEMENTATIONS = (

@@ -1,22 +1,51 @@
-"""The operators of a layer with packed weights: two calls into C++ for each layer, besides attention."""
+"""Packed weights, and the operators of a layer with them: two calls into C++ for each layer, besides attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import flax.struct
 import jax
 
 from ksana_jax.core.layer_spec import LayerSpec, NormSpec
 from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.models.params import LayerParams
 from ksana_jax.native.layer import ACTIVATIONS, Norms, Weights, project, rest_of_layer
+from ksana_jax.native.shapes import PANEL
+
+
+@flax.struct.dataclass
+class PackedMatrix(Matrix):
+    """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
+
+    A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits, as many
+    numbers of a row as fit into them.
+    """
+
+    words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
+    scales: jax.Array | None  # float32 [out], of codes
+    sums: jax.Array | None  # int32 [out], of a row's codes where inputs are rounded to codes as well
+    num_rows: int = flax.struct.field(pytree_node=False)
+    stacks = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.words.shape[1] * self.words.shape[3]
+
+    def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+        return project(x, [Weights.of(self, b)], dtype=dtype)[0]
 
 
 class PackedOperators(Operators):
     """Operators that fuse the parts of layers whose matrices are packed and whose norms and MLP C++ has."""
+
+    def embed(self, embedding: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
+        if not isinstance(embedding, PackedMatrix):
+            return super().embed(embedding, tokens)
+        return embedding.words[tokens // PANEL, :, tokens % PANEL].reshape(*tokens.shape, -1)
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
         matrices: Any = p.w_q, p.w_k, p.w_v

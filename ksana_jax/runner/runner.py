@@ -335,7 +335,7 @@ class Runner:
         kind, size, *rest = key
         if kind == "score":
             return self._head.lower_scores(self.params, size, *rest)
-        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.embed.dtype)
+        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.final_norm.dtype)
         return self._head.lower_choice(self.params, hidden, *rest)
 
     def _program(self, key: Any) -> Callable:
@@ -373,7 +373,7 @@ class Runner:
         """Returns the arguments of `pure_step`, or their shapes."""
         arrays = array_shapes(shape, self.layout)
         if self.embeds_on_host:
-            rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.embed.dtype)
+            rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.final_norm.dtype)
             arrays = arrays._replace(tokens=rows)
         return self.params, self.cache, arrays, self._seen.arrays
 

@@ -114,7 +114,7 @@ class OutputHead:
         """Returns the arguments of `verify_tokens`, or their shapes."""
         ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         count, vocab_size = key.count, self.config.vocab_size
-        hidden = jax.ShapeDtypeStruct((count, self.config.d_model), params.embed.dtype)
+        hidden = jax.ShapeDtypeStruct((count, self.config.d_model), params.final_norm.dtype)
         drawn_from = None
         if key.drawn_from is not None:
             drawn_from = jax.ShapeDtypeStruct((*key.drawn_from, vocab_size), jnp.float32)
@@ -130,7 +130,7 @@ class OutputHead:
 
     def lower_scores(self, params: Params, num_tokens: int, num_top: int) -> Any:
         """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
-        hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), params.embed.dtype)
+        hidden = jax.ShapeDtypeStruct((num_tokens, self.config.d_model), params.final_norm.dtype)
         targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
         return lower(
             self.placement.jit(functools.partial(score_tokens, head=self, num_top=num_top)), params, hidden, targets

@@ -1,4 +1,4 @@
-"""A plug-in as users wrote it before modules moved, with the modules' old names: a method, a codec, a proposer, policies, a task."""
+"""A plug-in as users wrote it before modules moved: a method, a codec, a proposer, policies, a task."""
 
 import dataclasses
 

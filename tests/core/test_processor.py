@@ -118,7 +118,9 @@ def test_a_hidden_instruction_set_is_not_compiled_in(monkeypatch, tmp_path):
 def test_ksana_doctor_says_what_is_hidden():
     text = in_a_process("cores,avx512", "-m", "ksana_jax", "doctor", "--json")
     assert "hidden     avx512, cores (KSANA_HIDE)" in text
+    assert "native     none" in text or "native     AVX2 with FMA: KSANA_HIDE hides AVX-512" in text
     found = json.loads(text.splitlines()[-1])
     assert found["hidden"] == ["avx512", "cores"] and "--xla_cpu_max_isa=AVX2" in found["xla_flags"]
     operators = {(row["operator"], row["name"]): row for row in found["operators"]}
-    assert "needs a CPU with AVX-512" in operators["linear", "packed"]["unsupported"]
+    reason = operators["linear", "packed"]["unsupported"]
+    assert reason is None or "needs a CPU with AVX2" in reason or "C++ compiler" in reason

@@ -8,9 +8,9 @@ from ksana_jax.core.config import QUANTIZATIONS
 from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.joined import joined, separate
 from ksana_jax.models.operators import XLA_OPERATORS
-from ksana_jax.models.packed_matrix import packed, unpacked
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from ksana_jax.ops.packing import packed, unpacked
 from ksana_jax.sharding.specs import specs_of
 from tests.models.own_kinds import CONFIGS
 from tests.models.own_matrix import SIZE, Blocks, blocked

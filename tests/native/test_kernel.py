@@ -64,6 +64,7 @@ ODD = [
 
 
 @compiled
+@pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize("spec", ODD, ids=str)
 def test_mass_and_result_in_float32_for_sizes_that_no_vector_has(spec):
     call = in_float32(spec)

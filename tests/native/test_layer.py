@@ -10,10 +10,11 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
-from ksana_jax.models.packed_matrix import PackedMatrix, can_pack, pack, packed, unpack, unpacked
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm
+from ksana_jax.ops.packed import PackedMatrix, PackedOperators
+from ksana_jax.ops.packing import can_pack, pack, packed, unpack, unpacked
 from tests.machine import native_products
 
 PLAIN = ModelConfig(vocab_size=70, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=20, d_ff=72)
@@ -23,6 +24,7 @@ EVERYTHING = dataclasses.replace(
     **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
 )
 AFTER = dataclasses.replace(PLAIN, norm_placement="after", qk_norm="projection")
+TIED = dataclasses.replace(PLAIN, tie_embeddings=True)
 CONFIGS = {"plain": PLAIN, "everything": EVERYTHING, "after": AFTER}
 
 
@@ -88,6 +90,7 @@ def operators(dtype):
 
 
 @native_products
+@pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -114,6 +117,7 @@ def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config
 
 
 @native_products
+@pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 4), (7, 32), (64, 64), (100, 1100)])
@@ -123,13 +127,15 @@ def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
     linear = choose_linear("cpu", dtype, "packed").apply
     wanted = exact(x) @ exact(w).T + exact(b)
     largest = float((abs(exact(x)) @ abs(exact(w)).T).max())
-    for asked, error in (("float32", 1e-6), ("float16", 2e-3), (None, 1e-6 if dtype == "float32" else 1e-2)):
-        y = jax.jit(lambda x, w, b, asked=asked: linear(x, w, b, dtype=asked))(x, pack(w), b)
+    errors = {"float32": 1e-6, "float16": 2e-3, None: 1e-6 if dtype == "float32" else 1e-2}
+    found = jax.jit(lambda x, w, b: [linear(x, w, b, dtype=asked) for asked in errors])(x, pack(w), b)
+    for y, (asked, error) in zip(found, errors.items(), strict=True):
         assert y.dtype == (asked or dtype)
         np.testing.assert_allclose(exact(y), wanted, rtol=0, atol=error * largest)
 
 
 @native_products
+@pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("columns", "inner"), [(7, 32), (64, 64), (100, 1100)])
 def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
@@ -147,6 +153,19 @@ def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
     by_xla = layers.linear(x, w, dtype=jnp.float32)
     np.testing.assert_allclose(exact(by_xla)[finite], wanted, rtol=1e-6)
     assert not np.isfinite(exact(by_xla)[~finite]).any()
+
+
+@native_products
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+def test_a_row_of_a_packed_product_is_the_same_whatever_stands_beside_it(dtype, quantization):
+    x, w = drawn(150, 1100, dtype=dtype), drawn(100, 1100, dtype=dtype)
+    w = pack(quantise(w, rounds_inputs=quantization == "w8a8") if quantization else w)
+    linear, rows = choose_linear("cpu", dtype, "packed").apply, [slice(40, 40 + n) for n in (1, 2, 3, 4, 5, 7, 23)]
+    whole, *parts = jax.jit(lambda x, w: [linear(part, w) for part in (x, *(x[some] for some in rows))])(x, w)
+    for some, part in zip(rows, parts, strict=True):
+        np.testing.assert_array_equal(exact(part), exact(whole[some]))
 
 
 @native_products
@@ -180,6 +199,18 @@ def test_packing_keeps_every_number_and_may_consume_its_source(quantization):
     assert (matrix.codes if quantization else matrix).is_deleted() and not params.layers[0].mlp_norm.is_deleted()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_embedding_that_is_the_head_too_is_packed_and_looked_up_in_its_panels(dtype):
+    params = weights(TIED, dtype)
+    made, tokens = packed(params, TIED), jnp.asarray([[0, 63, 64], [69, 5, 5]])
+    assert isinstance(made.embed, PackedMatrix) and made.head is None
+    found = jax.jit(PackedOperators().embed)(made.embed, tokens)
+    np.testing.assert_array_equal(exact(found), exact(params.embed)[tokens])
+    np.testing.assert_array_equal(exact(unpacked(made).embed), exact(params.embed))
+    own = dataclasses.replace(TIED, tie_embeddings=False)
+    assert isinstance(packed(weights(own, dtype), own).embed, jax.Array), "it is only looked up"
+
+
 def test_only_matrices_of_whole_words_are_packed():
     assert [can_pack(drawn(3, n, dtype="bfloat16")) for n in (1, 2, 3)] == [False, True, False]
     assert can_pack(drawn(3, 1)) and not can_pack(drawn(2, 3, 4)) and not can_pack(pack(drawn(3, 4)))
@@ -189,6 +220,6 @@ def test_only_matrices_of_whole_words_are_packed():
 
 @native_products
 def test_beside_matrix_units_products_stay_with_xla(monkeypatch):
-    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx512f", "amx_bf16"})
+    monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx2", "fma", "amx_bf16"})
     assert choose_linear("cpu", "bfloat16").name == "mixed" and choose_linear("cpu", "float32").name == "packed"
     assert choose_linear("cpu", "bfloat16", row_by_row=True).name == "native"

@@ -78,7 +78,7 @@ def _step_of(operators: Operators, spec: LayerSpec) -> Callable[[Any, Any, Any],
 
 def _time(context: Context, rows: int, spec: LayerSpec, layers: tuple[LayerParams, ...]) -> None:
     case, calls = f"{rows} rows", 3 if context.tiny else CHAIN
-    x = jax.random.normal(jax.random.key(rows), (rows, layers[0].w_q.shape[1]), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(rows), (rows, layers[0].w_o.shape[0]), jnp.bfloat16)
     owns = tuple(zip(layers, (*layers[1:], layers[0])))
     tried, lowered = candidates(rows), []
     for name, (operators, _) in tried.items():

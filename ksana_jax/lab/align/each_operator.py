@@ -10,10 +10,10 @@ from ksana_jax.engine.verdict import MeasuredOperator
 from ksana_jax.lab.align.operator_times import operator_times
 from ksana_jax.lab.align.operators import Calls, apart, run_operators
 from ksana_jax.models.joined import separate
-from ksana_jax.models.packed_matrix import packed, unpacked
 from ksana_jax.ops.implementations import implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.norm import NORM_IMPLEMENTATIONS, kinds_of
+from ksana_jax.ops.packing import packed, unpacked
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.models.joined import separate
-from ksana_jax.models.packed_matrix import can_pack, pack, unpacked
 from ksana_jax.models.params import weight_fields, weights_of
 from ksana_jax.ops.implementations import Implementation, implementations
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.norm import NORM_IMPLEMENTATIONS, kinds_of
+from ksana_jax.ops.packing import can_pack, pack, unpacked
 from ksana_jax.runner.example import step_function
 from ksana_jax.runner.runner import Runner
 from ksana_jax.sampling.sampler import sample

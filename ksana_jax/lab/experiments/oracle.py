@@ -40,7 +40,7 @@ def future_attention(llm: LLM, ids: list[int]) -> np.ndarray:
     """
     model, layout = dataclasses.replace(llm.model_config, pattern=llm.patterns), llm.engine.scheduler.layout
     from ksana_jax.models.joined import separate
-    from ksana_jax.models.packed_matrix import unpacked
+    from ksana_jax.ops.packing import unpacked
 
     params, tokens = separate(unpacked(llm.runner.params), llm.model_config), np.array(ids, np.int32)
     weights = np.asarray(_dense_weights()(params, tokens, config=model))[:, :, :-1]

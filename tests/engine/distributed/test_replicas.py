@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError, EngineConfig
-from ksana_jax.engine import replicas as module
+from ksana_jax.engine.distributed import replicas as module
 from ksana_jax.engine.distributed.replicas import KnownPrefix, Replica
 
 

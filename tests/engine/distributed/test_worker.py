@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from ksana_jax.engine import following
+from ksana_jax.engine.distributed import worker
 from ksana_jax.engine.distributed.rendezvous import Peer
 
 
@@ -36,12 +36,12 @@ def test_process_0_may_ask_for_nothing_but_the_work_of_an_engine(what, monkeypat
     def end(why):
         raise SystemExit(why)
 
-    monkeypatch.setattr(following, "end_process", end)
+    monkeypatch.setattr(worker, "end_process", end)
     job = FakeJob(("close", 0), (what, 0))
     with pytest.raises(SystemExit, match="process 1 failed: ValueError: process 0 asks for '"):
-        following.follow(job)
+        worker.serve_driver(job)
     assert len(job.sent) == 1 and len(job.sent[0]["failed"]) < 100
 
 
 def test_all_that_process_0_may_ask_for_is_there():
-    assert all(callable(getattr(following._Engine, name)) for name in following.ASKED)
+    assert all(callable(getattr(worker._Engine, name)) for name in worker.ASKED)

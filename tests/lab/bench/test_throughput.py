@@ -14,8 +14,8 @@ from ksana_jax.lab.bench.peer_process import PeerProcess
 from ksana_jax.lab.bench.peers import PEERS, PeerSpec
 from ksana_jax.lab.bench.throughput import BOUND, EVICTING, OURS, STEPS, Throughput
 from ksana_jax.lab.experiments.tasks.results import ResultRow
-from ksana_jax.models.packed_matrix import PackedMatrix
 from ksana_jax.ops.linear import LinearImplementation
+from ksana_jax.ops.packed import PackedMatrix
 
 MODEL = ModelConfig(
     vocab_size=100, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=16, tie_embeddings=False

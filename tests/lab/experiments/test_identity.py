@@ -15,7 +15,7 @@ from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.records import read
 from ksana_jax.lab.experiments.report import report
 from ksana_jax.lab.experiments.run import run
-from ksana_jax.methods import pattern_presets as presets
+from ksana_jax.methods import presets
 
 pytestmark = pytest.mark.usefixtures("fake")
 # Written when ids were hashes of whole configs.

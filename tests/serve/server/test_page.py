@@ -92,7 +92,7 @@ def test_everything_that_takes_input_or_shows_a_chart_has_a_name():
 
 def test_the_files_of_the_page_come_with_the_package():
     settings = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    assert all(f'"server/page.{kind}"' in settings for kind in FILES)
+    assert all(f'"serve/server/page.{kind}"' in settings for kind in FILES)
 
 
 # ---------------------------------------------------------------------- the numbers

@@ -1,11 +1,10 @@
-"""Matrices whose numbers lie in the order in which a processor's vectors read them."""
+"""Packs matrices into the order in which a processor's vectors read them (`packed.PackedMatrix`), and unpacks them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -14,30 +13,8 @@ from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of
-from ksana_jax.native.layer import Weights, project
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
-
-
-@flax.struct.dataclass
-class PackedMatrix(Matrix):
-    """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
-
-    A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits, as many
-    numbers of a row as fit into them.
-    """
-
-    words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
-    scales: jax.Array | None  # float32 [out], of codes
-    sums: jax.Array | None  # int32 [out], of a row's codes where inputs are rounded to codes as well
-    num_rows: int = flax.struct.field(pytree_node=False)
-    stacks = False
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_rows, self.words.shape[1] * self.words.shape[3]
-
-    def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-        return project(x, [Weights.of(self, b)], dtype=dtype)[0]
+from ksana_jax.ops.packed import PackedMatrix
 
 
 def can_pack(w: Any) -> bool:
@@ -69,8 +46,8 @@ def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
 
 
 def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
-    """Packs the matrices of layers and an output head of its own. An embedding is looked up by rows and stays, as do
-    matrices of MLPs that do not state that they are read through `linear` alone (`MLP.quantises`).
+    """Packs the matrices of layers and the output head, which may be the embedding. Matrices of MLPs that do not state
+    that they are read through `linear` alone (`MLP.quantises`) stay, as does an embedding that is only looked up.
 
     Args:
       params: weights, or their shapes.
@@ -92,12 +69,14 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
     for p, spec in zip(params.layers, config.layers, strict=True):
         mlp = mlp_kind(spec.mlp.kind)
         layers.append(_changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp)))
-    return _changed(params, of).replace(layers=tuple(layers))
+    embed = params.embed if params.head is not None else of(params.embed)
+    return _changed(params, of).replace(embed=embed, layers=tuple(layers))
 
 
 def unpacked(params: Params) -> Params:
     """Returns weights as they were before `packed`."""
-    return _changed(params, unpack).replace(layers=tuple(_changed(p, unpack) for p in params.layers))
+    layers = tuple(_changed(p, unpack) for p in params.layers)
+    return _changed(params, unpack).replace(embed=unpack(params.embed), layers=layers)
 
 
 def _changed(weights: Any, change: Callable[[Any], Any], apart: Container[str] = ()) -> Any:

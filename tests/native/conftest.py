@@ -1,0 +1,23 @@
+"""Machines on which tests of C++ run: this one, and one that lacks AVX-512."""
+
+import functools
+
+import pytest
+
+from ksana_jax.core import processor
+from ksana_jax.native import build
+from ksana_jax.native.target import target
+
+
+@pytest.fixture(params=["this machine", "without AVX-512"])
+def each_machine(request, monkeypatch):
+    """Runs a test again with the library that a machine without AVX-512 compiles. Its jitted functions are its own:
+    programs that jax has kept call the library that they were compiled for."""
+    if request.param == "without AVX-512":
+        if not {"avx2", "fma", "avx512f"} <= processor.features():
+            pytest.skip("this machine has no AVX-512 to hide, or no AVX2")
+        monkeypatch.setenv("KSANA_HIDE", "avx512")
+        monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
+    target.cache_clear()
+    yield
+    target.cache_clear()
