@@ -10,8 +10,9 @@ import jax
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.params import Params
-from ksana_jax.sharding.placement import Placement, TensorParallel
+from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.specs import EVERYWHERE
+from ksana_jax.sharding.tensor_parallel import TensorParallel
 
 
 class AbsentDevice(Placement):

@@ -11,7 +11,8 @@ import jax
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.processor import num_cores
 from ksana_jax.devices.platforms import platform_of
-from ksana_jax.sharding.placement import ONE_DEVICE, Placement, TensorParallel
+from ksana_jax.sharding.placement import ONE_DEVICE, Placement
+from ksana_jax.sharding.tensor_parallel import TensorParallel
 
 
 def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_replicas: int = 1) -> Placement:

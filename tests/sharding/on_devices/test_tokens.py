@@ -14,7 +14,7 @@ from ksana_jax.models.params import init_params
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.kernels import Kernels
 from ksana_jax.runner import runner
-from ksana_jax.sharding.placement import TensorParallel
+from ksana_jax.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.registry import KERNELS
 from tests.sharding.on_devices.engines import (
     GREEDY,
