@@ -33,7 +33,8 @@ def plan(
         ),
     ] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="int8: matrices of layers as codes", show_default=False)
+        str | None,
+        typer.Option(help="int8: matrices of layers as codes; stored: as a GGUF file has them", show_default=False),
     ] = None,
     kv_full_precision_layers: Annotated[
         str | None, typer.Option(help="layers that are stored in the dtype of weights, such as '[0]'", metavar="YAML")

@@ -46,6 +46,7 @@ class ModelConfig:
       norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
       embed_scale: factor of the embedding's rows.
       max_position: context length in tokens that the model was trained for.
+      kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
 
     family: str = "llama"
@@ -75,6 +76,7 @@ class ModelConfig:
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def problems(self) -> list[str]:
         """Returns the problems of this shape, one sentence each; empty if it is valid."""
@@ -150,7 +152,7 @@ MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
 MAX_DEVICES = 1024
-QUANTIZATIONS = (None, "int8", "w8a8")
+QUANTIZATIONS = (None, "int8", "w8a8", "stored")
 
 
 def _layers(given: Any) -> tuple[int, ...]:
@@ -175,8 +177,10 @@ class EngineConfig:
         32 rows).
       quantization: "int8" stores the matrices of layers as codes with a scale per row, and computes in `dtype`; "w8a8"
         also rounds activations to codes, with a scale per token, and multiplies integers. Weights are quantised when
-        they are loaded, for which there must be room. Embedding, output head and norms keep their dtype. None leaves
-        all weights in `dtype`.
+        they are loaded, for which there must be room. Embedding, output head and norms keep their dtype. "stored" keeps
+        the matrices of a GGUF file that are Q4_0, Q4_1 or Q8_0 as the file has them, embedding and output head
+        included, on a CPU; native products round activations to int8, with a scale for each 32, and operators.linear
+        "xla" does not. None leaves all weights in `dtype`.
       kv_cache_dtype: how keys and values are stored: "auto" in the engine's dtype; or a name in `CODECS`
         (`kv.codecs.registry`): "f32", "bf16", "f16", "int8", "fp8_e4m3" ("fp8"), "fp8_e5m2", "int4", "int3", "int2";
         one in `BLOCK_CODECS`, such as "kivi4"; or "package.module:name" of your own. int8 and fp8_e4m3 have a float32
@@ -254,7 +258,7 @@ class EngineConfig:
     """
 
     dtype: str = "f32"
-    quantization: Literal["int8", "w8a8"] | None = None
+    quantization: Literal["int8", "w8a8", "stored"] | None = None
     kv_cache_dtype: Any = "auto"
     kv_full_precision_layers: tuple[int, ...] = ()
     block_size: int = 16
@@ -344,6 +348,7 @@ class EngineConfig:
             "disk_cache_dir": self.disk_cache_dir is not None,
             refusals.INVARIANT: self.numerics == "invariant",
             refusals.HOST_EMBEDDING: self.embedding_device == "host",
+            refusals.STORED: self.quantization == "stored",
             refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",
         }
 

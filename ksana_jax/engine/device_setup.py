@@ -154,6 +154,12 @@ def prepare(
     make_runner = functools.partial(_made, model, settings)
     # Without weights and pool it refuses at once what the other one would.
     trial = make_runner(Runner, params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
+    if model.kept and trial.linear_implementation != "packed":
+        logger.warning(
+            "quantization 'stored': operators.linear %r unpacks matrices in every step, which takes longer than "
+            'multiplying dequantised ones; "packed" does not',
+            trial.linear_implementation,
+        )
     operators = dataclasses.replace(config.operators, linear=trial.linear_implementation)
     config = dataclasses.replace(config, operators=operators)
     plan = pool_size(model, config, layout)

@@ -92,8 +92,8 @@ class LLM:
         self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
-        host = config.embedding_device
-        opened = functools.partial(open_model, model_dir, config.dtype, load_format, config.seed, host)
+        reads = load_format, config.seed, config.embedding_device, config.quantization
+        opened = functools.partial(open_model, model_dir, config.dtype, *reads)
         model_config, _ = opened()
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)

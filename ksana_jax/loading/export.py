@@ -18,6 +18,7 @@ from ksana_jax.core.files import replacing, write_atomic
 from ksana_jax.core.sources.hub import SINGLE
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import config_to_hf
+from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.params import Params, is_shape, param_shapes
 
 STORED_DTYPES = ("float32", "bfloat16", "float16")
@@ -32,6 +33,8 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
       ConfigError: the family's Hugging Face config cannot express this model, or the family has no name for a weight.
       LoadError: params do not fit the config; every difference is listed.
     """
+    if any(isinstance(w, Matrix) for w in jax.tree.leaves(params, is_leaf=lambda w: isinstance(w, Matrix))):
+        raise LoadError("matrices are in another form than numbers; load the model without quantization to export it")
     values, stored = config_to_hf(config), sources_of(config)
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

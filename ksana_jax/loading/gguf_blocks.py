@@ -1,4 +1,4 @@
-"""Decodes the blocks of GGUF tensors, with NumPy. Knows no files, no names of weights.
+"""Decodes the blocks of GGUF tensors, or takes them apart, with NumPy. Knows no files, no names of weights.
 
 A block stores neighbouring values of a row as small integers with float16 scales. Letters: d, m are float16 scale and
 minimum, q packed integers, h their highest bits, s packed 6-bit (or smaller) scales of a superblock's sub-blocks.
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ksana_jax.core.gguf_file import TYPES
+from ksana_jax.models.block_matrix import FORMS
 
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 # Types without blocks, whose values are stored as they are.
@@ -38,6 +39,26 @@ def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
     apart = blocks.reshape(-1, _BLOCK_BYTES[kind])
     with np.errstate(over="ignore", invalid="ignore"):  # scales that are not finite; loading names the tensor
         return _DECODERS[kind](apart).reshape(*blocks.shape[:-1], -1)
+
+
+def apart(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Takes blocks apart without decoding them.
+
+    Args:
+      kind: a type of `models.block_matrix.FORMS`. blocks: uint8 [rows, bytes], whole blocks.
+
+    Returns:
+      codes [rows, blocks, bytes], and scales and, if there are any, minima [rows, blocks] in float16, as `BlockMatrix`
+      has them.
+    """
+    form, split = FORMS[kind], blocks.reshape(len(blocks), -1, _BLOCK_BYTES[kind])
+    numbers = split[..., : -form.block_bytes].copy().view("<f2")
+    codes = split[..., -form.block_bytes :]
+    return (
+        codes if form.bits == 4 else codes.view(np.int8),
+        numbers[..., 0],
+        numbers[..., 1] if form.has_minima else None,
+    )
 
 
 def _f16(blocks: np.ndarray, at: int) -> np.ndarray:

@@ -31,9 +31,11 @@ from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.gguf_config import gguf_dtype
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.hints import prefix_hint
+from ksana_jax.loading.kept import keeping, read_kept
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.loading.views import sources_of
+from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.params import Params, check_quantises, init_params, is_shape, num_params, param_shapes, quantised
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
@@ -100,7 +102,7 @@ def load_model(
       ConfigError: the config or an argument is invalid.
       LoadError: files cannot be used; one line lists every tensor concerned.
     """
-    config, read = open_model(source, dtype, load_format, seed, embedding_device, placement)
+    config, read = open_model(source, dtype, load_format, seed, embedding_device, placement=placement)
     return config, read()
 
 
@@ -110,15 +112,22 @@ def open_model(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     embedding_device: Literal["device", "host"] = "device",
+    quantization: str | None = None,
     placement: Placement = ONE_DEVICE,
 ) -> tuple[ModelConfig, Callable[[], Params]]:
     """Checks a model's config and files, and returns the config and a function that reads the weights; see
-    `load_model`."""
+    `load_model`.
+
+    Args:
+      quantization: "stored" keeps matrices as they are stored, see `loading.kept`; other values change nothing here.
+    """
     kind = array_dtype(dtype)
     checks.require(checks.one_of("load_format", load_format, LOAD_FORMATS), error=ConfigError)
     config = source.validate() if isinstance(source, ModelConfig) else load_config(source)
     if embedding_device == "host":
         check_embedding_on_host(config)
+    if quantization == "stored" and (load_format == "dummy" or isinstance(source, ModelConfig)):
+        raise ConfigError("quantization is 'stored', but weights that no file stores are drawn in `dtype`")
     if load_format == "dummy":
 
         def place(path: Any, weight: jax.Array) -> Any:
@@ -138,6 +147,8 @@ def open_model(
     gguf = gguf_of(path)
     found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(path)
     check_tensors(config, found, str(source))
+    if quantization == "stored":
+        config = keeping(config, found, str(source), embedding_device)
 
     def read() -> Params:
         began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device, placement)
@@ -187,7 +198,13 @@ def abstract_params(config: ModelConfig, dtype: str = "f32", quantization: str |
     """
     check_quantises(config, quantization)
     kind = array_dtype(dtype)
-    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), param_shapes(config), is_leaf=is_shape)
+    kept = dict(config.kept) if quantization == "stored" else {}
+
+    def of(path: Any, shape: tuple[int, ...]) -> Any:
+        stored = kept.get(jax.tree_util.keystr(path))
+        return BlockMatrix.shapes(shape, stored, kind) if stored else jax.ShapeDtypeStruct(shape, kind)
+
+    params = jax.tree_util.tree_map_with_path(of, param_shapes(config), is_leaf=is_shape)
     return jax.eval_shape(functools.partial(quantised, quantization=quantization), params)
 
 
@@ -208,11 +225,15 @@ def read_params(
       LoadError: values are not finite, or the output head differs from the embedding to which it is tied.
     """
     _check_tied_head(config, found, source)
+    kept = dict(config.kept)
     shapes, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
     leaves: list[Any] = []
     for index, (source_of, (path, shape)) in enumerate(zip(sources_of(config), shapes, strict=True)):
         read = functools.partial(read_weight, source_of.of(found), shape, dtype)
-        if index == 0 and embedding_device == "host":  # the embedding is the first
+        if jax.tree_util.keystr(path) in kept:
+            [stored] = source_of.of(found)
+            leaves.append(placement.weight(config, path, shape, lambda _, stored=stored: read_kept(stored, dtype)))
+        elif index == 0 and embedding_device == "host":  # the embedding is the first
             leaves.append(read())
         else:
             leaves.append(placement.weight(config, path, shape, read))

@@ -59,6 +59,8 @@ def _with(p: LayerParams, name: str, parts: Sequence[str], consume: bool) -> Lay
     matrices, biases = ([getattr(p, f"{kind}_{part}") for part in parts] for kind in ("w", "b"))
     if any(w is None or len(w.shape) != 2 or (isinstance(w, Matrix) and not w.stacks) for w in matrices):
         return p
+    if len({jax.tree.structure(w) for w in matrices}) > 1:
+        return p  # of different forms
     if len({b is None for b in biases}) > 1:
         return p  # nothing would read the bias of one part
     changes: dict[str, Any] = {}

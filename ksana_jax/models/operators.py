@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ksana_jax.core.layer_spec import LayerSpec, NormSpec
 from ksana_jax.models import layers
+from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams
@@ -26,9 +27,9 @@ class Operators:
     linear: Linear = layers.linear
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
 
-    def embed(self, embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         """Looks up the rows [..., D] of tokens [...]."""
-        return embedding[tokens]
+        return embedding.rows(tokens) if isinstance(embedding, Blocks) else embedding[tokens]
 
     def summed(self, out: jax.Array) -> jax.Array:
         """Returns the sum of what all devices have computed of a product whose columns are divided among them."""

@@ -180,12 +180,12 @@ def quantised(params: Params, quantization: str | None) -> Params:
 
     Args:
       params: their matrices may be quantised or packed already, and then stay as they are.
-      quantization: None, or a name in `QUANTISERS`, as in `EngineConfig`.
+      quantization: as in `EngineConfig`: a name in `QUANTISERS`; others leave the weights as they are.
 
     Raises:
       ConfigError: a weight does not state whether it quantises.
     """
-    if quantization is None:
+    if quantization in (None, "stored"):
         return params
     layers = []
     for layer in params.layers:

@@ -92,13 +92,20 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
 }
 
 // A matrix is four arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
-// scales, sums of codes and bias.
+// scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], and scales and minima
+// in float16 in place of scales and sums.
 Packed PackedOf(const ffi::RemainingArgs& args, size_t at, int64_t n, int64_t k) {
   Packed w;
   w.n = n, w.k = k;
   w.words = Data(args.get<ffi::AnyBuffer>(at).value());
-  w.scales = reinterpret_cast<const float*>(Data(args.get<ffi::AnyBuffer>(at + 1).value()));
-  w.sums = reinterpret_cast<const int32_t*>(Data(args.get<ffi::AnyBuffer>(at + 2).value()));
+  const auto scales = args.get<ffi::AnyBuffer>(at + 1).value(), more = args.get<ffi::AnyBuffer>(at + 2).value();
+  if (scales.element_type() == ffi::F16) {
+    w.blocks = {reinterpret_cast<const uint16_t*>(Data(scales)), reinterpret_cast<const uint16_t*>(Data(more)),
+                args.get<ffi::AnyBuffer>(at).value().dimensions()[2] == 8};
+  } else {
+    w.scales = reinterpret_cast<const float*>(Data(scales));
+    w.sums = reinterpret_cast<const int32_t*>(Data(more));
+  }
   w.bias = Data(args.get<ffi::AnyBuffer>(at + 3).value());
   return w;
 }
@@ -112,12 +119,12 @@ ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer no
   const int64_t k = x.dimensions().back();
   p.t = k ? x.element_count() / k : 0;
   p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
-  p.rounded = {codes->typed_data(), scales->typed_data()};
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
     p.w[i] = PackedOf(matrices, 4 * i, y->dimensions().back(), k);
     p.y[i] = Data(y);
   }
+  p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.scales != nullptr};
   p.asked = static_cast<Stored>(asked);
   Project(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
@@ -143,7 +150,7 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   p.after_mlp = NormOf(after_mlp, eps, plus_one);
   p.activation = static_cast<Activation>(activation);
   p.y = Data(y), p.residual = Data(residual), p.normed = Data(normed), p.hidden = Data(hidden);
-  p.rounded = {codes->typed_data(), scales->typed_data()};
+  p.rounded = {codes->typed_data(), scales->typed_data(), p.output.blocks.scales != nullptr};
   RunRest(p, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }

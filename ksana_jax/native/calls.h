@@ -18,10 +18,12 @@ struct Product {
   Stored asked;  // type of y
 };
 
-// Room for rows that are rounded to codes: as many as the widest has, [T, ...], and their scales [T].
+// Room for rows that are rounded to codes: as many as the widest has, [T, ...], and their scales [T]; or, with
+// in_blocks, a `BlockOfRow` for each 32 codes.
 struct Rounded {
   uint8_t* codes;
   float* scales;
+  bool in_blocks;
 };
 
 // Up to three products of the same rows, with packed weights; with a norm before it if it has weights.

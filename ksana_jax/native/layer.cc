@@ -68,6 +68,11 @@ void Add(const Number* x, const Number* more, int64_t d, Number* to) {
 
 template <typename Number>
 void Round(const Number* x, int64_t d, int64_t row, const Rounded& to) {
+  if (to.in_blocks) {
+    auto* blocks = reinterpret_cast<BlockOfRow*>(to.scales) + row * (d / kBlock);
+    constexpr Stored kStored = std::is_same_v<Number, float> ? kFloat32 : kBfloat16;
+    return RoundToBlocks(x + row * d, d, kStored, reinterpret_cast<int8_t*>(to.codes) + row * d, blocks);
+  }
   to.scales[row] = RoundToCodes(x + row * d, d, to.codes + row * d);
 }
 
@@ -80,7 +85,7 @@ PanelScratch* MakeScratch() {
 template <typename Type>
 void RunProjections(const Projections& p, const Threads& threads) {
   using Number = typename Type::Number;
-  const bool norms = p.norm.weight, rounds = p.w[0].sums;
+  const bool norms = p.norm.weight, rounds = p.w[0].rounds();
   const auto* x = reinterpret_cast<const Number*>(p.x);
   auto* normed = norms ? reinterpret_cast<Number*>(p.normed) : nullptr;
   const int64_t d = p.w[0].k, blocks = RowBlocks(p.t);
@@ -127,7 +132,7 @@ void RunRestOf(const Rest& p, const Threads& threads) {
   auto *y = reinterpret_cast<Number*>(p.y), *residual = reinterpret_cast<Number*>(p.residual);
   auto *normed = reinterpret_cast<Number*>(p.normed), *hidden = reinterpret_cast<Number*>(p.hidden);
   const int64_t d = p.output.n, heads = p.output.k, f = p.down.k, blocks = RowBlocks(p.t), rows = RowJobs(p.t, d);
-  const bool norms_attention = p.after_attention.weight, norms_mlp = p.after_mlp.weight, rounds = p.output.sums;
+  const bool norms_attention = p.after_attention.weight, norms_mlp = p.after_mlp.weight, rounds = p.output.rounds();
   const Number* gated = p.before_mlp.weight ? normed : residual;
   const auto rows_of = [&](const Number* numbers) {
     return Rows<Number>{numbers, p.rounded.codes, p.rounded.scales};

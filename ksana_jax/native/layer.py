@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.shapes import PANEL, WORD_BYTES, check_shape
+from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
 MOST_MATRICES = 3  # that multiply the same rows in one call
@@ -25,6 +25,9 @@ class Weights(NamedTuple):
     """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out].
 
     sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
+
+    Codes in blocks of 32 have words int32 [panels, in / 32, w, 64], 4 bits with w = 4, 8 bits with w = 8. Scales are
+    float16 [panels, in / 32, 64] then, as are minima, which take the place of sums. x is rounded to codes too.
     """
 
     words: jax.Array
@@ -35,8 +38,18 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, w: Any, bias: jax.Array | None) -> Weights:
-        """Returns a `PackedMatrix` and a bias [out]."""
+        """Returns a `PackedMatrix` or `PackedBlocks`, and a bias [out]."""
         return cls(w.words, w.num_rows, w.scales, w.sums, bias)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether codes are in blocks."""
+        return self.words.dtype == jnp.int32
+
+    @property
+    def rounding(self) -> str | None:
+        """What has a scale of its own where x is rounded to codes."""
+        return "blocks" if self.blocks else None if self.sums is None else "rows"
 
     def check(self, name: str, dtype: Any, wanted: tuple[int, int], reason: str) -> None:
         """Checks that this is a matrix [out, in] for rows of a type, and that its arrays belong together.
@@ -45,18 +58,29 @@ class Weights(NamedTuple):
           NotImplementedError: its numbers are of another type.
           ValueError: shapes do not fit.
         """
-        is_codes = self.scales is not None or self.sums is not None
-        numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
-        if self.words.dtype != numbers:
-            kind = "codes" if is_codes else "numbers"
-            raise NotImplementedError(f"{name} has {kind} in {self.words.dtype}; packed {kind} are {numbers} here")
-        _, depth, _, per_word = self.words.shape
-        check_shape(name, (self.num_rows, depth * per_word), wanted, reason)
-        panels = (-(-self.num_rows // PANEL), depth, PANEL, WORD_BYTES // numbers.itemsize)
-        check_shape(f"words of {name}", self.words.shape, panels, f"it is {list(wanted)}")
-        for part in ("scales", "sums", "bias"):
+        panels = -(-self.num_rows // PANEL)
+        of_row = (panels, wanted[1] // BLOCK, PANEL) if self.blocks else wanted[:1]
+        if self.blocks:
+            per_word = BLOCK // self.words.shape[2]
+            check_shape(name, (self.num_rows, self.words.shape[1] * BLOCK), wanted, reason)
+            shape = (panels, wanted[1] // BLOCK, BLOCK // per_word, PANEL)
+            if per_word not in (4, 8) or {x.dtype.name for x in (self.scales, self.sums) if x is not None} - {
+                "float16"
+            }:
+                raise NotImplementedError(f"{name} has {per_word} codes in a word, or other scales than float16")
+        else:
+            is_codes = self.scales is not None or self.sums is not None
+            numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
+            if self.words.dtype != numbers:
+                kind = "codes" if is_codes else "numbers"
+                raise NotImplementedError(f"{name} has {kind} in {self.words.dtype}; packed {kind} are {numbers} here")
+            _, depth, _, per_word = self.words.shape
+            check_shape(name, (self.num_rows, depth * per_word), wanted, reason)
+            shape = (panels, depth, PANEL, WORD_BYTES // numbers.itemsize)
+        check_shape(f"words of {name}", self.words.shape, shape, f"it is {list(wanted)}")
+        for part, expected in {"scales": of_row, "sums": of_row, "bias": wanted[:1]}.items():
             if (vector := getattr(self, part)) is not None:
-                check_shape(f"{part} of {name}", vector.shape, wanted[:1], f"it is {list(wanted)}")
+                check_shape(f"{part} of {name}", vector.shape, expected, f"it is {list(wanted)}")
 
     def arguments(self, dtype) -> tuple[jax.Array, ...]:
         none = jnp.zeros(0, jnp.float32)
@@ -90,7 +114,7 @@ def project(
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
-      ValueError: shapes do not fit, or matrices differ in whether they have sums.
+      ValueError: shapes do not fit, or matrices differ in how x is rounded.
     """
     _check(x, matrices)
     if len(matrices) > MOST_MATRICES:
@@ -140,7 +164,7 @@ def rest_of_layer(
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
-      ValueError: shapes do not fit, matrices differ in whether they have sums, or there is no such activation.
+      ValueError: shapes do not fit, matrices differ in how x is rounded, or there is no such activation.
     """
     _check(x, matrices)
     if activation not in ACTIVATIONS:
@@ -171,14 +195,16 @@ def rest_of_layer(
 
 
 def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Room for the codes of rows and their scales, if a matrix wants them."""
-    shape = (*rows, width) if w.sums is not None else (0,)
-    return jax.ShapeDtypeStruct(shape, jnp.uint8), jax.ShapeDtypeStruct(shape[:-1] or (0,), jnp.float32)
+    """Room for the codes of rows and their scales, if a matrix wants them; of blocks, also for sums of codes."""
+    shape, scales = ((*rows, width), rows) if w.rounding else ((0,), (0,))
+    if w.rounding == "blocks":
+        scales = (*rows, width // BLOCK, 2)
+    return jax.ShapeDtypeStruct(shape, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32)
 
 
 def _check(x: jax.Array, matrices: Sequence[Weights]) -> None:
     if x.dtype.name not in DTYPES:
         raise NotImplementedError(f"activations are {x.dtype}; native products have {' or '.join(DTYPES)}")
-    if len({w.sums is None for w in matrices}) != 1:
-        having = sum(w.sums is not None for w in matrices)
-        raise ValueError(f"{having} of {len(matrices)} matrices have sums; a call rounds its rows for all or for none")
+    if len(found := {w.rounding for w in matrices}) != 1:
+        named = " and ".join(sorted(f"by {rounding}" if rounding else "not at all" for rounding in found))
+        raise ValueError(f"matrices want the rows of a call rounded {named}; a call rounds them in one way")

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "blocks.h"
 #include "pairs.h"
 #include "product.h"
 #include "simd.h"
@@ -29,6 +30,10 @@ struct Packed {
   const float* scales = nullptr;  // of rows, [N], where words are codes
   const int32_t* sums = nullptr;  // of a row's codes, [N], where x is rounded to codes too; else null
   const char* bias = nullptr;     // [N], of x's type, or null
+  Blocks blocks;                  // where words are codes in blocks
+
+  // Whether x is rounded to codes too.
+  bool rounds() const { return sums || blocks.scales; }
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
 };
@@ -216,6 +221,11 @@ void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_
 template <typename Type>
 void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Number>& x, int64_t row, int64_t rows,
                    float* sums, Unpacked& unpacked) {
+  if (w.blocks.scales) {  // codes have no 128 added, and in place of scales there is a `BlockOfRow` for each 32
+    const auto* blocks = reinterpret_cast<const BlockOfRow*>(x.scales) + row * (w.k / kBlock);
+    const auto* codes = reinterpret_cast<const int8_t*>(x.codes) + row * w.k;
+    return MultiplyBlocks(w.blocks, w.words, panel, w.k, codes, blocks, rows, sums);
+  }
   if (w.sums) return MultiplyCodes(w, panel, x, row, rows, sums, unpacked);
   const int64_t per_word = w.scales ? Int8::kPerWord : Type::kPerWord;
   const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * (w.k / per_word) * kPanel;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Of packed weights: rows of a panel, bytes of a word.
 PANEL, WORD_BYTES = 64, 4
+# Numbers of a row that share a scale where a matrix is in blocks.
+BLOCK = 32
 
 
 def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], reason: str) -> None:

@@ -12,6 +12,7 @@ from ksana_jax.core import processor
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
+from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
@@ -78,6 +79,8 @@ class LinearImplementation(NamedTuple):
 def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     from ksana_jax.native.linear import linear
 
+    if isinstance(w, BlockMatrix):
+        return linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return linear(x, w.codes, b, dtype=dtype, scales=w.scales)
     return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else linear(x, w, b, dtype=dtype)

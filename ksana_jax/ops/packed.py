@@ -8,6 +8,7 @@ import flax.struct
 import jax
 
 from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
@@ -76,4 +77,5 @@ def _norms(spec: NormSpec) -> Norms | None:
 
 
 def _are_packed(*matrices: Any) -> bool:
-    return all(isinstance(w, PackedMatrix) for w in matrices)
+    """Whether one call takes them: all are packed, and either all or none in blocks."""
+    return len(kinds := {type(w) for w in matrices}) == 1 and kinds <= {PackedMatrix, PackedBlocks}

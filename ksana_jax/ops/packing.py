@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks, packed_blocks, unpacked_blocks
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
@@ -18,7 +19,10 @@ from ksana_jax.ops.packed import PackedMatrix
 
 
 def can_pack(w: Any) -> bool:
-    """Whether this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words."""
+    """Whether this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words, or a
+    `BlockMatrix`."""
+    if isinstance(w, BlockMatrix):
+        return True
     numbers = w.codes if isinstance(w, Int8Matrix) else w
     if isinstance(numbers, Matrix) or len(numbers.shape) != 2:
         return False
@@ -26,8 +30,10 @@ def can_pack(w: Any) -> bool:
 
 
 @jax.jit
-def pack(w: jax.Array | Int8Matrix) -> PackedMatrix:
+def pack(w: jax.Array | Int8Matrix | BlockMatrix) -> PackedMatrix | PackedBlocks:
     """Packs a matrix [out, in], whose rows must be a whole number of words."""
+    if isinstance(w, BlockMatrix):
+        return packed_blocks(w)
     numbers, scales = (w.codes, w.scales) if isinstance(w, Int8Matrix) else (w, None)
     rows, columns = numbers.shape
     panels, per_word = -(-rows // PANEL), WORD_BYTES // numbers.dtype.itemsize
@@ -39,6 +45,8 @@ def pack(w: jax.Array | Int8Matrix) -> PackedMatrix:
 
 def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
     """Returns the matrix as it was before it was packed."""
+    if isinstance(w, PackedBlocks):
+        return unpacked_blocks(w)
     if not isinstance(w, PackedMatrix):
         return w
     numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]
@@ -62,7 +70,8 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
             return jax.eval_shape(pack, w)
         made = jax.block_until_ready(pack(w))
         if consume:
-            jax.tree.leaves(w)[0].delete()  # its numbers; vectors beside them go on
+            for array in jax.tree.leaves(w)[: None if isinstance(w, BlockMatrix) else 1]:
+                array.delete()  # its numbers; vectors beside them go on
         return made
 
     layers = []

@@ -59,4 +59,4 @@ def test_devices_have_columns_of_blocks_as_they_have_columns_of_codes():
 
 
 def test_every_quantization_has_its_function():
-    assert {None, *QUANTISERS} == set(QUANTIZATIONS)
+    assert {None, "stored", *QUANTISERS} == set(QUANTIZATIONS)  # stored: `loading.kept`

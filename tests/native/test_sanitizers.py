@@ -9,7 +9,7 @@ import pytest
 
 from ksana_jax.native import build
 
-TESTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("kernel", "layer", "linear", "norm")]
+TESTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("blocks", "kernel", "layer", "linear", "norm")]
 RUN = """
 import sys
 import pytest

@@ -138,7 +138,9 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
         config = dataclasses.replace(config, dtype=auto_dtype(folder))
     settings |= {"dtype": config.dtype}
     settings.pop("operators", None)
-    read = functools.partial(open_model, folder, load_format=opened["load_format"], seed=config.seed)
+    read = functools.partial(
+        open_model, folder, load_format=opened["load_format"], seed=config.seed, quantization=config.quantization
+    )
     model_config, read_params = read(config.dtype, embedding_device=config.embedding_device)
     params, tokenizer = read_params(), opened["tokenizer"] or find_tokenizer(folder)
 

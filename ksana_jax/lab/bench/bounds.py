@@ -38,7 +38,13 @@ class Work(NamedTuple):
         return max(self.num_bytes / rates.bytes_per_s, self.flop / rates.flop_per_s)
 
 
-def work_of(model: ModelConfig, dtype: str, prompts: Sequence[int], outputs: Sequence[int]) -> Work:
+def work_of(
+    model: ModelConfig,
+    dtype: str,
+    prompts: Sequence[int],
+    outputs: Sequence[int],
+    weights_bytes: int | None = None,
+) -> Work:
     """Returns what greedy decoding of some requests at once needs, whatever the engine.
 
     Every output token but a request's first needs a step after the one before, which reads all weights once for all
@@ -46,11 +52,12 @@ def work_of(model: ModelConfig, dtype: str, prompts: Sequence[int], outputs: Seq
 
     Args:
       prompts, outputs: tokens of each request.
+      weights_bytes: of what a step reads; None if all weights are in dtype.
     """
     from ksana_jax.lab.bench.tokens_in_forward import flop_per_token
 
     size = DTYPE_BYTES[dtype]
-    weights = flop_per_token(model, 0) // 2 * size
+    weights = flop_per_token(model, 0) // 2 * size if weights_bytes is None else weights_bytes
     kv_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
     seen = [sum(range(p + 1, p + n)) for p, n in zip(prompts, outputs, strict=True)]  # by the steps after the first
     attended = sum(sum(range(1, p + n)) for p, n in zip(prompts, outputs, strict=True))

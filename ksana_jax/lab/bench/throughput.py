@@ -52,6 +52,7 @@ class Throughput(Bench):
 
     model: str = option("ksana-tiny", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
+    quantization: str | None = option(None, "of this engine's weights: int8, w8a8 or stored; peers have the dtype")
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     seed: int = option(0, "seed for weights, lengths and prompts")
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
@@ -91,7 +92,12 @@ class Throughput(Bench):
             _export_random(model, Path(self.folder.name), self.dtype, self.seed)
             model = Path(self.folder.name)
         self.directory = model
-        settings = {"dtype": self.dtype, "max_num_seqs": max(self.requests), "max_model_len": MAX_MODEL_LEN}
+        settings = {
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "max_num_seqs": max(self.requests),
+            "max_model_len": MAX_MODEL_LEN,
+        }
         make = functools.partial(make_llm, str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)
         self.llms = {OURS: make()}
         if self.num_scheduler_steps > 1:
@@ -123,10 +129,17 @@ class Throughput(Bench):
         return found | {"of_bound": self.bound_s[count] / seconds}
 
     def _bound(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Measurement:
+        import jax
+
         from ksana_jax.lab.bench.bounds import measure_rates, work_of
 
         rates = measure_rates(self.dtype)
-        work = work_of(self.llms[OURS].model_config, self.dtype, [len(p) for p in prompts], lengths)
+        llm, read = self.llms[OURS], None
+        if self.quantization is not None:
+            params = llm.runner.params
+            read = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            read -= 0 if params.head is None else sum(leaf.nbytes for leaf in jax.tree.leaves(params.embed))
+        work = work_of(llm.model_config, self.dtype, [len(p) for p in prompts], lengths, read)
         self.bound_s[len(prompts)] = seconds = work.seconds(rates)
         return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 

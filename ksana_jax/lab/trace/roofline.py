@@ -68,7 +68,7 @@ def roofline(
     matrices = sum(x.size for x in jax.tree.leaves(params.layers) if len(x.shape) == 2)
     matrix_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored.layers) if len(x.shape) == 2)
     vocabulary = model.vocab_size * model.d_model
-    itemsize = params.embed.dtype.itemsize
+    itemsize = params.final_norm.dtype.itemsize
     attended, seen = _attended(model, patterns, shape, context)
     sampled = min(shape.max_sampled, shape.num_tiles)
     flops = 2 * shape.num_tokens * matrices + attended + 2 * sampled * vocabulary

@@ -13,6 +13,7 @@ from ksana_jax.core.gguf_file import gguf_of
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.sources import commit_of, display_name, model_path
 from ksana_jax.loading.config_json import load_config
+from ksana_jax.loading.kept import with_kept
 from ksana_jax.models.params import num_params
 from ksana_jax.runner.planner.devices import Device, compile_target, find_device
 from ksana_jax.runner.planner.formula import Memory, PlanRequest, largest
@@ -102,6 +103,8 @@ def plan(
         raise ConfigError(f"plan has no argument {', '.join(unknown)}")
     asked = PlanRequest(**request)
     config, name = (model.validate(), model.family) if isinstance(model, ModelConfig) else read_model(model)
+    if asked.quantization == "stored":
+        config = with_kept(config, model, asked.embedding_device)
     if isinstance(device, (str, int)):
         device = find_device(device)
     budget = int(device.memory_bytes * asked.memory_fraction)

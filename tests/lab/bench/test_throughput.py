@@ -49,7 +49,9 @@ def engines(monkeypatch):
     monkeypatch.setattr("ksana_jax.lab.bench.latency.make_llm", make_llm)
     monkeypatch.setattr(throughput, "run", run)
     monkeypatch.setattr(bounds, "measure_rates", lambda dtype: Rates(1.0, 1.0))
-    monkeypatch.setattr(bounds, "work_of", lambda model, dtype, prompts, outputs: Work(len(prompts) / 4, 0.25))
+    monkeypatch.setattr(
+        bounds, "work_of", lambda model, dtype, prompts, outputs, weights_bytes: Work(len(prompts) / 4, 0.25)
+    )
     return made
 
 
@@ -204,6 +206,7 @@ def test_the_bound_counts_every_weight_key_and_product_once():
     weight_bytes = (body + head) // 2 * 2
     kv_token = 2 * 2 * 1 * 4 * 2
     assert work.num_bytes == 2 * weight_bytes + 4 * kv_token
+    assert work_of(MODEL, "bf16", [3], [2], weights_bytes=7).num_bytes == 2 * 7 + 4 * kv_token
     assert work.flop == 4 * body + 2 * head + (1 + 2 + 3 + 4) * 4 * 2 * 2 * 4
     assert Work(6.0, 8.0).seconds(Rates(2.0, 4.0)) == 3.0
 

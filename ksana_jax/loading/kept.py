@@ -1,0 +1,94 @@
+"""Which matrices stay in memory as their file stores them, and reads these: `quantization: stored`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.sources import model_path
+from ksana_jax.devices.platforms import platform_of
+from ksana_jax.loading.gguf_blocks import FLOATS, apart
+from ksana_jax.loading.gguf_tensors import GGUFTensor, find_gguf_tensors
+from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
+from ksana_jax.loading.views import sources_of
+from ksana_jax.models.block_matrix import FORMS, BlockMatrix
+from ksana_jax.models.params import check_quantises, is_shape, param_shapes, stated
+
+logger = logging.getLogger("ksana_jax")
+
+
+def with_kept(config: ModelConfig, model: Any, embedding_device: str = "device") -> ModelConfig:
+    """Returns a model's config with the types of the matrices that `quantization: stored` keeps.
+
+    Args:
+      model: path or name of the model; see `core.sources.model_path`.
+
+    Raises:
+      ConfigError: it has no such matrix.
+    """
+    if isinstance(model, ModelConfig):
+        raise ConfigError("quantization is 'stored', but a ModelConfig has no file; give a GGUF file")
+    file = gguf_of(model_path(model))
+    found = find_gguf_tensors(read_gguf(file), config) if file else {}
+    return keeping(config, found, str(model), embedding_device)
+
+
+def keeping(
+    config: ModelConfig, found: Mapping[str, StoredTensor], source: str, embedding_device: str = "device"
+) -> ModelConfig:
+    """The same, from a checkpoint's tensors."""
+    check_quantises(config, "stored")
+    paths = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
+    kept, others = [], collections.defaultdict(list)
+    for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
+        field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
+        if len(shape) != 2 or len(tensors) != 1:
+            continue
+        serves = field == "head" or stated(field, "quantization").quantises
+        serves |= field == "embed" and embedding_device == "device"
+        if serves and isinstance(tensors[0], GGUFTensor) and tensors[0].dtype in FORMS:
+            kept.append((jax.tree_util.keystr(path), tensors[0].dtype))
+        elif tensors[0].dtype not in FLOATS:
+            others[tensors[0].dtype].append(tensors[0].name)
+    if not kept:
+        raise ConfigError(
+            f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory; "
+            "leave it out to load a checkpoint in `dtype`"
+        )
+    if others:
+        named = (f"{len(names)} in {kind} ({names[0]}{', ...' * (len(names) > 1)})" for kind, names in others.items())
+        logger.info("%s: dequantised are %s; %s stay as stored", source, ", ".join(named), ", ".join(FORMS))
+    if (platform := platform_of()) != "cpu":
+        logger.info(
+            "%s: all matrices are dequantised; only programs of CPUs keep them as stored, not %s", source, platform
+        )
+        kept = []
+    return dataclasses.replace(config, kept=tuple(kept))
+
+
+def read_kept(stored: StoredTensor, dtype: Any) -> BlockMatrix:
+    """Reads a matrix in blocks.
+
+    Raises:
+      LoadError: the file cannot be read, or a scale is not finite.
+    """
+    assert isinstance(stored, GGUFTensor), "only GGUF has blocks"
+    step, pieces = max(CHUNK_BYTES // stored.info.row_bytes, 1), []
+    for first in range(0, stored.shape[0], step):
+        pieces.append(apart(stored.dtype, stored.blocks(slice(first, first + step))))
+    codes: Any
+    scales: Any
+    minima: Any
+    codes, scales, minima = (None if part[0] is None else np.concatenate(part) for part in zip(*pieces, strict=True))
+    if not all(np.isfinite(numbers).all() for numbers in (scales, minima) if numbers is not None):
+        raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite")
+    return BlockMatrix(codes, scales, minima, np.dtype(dtype))

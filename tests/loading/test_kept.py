@@ -1,0 +1,136 @@
+"""`quantization: stored`: GGUF matrices stay in memory as the file has them."""
+
+import dataclasses
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.loading.export import export_hf
+from ksana_jax.loading.kept import with_kept
+from ksana_jax.loading.load import load_model, open_model
+from ksana_jax.models.block_matrix import BlockMatrix
+from ksana_jax.models.params import weights_of
+from ksana_jax.runner.planner.solve import NO_STEP, plan
+from ksana_jax.runner.planner.terms import weights_bytes
+from tests.gguf_writer import write_gguf
+from tests.loading.gguf_on_disk import gguf_metadata, gguf_name
+from tests.loading.models_on_disk import random_tensors
+from tests.models.blocks import drawn_blocks
+
+SHAPE = {"d_model": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "d_ff": 96}
+CONFIG = ModelConfig(vocab_size=70, tie_embeddings=True, bos_id=1, eos_ids=(2,), **SHAPE)
+PROMPT = {"prompt_token_ids": list(range(5, 45))}
+SETTINGS = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "f32"}
+SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
+
+
+def written(path, kinds, config=CONFIG, scale=None):
+    """A file whose matrices are in blocks, of types that follow one another; norms are F32.
+
+    scale: of the first block of each matrix, in place of a drawn one.
+    """
+    stored = {}
+    for i, (name, values) in enumerate(random_tensors(config, "F32", 0).items()):
+        name, kind = gguf_name(name), kinds[i % len(kinds)]
+        stored[name] = values.astype(np.float32)
+        if values.ndim == 2 and kind in ("F32", "Q5_0"):
+            blocks = np.zeros((len(values), values.shape[1] // 32, 22), np.uint8)
+            stored[name] = values.astype(np.float32) if kind == "F32" else (kind, values.shape, blocks.tobytes())
+        elif values.ndim == 2:
+            blocks = drawn_blocks(kind, *values.shape, seed=i)
+            if scale is not None:
+                blocks[0, :2] = np.array([scale], "<f2").view(np.uint8)
+            stored[name] = kind, values.shape, blocks.tobytes()
+    return write_gguf(path / "model.gguf", gguf_metadata("llama", config), stored)
+
+
+def opened(path, **options):
+    config, read = open_model(path, "f32", quantization="stored", **options)
+    return config, read()
+
+
+def matrices(params):
+    found = [*weights_of(params).items(), *(w for layer in params.layers for w in weights_of(layer).items())]
+    return [(name, w) for name, w in found if len(w.shape) == 2]
+
+
+def logprobs(llm) -> np.ndarray:
+    [output] = llm.generate([PROMPT], SCORED)
+    return np.array([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+
+
+def test_numbers_are_those_of_dequantised_weights_bit_for_bit(tmp_path):
+    path = written(tmp_path, ["Q4_1", "Q8_0", "Q4_0"])
+    (config, kept), (plain, dequantised) = opened(path), load_model(path)
+    assert dataclasses.replace(config, kept=()) == plain and not plain.kept
+    for (name, w), (_, wanted) in zip(matrices(kept), matrices(dequantised), strict=True):
+        assert isinstance(w, BlockMatrix), name
+        np.testing.assert_array_equal(np.asarray(w.numbers()).view(np.uint32), np.asarray(wanted).view(np.uint32))
+    assert {kind for _, kind in config.kept} == {"Q4_1", "Q8_0", "Q4_0"} and len(config.kept) == 8
+
+
+def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, caplog):
+    path = written(tmp_path, ["Q4_1", "Q8_0", "Q4_0"])
+    plain = logprobs(LLM(path, **SETTINGS))
+    for linear in ("xla", "auto"):
+        llm = LLM(path, quantization="stored", operators={"linear": linear}, **SETTINGS)
+        packs = llm.config.operators.linear == "packed"
+        assert packs != any("unpacks matrices in every step" in message for message in caplog.messages)
+        caplog.clear()
+        # XLA's products are those of dequantised weights; native ones round activations to codes.
+        apart = np.abs(logprobs(llm) - plain).mean() / plain.std()
+        assert (1e-4 < apart < 0.05) if packs else apart < 1e-6  # measured: 0.024 and 4e-7
+        used = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params))
+        assert llm.memory_plan.weights_bytes == used
+        assert used == weights_bytes(llm.model_config, "f32", quantization="stored", packs=packs)
+
+
+def test_a_plan_knows_the_bytes_of_the_file(tmp_path):
+    path = written(tmp_path, ["Q4_1"])
+    numbers = sum(w.size for _, w in matrices(load_model(path)[1]))
+    found = plan(str(path), "24GiB", dtype="f32", quantization="stored", context=64, batch=1, step=NO_STEP)
+    assert found.weights_bytes == numbers * 20 // 32 + 3 * CONFIG.d_model * 4
+
+
+def test_other_matrices_are_dequantised_and_one_line_names_their_types(tmp_path, caplog):
+    path = written(tmp_path, ["Q4_1", "Q5_0", "F32"])
+    with caplog.at_level(logging.INFO, "ksana_jax"):
+        config, params = opened(path)
+    [line] = [message for message in caplog.messages if "dequantised" in message]
+    assert "in Q5_0 (model.layers." in line and "F32" not in line
+    forms = {type(w) for _, w in matrices(params)}
+    assert len(forms) == 2 and 0 < len(config.kept) < 8
+
+
+def test_an_embedding_that_is_no_head_is_kept_unless_it_is_on_the_host(tmp_path):
+    path = written(tmp_path, ["Q8_0"], dataclasses.replace(CONFIG, tie_embeddings=False))
+    _, params = opened(path)
+    assert isinstance(params.embed, BlockMatrix) and isinstance(params.head, BlockMatrix)
+    _, params = opened(path, embedding_device="host")
+    assert isinstance(params.embed, np.ndarray) and isinstance(params.head, BlockMatrix)
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path):
+    with pytest.raises(LoadError, match="has scales that are NaN or infinite"):
+        opened(written(tmp_path, ["Q8_0"], scale=np.inf))
+
+
+def test_models_without_blocks_and_settings_that_do_not_serve_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q8_0"):
+        opened(written(tmp_path, ["F32"]))
+    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q8_0"):
+        with_kept(CONFIG, "ksana-tiny")
+    kept = opened(written(tmp_path, ["Q4_1"]))
+    with pytest.raises(LoadError, match="load the model without quantization to export it"):
+        export_hf(tmp_path / "out", *kept)
+    with pytest.raises(ConfigError, match="weights that no file stores"):
+        opened(CONFIG, load_format="dummy")
+    with pytest.raises(ConfigError, match="a ModelConfig has no file"):
+        plan(CONFIG, "24GiB", quantization="stored")
+    with pytest.raises(ConfigError, match="matrices in blocks are not divided among devices"):
+        EngineConfig(quantization="stored", tensor_parallel_size=2)

@@ -1,0 +1,110 @@
+"""Native products with matrices in blocks, against float64, and layers that have them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.models.block_matrix import PackedBlocks
+from ksana_jax.models.params import stated, weights_of
+from ksana_jax.native.layer import Weights, project
+from ksana_jax.ops.linear import choose_linear
+from ksana_jax.ops.packing import pack
+from tests.machine import native_products
+from tests.models.blocks import KINDS, block_matrix
+from tests.native.test_layer import CONFIGS, Definition, operators, weights
+
+pytestmark = native_products
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What products make of rows [T, K]: codes of -127 to 127 times a scale for each 32."""
+    blocks = np.asarray(x, np.float32).reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    factors = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    return (np.round(blocks * factors) * np.float64(largest / 127)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 1, 32), (9, 70, 64), (67, 130, 1120)])
+def test_products_are_those_of_float64_with_rounded_rows(rows, columns, inner, kind, dtype):
+    w, numbers = block_matrix(kind, columns, inner, dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, inner)), dtype).at[rows // 2, :32].set(0)
+    b = jnp.asarray(np.random.default_rng(2).normal(size=columns), dtype)
+    product = jax.jit(lambda x: choose_linear("cpu", dtype, "packed").apply(x, pack(w), b, dtype=jnp.float32))
+    found, exact = np.asarray(product(x)), np.asarray(x, np.float64)
+    codes = rounded(exact)
+    wanted = codes @ numbers.T.astype(np.float64) + np.asarray(b, np.float64)
+    largest = np.abs(codes) @ np.abs(numbers).T.astype(np.float64) + 1
+    assert (np.abs(found - wanted) <= 3e-6 * largest).all()
+    # Rounding moves a number of x by half a step at most.
+    steps = np.abs(exact).reshape(rows, -1, 32).max(-1) / 127
+    bound = np.repeat(steps / 2, 32, axis=1) @ np.abs(numbers).T
+    unrounded = exact @ numbers.T.astype(np.float64) + np.asarray(b, np.float64)
+    assert (np.abs(found - unrounded) <= bound * 1.001 + 3e-6 * largest).all()
+    for some in (slice(0, 1), slice(rows // 2, rows), slice(rows // 3, rows // 3 + 3)):
+        np.testing.assert_array_equal(product(x[some]), found[some])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_is_not_hidden(kind):
+    w, _ = block_matrix(kind, 5, 64)
+    x = jnp.ones((3, 64)).at[0, 1].set(jnp.inf).at[1, 40].set(jnp.nan)
+    found = np.isfinite(project(x, [Weights.of(pack(w), None)])[0])
+    assert not found[:2].any() and found[2].all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(name, dtype):
+    config = dataclasses.replace(CONFIGS[name], d_model=64, num_heads=4, head_dim=24, d_ff=96)
+    [p], [spec] = weights(config, dtype).layers, config.layers
+    kinds, plain, blocks = iter(KINDS * 3), {}, {}
+    for field, w in weights_of(p).items():
+        if stated(field, "a test").quantises:
+            made, numbers = block_matrix(next(kinds), *w.shape, dtype)
+            plain[field], blocks[field] = numbers, pack(made)
+    x, attended = (jnp.asarray(np.random.default_rng(i).normal(size=(40, n)), dtype) for i, n in enumerate((64, 96)))
+    packed = p.replace(**blocks)
+    heads = jax.jit(lambda x: operators(dtype).queries_keys_values(x, packed, spec))
+    rest = jax.jit(lambda x, a: operators(dtype).after_attention(x, a.reshape(-1, 4, 24), packed, spec))
+    found = *heads(x), rest(x, attended)
+    definition = Definition(p.replace(**plain), config)
+    wanted = (
+        *definition.heads(np.asarray(x, np.float64)),
+        definition.rest(*(np.asarray(a, np.float64) for a in (x, attended))),
+    )
+    for a, b in zip(found, wanted, strict=True):
+        # Rounding rows: the deviation of a step of 1/127 of the largest of 32 numbers, several times in a row.
+        assert np.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2)) < 2e-2 * np.sqrt(np.mean(b**2))
+    for rows in (slice(0, 1), slice(5, 12)):
+        for a, b in zip((*heads(x[rows]), rest(x[rows], attended[rows])), found, strict=True):
+            np.testing.assert_array_equal(a, b[rows])
+    assert "ksana_rest_of_layer" in rest.lower(x, attended).as_text()
+    assert all(isinstance(w, PackedBlocks) for w in blocks.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_with_rows_as_they_are_unpack_the_matrix(dtype):
+    w, numbers = block_matrix("Q4_1", 70, 64, dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(9, 64)), dtype)
+    linear = jax.jit(choose_linear("cpu", dtype, "native").apply)
+    found = np.asarray(linear(x, w))
+    np.testing.assert_array_equal(found, linear(x, jnp.asarray(numbers, dtype)))
+    np.testing.assert_array_equal(found[3:4], linear(x[3:4], w))
+
+
+def test_arrays_that_do_not_belong_together_are_refused():
+    w = Weights.of(pack(block_matrix("Q4_1", 70, 64)[0]), None)
+    x = jnp.zeros((2, 64))
+    for changed in ({"scales": w.scales[:1]}, {"sums": w.sums[:, :1]}, {"words": w.words[:, :1]}, {"num_rows": 200}):
+        with pytest.raises(ValueError, match="must be"):
+            project(x, [w._replace(**changed)])
+    with pytest.raises(NotImplementedError, match="other scales than float16"):
+        project(x, [w._replace(scales=w.scales.astype(jnp.float32))])
+    dense = Weights(jnp.zeros((1, 64, 64, 1)), 64)
+    with pytest.raises(ValueError, match="rounded by blocks and not at all"):
+        project(x, [w, dense])
