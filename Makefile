@@ -26,7 +26,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo real serve run-serve test plugin bench peers docs size speed ready ready-aot lint format clean kernels run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test plugin bench peers docs size speed ready ready-aot lint format clean kernels wheel release run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-lives soak-clients
 
 help:
@@ -46,6 +46,8 @@ help:
 	@echo "make bench    run the benchmarks of docs/use/benchmarks.md, into runs/bench, within 20 minutes; with other engines"
 	@echo "              if they are there       (ARGS=\"--readme docs/use/benchmarks.md\" also writes its tables, ARGS=--resume goes on)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
+	@echo "make wheel    build a wheel for Linux on x86-64 into dist/, which needs no compiler where it is installed"
+	@echo "make release  move the version and print the notes of its tag  (VERSION=0.2.0)"
 	@echo "make docs     build the documentation as HTML in docs/_build; warnings are errors"
 	@echo "make lint     run ruff and pyright"
 	@echo "make format   format the code"
@@ -101,6 +103,13 @@ peers:
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_ARGS="$(LLAMA_CPP)" \
 	  $(PEERS_VENV)/bin/python -m pip install -q $(PIP_ARGS) llama-cpp-python==0.3.36 gguf==0.19.0 \
 	  || echo "== llama.cpp is not installed; the other engines are" >&2
+
+wheel: $(READY)
+	@echo "== compiling for five kinds of processor, about two minutes"
+	@$(RUN) -m ksana_jax.devkit.wheel dist
+
+release: $(READY)
+	@$(RUN) -m ksana_jax.devkit.release "$(VERSION)"
 
 docs: $(READY)
 	@$(RUN) docs/build.py

@@ -1,4 +1,4 @@
-"""Compiles the C++ of this package with the machine's compiler and keeps the library. Knows no kernels.
+"""The library that is loaded: a wheel's for this processor, or one that the machine's compiler makes and that is kept.
 
 python -m ksana_jax.native.build      compiles it ahead of its first use, and says why where that cannot be
 """
@@ -7,42 +7,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
 import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ksana_jax.core.compilation_cache import cache_folder
-from ksana_jax.core.processor import hidden, machine
+from ksana_jax.core.processor import hidden
+from ksana_jax.native import prebuilt
+from ksana_jax.native.compiler import FLAGS, CannotBuild, compile_into
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-pthread")
 # Without AVX-512's foundation, compilers leave out its extensions too.
 WITHOUT_AVX512 = ("-mno-avx512f",)
-# Names of compilers, in order of preference, where the environment variable CXX has none.
-COMPILERS = ("c++", "g++", "clang++")
-BUILD_TIMEOUT_S = 300
-
 
 _building = threading.Lock()
 
 
-class CannotBuild(NotImplementedError):
-    """The library cannot be had here; the message says why."""
-
-
 def library() -> Path:
-    """Returns the compiled library, from the cache folder where it is there.
+    """Returns the compiled library: the wheel's, or the cache folder's.
 
     The folder is `ksana_jax/native` in the user's cache directory. A library's name is a hash of sources, headers,
     compiler, flags and instruction set. The environment variable CXX names a compiler, as "g++" or "ccache g++".
@@ -93,7 +77,7 @@ def _library() -> Path | str:
     The reason is a text: a kept exception that is raised again keeps the frames that it passes, and their engines.
     """
     try:
-        return _built(compiler_command())
+        return _loaded()
     except CannotBuild as error:
         reason = str(error)
     except OSError as error:
@@ -102,78 +86,18 @@ def _library() -> Path | str:
     return reason
 
 
-def compiler_command() -> list[str]:
-    """Returns the command of the C++ compiler, without arguments of this package.
+def _loaded() -> Path:
+    """Loads the wheel's library, else the one in the cache folder, which is compiled unless it is there.
 
     Raises:
-      CannotBuild: there is none.
+      CannotBuild: there is no compiler, or it fails. OSError: the library cannot be written or loaded.
     """
-    if "compiler" in hidden():
-        raise CannotBuild("no C++ compiler: KSANA_HIDE hides it")
-    given = os.environ.get("CXX", "")
-    try:
-        command = shlex.split(given)
-    except ValueError as error:
-        raise CannotBuild(f"CXX is {given!r}: {error}") from error
-    if not command:
-        command = [found for name in COMPILERS if (found := shutil.which(name))][:1]
-    if not command:
-        raise CannotBuild(f"no C++ compiler: none of {', '.join(COMPILERS)} is installed")
-    return command
-
-
-def _built(compiler: list[str]) -> Path:
-    """Compiles the library unless it is in the cache folder, and loads it.
-
-    Raises:
-      CannotBuild: the compiler fails. OSError: the library cannot be written or loaded.
-    """
-    import jaxlib
-
-    headers = Path(jaxlib.__path__[0]) / "include"  # jax.ffi.include_dir(), which takes a second to import
-    flags = FLAGS + (WITHOUT_AVX512 if "avx512" in hidden() and platform.machine() == "x86_64" else ())
-    path = cache_folder("native") / f"{_key(compiler, flags, headers)}.so"
-    if not path.exists():
-        _compile([*compiler, *flags], headers, path)
+    path = prebuilt.find()
+    if path is None:
+        hides = "avx512" in hidden() and platform.machine() == "x86_64"
+        path = compile_into(cache_folder("native"), FLAGS + (WITHOUT_AVX512 if hides else ()))
     ctypes.CDLL(str(path))  # where the folder's file system does not let programs run, this fails
     return path
-
-
-def _key(compiler: list[str], flags: Sequence[str], headers: Path) -> str:
-    version = _run([*compiler, "--version"])
-    digest = hashlib.sha256("\0".join((*compiler, version, machine(), *flags)).encode())
-    for source in (*sorted(SOURCES.glob("*.[ch]*")), *sorted((headers / "xla/ffi/api").glob("*.h"))):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:24]
-
-
-def _compile(compiler: list[str], headers: Path, path: Path) -> None:
-    """Compiles sources side by side, links to a file of its own and renames it: several processes may do so at once."""
-    log.info("compiling attention, products and norms of CPUs with %s, once for this machine", shlex.join(compiler))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sources = sorted(SOURCES.glob("*.cc"))
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        commands = [
-            [*compiler, "-isystem", str(headers), "-c", str(source), "-o", made]
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        list(pool.map(_run, commands))
-        made = Path(folder) / path.name
-        _run([*compiler, "-shared", *objects, "-o", str(made)])
-        made.replace(path)
-
-
-def _run(command: list[str]) -> str:
-    """Returns what a command of the compiler prints."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{command[0]} did not run: {error}") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CannotBuild(f"{command[0]} failed with exit status {done.returncode}: {last}")
-    return done.stdout
 
 
 if __name__ == "__main__":

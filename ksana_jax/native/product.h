@@ -112,7 +112,7 @@ struct Int8 {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(b), "v"(a));
     return sums;
 #elif defined(__AVXVNNI__)
-    asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(b), "x"(a));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(b), "x"(a));
     return sums;
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     // Sums of two products fit into 16 bits: codes of activations are not below -127.

@@ -95,7 +95,9 @@ IMPLEMENTATIONS = (
         _not_triton,
         f"{_GPU} 8.0 or later",
     ),
-    Implementation("native", *_of("native_kernels", "NATIVE")[:2], None, _not_native, "a CPU and a C++ compiler"),
+    Implementation(
+        "native", *_of("native_kernels", "NATIVE")[:2], None, _not_native, "a CPU, and C++ of a wheel or a compiler"
+    ),
     Implementation("xla", write, ragged_paged_attention, None, lambda needs: None, trees=True),
 )
 

@@ -124,7 +124,7 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_not_called(platform)
 
 
-_NEEDS = "a CPU with AVX2 and FMA, and a C++ compiler"
+_NEEDS = "a CPU with AVX2 and FMA, and C++ of a wheel or a compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
 # are given, and XLA's for more; so does "hopper" with its kernel.
 LINEAR_IMPLEMENTATIONS = (

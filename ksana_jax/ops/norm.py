@@ -77,6 +77,6 @@ def native_normaliser(spec: NormSpec) -> Normalise:
 
 # In order of preference; the last one runs everywhere.
 NORM_IMPLEMENTATIONS = (
-    NormImplementation("native", native_normaliser, not_native, "a CPU and a C++ compiler"),
+    NormImplementation("native", native_normaliser, not_native, "a CPU, and C++ of a wheel or a compiler"),
     NormImplementation("xla", layers.normaliser, lambda platform, dtype, kinds: None),
 )

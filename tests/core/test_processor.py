@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax.core import processor
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.native import build
+from ksana_jax.native import build, compiler
 from tests.machine import compiled
 
 ROOT = Path(__file__).parents[2]
@@ -98,14 +98,14 @@ print(processor.num_cores(), threads.count("tf_XLAEigen"))
 
 def test_a_hidden_compiler_is_missing(monkeypatch):
     monkeypatch.setenv("KSANA_HIDE", "compiler")
-    with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler: KSANA_HIDE hides it"):
-        build.compiler_command()
+    with pytest.raises(compiler.CannotBuild, match="no C\\+\\+ compiler: KSANA_HIDE hides it"):
+        compiler.compiler_command()
 
 
 @compiled
 def test_a_hidden_instruction_set_is_not_compiled_in(monkeypatch, tmp_path):
     commands = []
-    monkeypatch.setattr(build, "_compile", lambda command, headers, path: commands.append((command, path)))
+    monkeypatch.setattr(compiler, "_compile", lambda command, headers, path: commands.append((command, path)))
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     for hide in ("", "avx512"):
         monkeypatch.setenv("KSANA_HIDE", hide)

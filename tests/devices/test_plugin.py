@@ -14,7 +14,7 @@ from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.records import Shard
 from ksana_jax.lab.experiments.report import report
 from ksana_jax.lab.experiments.run import run
-from ksana_jax.native.build import compiler_command
+from ksana_jax.native.compiler import compiler_command
 from tests.devices.children import ROOT, child, run_tests
 from tests.devices.test_capabilities import EXPECTED
 from tests.machine import compiled, no_native_products, real_plugin

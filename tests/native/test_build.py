@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax.native import build
+from ksana_jax.native import build, compiler
 from tests.machine import compiled, no_compiler
 
 ENGINE = """
@@ -49,7 +49,7 @@ def test_a_missing_library_keeps_nothing_alive_of_those_that_ask_for_it(monkeypa
 
     def engine_that_asks():
         engine = Engine()
-        with contextlib.suppress(build.CannotBuild):
+        with contextlib.suppress(compiler.CannotBuild):
             build.library()
         return weakref.ref(engine)
 
@@ -60,14 +60,14 @@ def test_a_missing_library_keeps_nothing_alive_of_those_that_ask_for_it(monkeypa
 def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path, asked_again):
     library, built = build.library(), []
 
-    def compile_slowly(compiler, headers, path):
+    def compile_slowly(command, headers, path):
         time.sleep(0.1)
         built.append(path)
         path.parent.mkdir(parents=True)
         shutil.copy(library, path)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
     build._library.cache_clear()
     build.begin()
     assert build.library() == build.library()
@@ -75,12 +75,12 @@ def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path, asked_again
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, asked_again):
-    compiler = tmp_path / "broken-c++"
-    compiler.write_text("#!/bin/sh\necho 'first line' >&2\necho 'cannot do that' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho 'first line' >&2\necho 'cannot do that' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert build.why_missing() == f"{compiler} failed with exit status 3: cannot do that"
+    assert build.why_missing() == f"{broken} failed with exit status 3: cannot do that"
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 

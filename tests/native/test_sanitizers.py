@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ksana_jax.native import build
+from ksana_jax.native.compiler import compiler_command
 
 TESTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("blocks", "kernel", "layer", "linear", "norm")]
 RUN = """
@@ -27,7 +28,7 @@ LIBRARIES = {"address": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",
 
 def of_compiler(library: str) -> Path:
     """Returns the path of one of the compiler's libraries; it is a bare name if there is none."""
-    asked = [*build.compiler_command(), f"-print-file-name={library}"]
+    asked = [*compiler_command(), f"-print-file-name={library}"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
 

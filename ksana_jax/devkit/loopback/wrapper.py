@@ -23,7 +23,7 @@ from ksana_jax.core.compilation_cache import cache_folder
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.units import GIB
 from ksana_jax.devkit.loopback import openxla
-from ksana_jax.native.build import CannotBuild, compiler_command
+from ksana_jax.native.compiler import CannotBuild, compiler_command
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("loopback.cc", "functions.inc"))
 # Functions of the PJRT C API, in the order of its table.
