@@ -1,24 +1,20 @@
 """Chat templates: formats messages as the model was trained on, in a Jinja sandbox.
 
-A template is code that comes with a model. `template_sandbox` keeps it from Python's internals and limits its work to
-about a second and 100 MB, whether it is faulty or malicious.
+A template is code that comes with a model. `template_sandbox` keeps it from Python's internals, and `template_process`
+limits its time and memory, whether it is faulty or malicious.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import jinja2
-from jinja2.exceptions import SecurityError
-
-from ksana_jax.tokenizers import template_budget
+from ksana_jax.tokenizers import template_process
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
 from ksana_jax.tokenizers.messages import check_plain, check_tools, read_messages
-from ksana_jax.tokenizers.template_sandbox import counted_range, environment, strftime
+from ksana_jax.tokenizers.template_sandbox import GLOBALS
 
 # Several times the longest published template; a longer one would take seconds to compile.
 MAX_TEMPLATE_CHARS = 2**17
@@ -80,12 +76,10 @@ def render_chat(
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,
-        "strftime_now": lambda form: strftime(now or datetime.datetime.now(), form),
-        "range": counted_range,
     }
     more = {} if chat_template_kwargs is None else chat_template_kwargs
-    _check_names(more, {*given, *environment().globals})
-    text = _render(source, {"documents": None, **given, **more})
+    _check_names(more, {*given, *GLOBALS})
+    text = _render(source, {"documents": None, **given, **more}, now)
     return _cut(text) if continue_final_message else text
 
 
@@ -120,28 +114,10 @@ def _cut(text: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _render(source: str, given: Mapping[str, Any]) -> str:
-    budget = template_budget.start()
+def _render(source: str, given: dict[str, Any], now: datetime.datetime | None) -> str:
     try:
-        parts, length = [], 0
-        for part in _compile(source).generate(given):
-            length += len(part)
-            if length > MAX_OUTPUT_CHARS:
-                raise SecurityError(f"its output is longer than {MAX_OUTPUT_CHARS:,} characters")
-            parts.append(part)
-        return "".join(parts)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(f"chat template refused: line {error.lineno}: {one_line(error.message)}") from None
-    except RecursionError:
-        raise ChatTemplateError("chat template refused: it calls itself without end") from None
-    except Exception as error:  # a template can make Python raise anything: division by zero, a missing key
-        raise ChatTemplateError(f"chat template refused: {one_line(error) or type(error).__name__}") from None
-    finally:
-        template_budget.end(budget)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise SecurityError(f"it has {len(source):,} characters; supported: at most {MAX_TEMPLATE_CHARS:,}")
-    return environment().from_string(source)
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ValueError(f"it has {len(source):,} characters; supported: at most {MAX_TEMPLATE_CHARS:,}")
+        return template_process.render(source, given, now and now.isoformat(), MAX_OUTPUT_CHARS)
+    except ValueError as error:
+        raise ChatTemplateError(f"chat template refused: {one_line(error)}") from None

@@ -104,7 +104,6 @@ REFUSED = [
     "{{ raise_exception.__globals__['json'] }}",
     "{{ strftime_now.__closure__[0].cell_contents }}",
     "{{ namespace.__init__.__globals__ }}",
-    "{{ dict.__globals__.json }}",
     "{{ '{0.__class__.__mro__}'.format('') }}",
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='x') }}",
@@ -114,7 +113,7 @@ REFUSED = [
     "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10 ** 9 }}",
     "{{ 10 ** 9 * ['a'] }}",
-    "{{ 9 ** 9 ** 9 }}",
+    "{{ 9 ** (9 ** 9) }}",
     "{{ 'a'.ljust(10 ** 9) }}",
     "{{ 'a' | center(1000000000) }}",
     "{{ 'a\nb' | indent(1000000000) }}",
@@ -150,6 +149,7 @@ def test_hidden_attributes_render_as_nothing_at_most(render):
     for hidden in (
         "messages.__class__",
         "raise_exception.__globals__",
+        "dict.__globals__.json",
         "messages | map(attribute='__class__') | first",
         "self._TemplateReference__context",
     ):
@@ -166,7 +166,7 @@ def test_output_is_limited(render):
         render("{{ messages[0].content }}", long)
     with pytest.raises(ChatTemplateError, match="it has 131,073 characters; supported: at most 131,072"):
         render("x" * (MAX_TEMPLATE_CHARS + 1))
-    with pytest.raises(ChatTemplateError, match="it has 26,002 statements and expressions; supported: at most 20,000"):
+    with pytest.raises(ChatTemplateError, match=r"it takes more than 0\.1 seconds of processor time"):
         render("{{a}}" * 26_000)
 
 

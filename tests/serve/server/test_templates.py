@@ -6,21 +6,27 @@ import time
 
 import pytest
 
+from ksana_jax.tokenizers import template_process
 from tests.serve.server.serving import TEMPLATE, make_llm, serving
 from tests.serve.server.test_connections import expected
 from tests.tokenizers.test_chat import REFUSED
-from tests.tokenizers.test_template_budget import WASTEFUL, again, turns
+from tests.tokenizers.test_template_process import WASTEFUL, again, turns
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 # Ways to the interpreter, loops without an end worth waiting for, texts larger than memory, and what is no template.
 HOSTILE = [
     "{{ cycler.__init__.__globals__.os.popen('touch ESCAPED').read() }}",
     "{{ self.__init__.__globals__.__builtins__.open('ESCAPED', 'w') }}",
-    *REFUSED,
+    *REFUSED[::4],
     turns("{% for j in range(90000) if false %}{% endfor %}"),
     again("ns.x ~ ns.x"),
     WASTEFUL["a macro that calls itself twice"],
 ]
+
+
+@pytest.fixture(autouse=True)
+def _little_time(monkeypatch):
+    monkeypatch.setattr(template_process, "CPU_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +68,13 @@ def test_templates_of_a_model_that_do_harm_are_refused_while_a_stream_runs_on(sl
 
 @pytest.mark.parametrize("template", ["{{ messages }}", HOSTILE[0], TEMPLATE])
 def test_templates_of_clients_are_refused_unread(slow, monkeypatch, template):
-    compiled = []
-    monkeypatch.setattr("ksana_jax.tokenizers.chat._compile", compiled.append)
+    rendered = []
+    monkeypatch.setattr("ksana_jax.tokenizers.chat._render", lambda *given: rendered.append(given))
     for path in ("/v1/chat/completions", "/tokenize"):
         reply = slow.post(path, messages=MESSAGES, chat_template=template)
         assert (reply.status, reply.error["param"]) == (400, "chat_template")
         assert reply.error["message"].endswith("templates are the server's, requests bring none")
-    assert not compiled
+    assert not rendered
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "range", "raise_exception", "strftime_now", "eos_token"])

@@ -1,11 +1,14 @@
-"""Chat templates that are built to waste time or memory are refused before they have wasted much."""
+"""Chat templates that are built to waste time or memory are refused, and the next ones are rendered."""
 
+import os
+import subprocess
+import sys
 import time
-import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ksana_jax.tokenizers import ChatTemplateError
+from ksana_jax.tokenizers import ChatTemplateError, template_process
 
 
 def again(statement, start="aa", times=60):
@@ -15,8 +18,9 @@ def again(statement, start="aa", times=60):
 
 
 def turns(body, before="", times=100_000):
-    """A template that does something a hundred thousand times."""
-    return "{% set x = 'a' * 1000000 %}" + before + "{% for i in range(" + str(times) + ") %}" + body + "{% endfor %}"
+    """A template that does something ten thousand million times."""
+    loop = "{% for i in range(" + str(times) + ") %}"
+    return "{% set x = 'a' * 1000000 %}" + before + loop * 2 + body + "{% endfor %}" * 2
 
 
 WASTEFUL = {
@@ -34,7 +38,6 @@ WASTEFUL = {
     + "{% set x = [x, x] %}{% set y = [y, y] %}" * 60
     + "{{ x == y }}",
     "namespaces": "{% set a = namespace() %}" + "{% set a = namespace(x=[a, a]) %}" * 30 + "{{ a }}",
-    "a namespace in itself": "{% set a = namespace() %}{% set a.x = [a] %}{{ a }}",
     "texts kept": turns("{% set ns.l = ns.l + [x ~ i] %}", "{% set ns = namespace(l=[]) %}"),
     "slices kept": turns("{% set ns.l = ns.l + [x[1:]] %}", "{% set ns = namespace(l=[]) %}"),
     "loops over text": "{% set s = 'a' * 100000 %}" + "{% for i in s %}" * 3 + "{% endfor %}" * 3,
@@ -49,24 +52,23 @@ WASTEFUL = {
     + "{% block a60 %}x{% endblock %}",
     "integers": turns("{% set ns.n = ns.n * ns.n %}", "{% set ns = namespace(n=2**60) %}", times=30),
     "hexadecimal digits": "{{ ('f' * 1000000) | int(base=16) }}",
-    "round": turns("{% set y = 1 | round(1000000, 'ceil') %}"),
+    "round": turns("{% set y = i | round(1000000, 'ceil') %}"),
     "wordwrap": "{{ ('a' * 1000000) | wordwrap(1) }}",
-    "pprint": "{{ ([1] * 60000) | pprint }}",
+    "pprint": "{{ ([1] * 600000) | pprint }}",
     "expandtabs": "{{ ('\t' * 1000000).expandtabs(1000000) }}",
     "indent": "{{ ('x\n' * 100000) | indent(1000000) }}",
     "format": "{{ ('{0}' * 100000).format('a' * 1000000) }}",
     "percent": "{{ ('%9999d' * 10000) | format(1) }}",
-    "strftime": "{{ strftime_now('%9999d' * 10000) }}",
-    "json": "{{ [[]] | tojson(indent=1000) }}",
+    "json": "{% set x = [] %}" + "{% set x = [x] %}" * 300 + "{{ x | tojson(indent=100000) }}",
     "ljust": turns("{% set y = 'a'.ljust(1000000) %}"),
     "characters of a text": turns("{% set y = ('漢' * 1000000) | list %}"),
     "sort": turns("{% set y = x | sort %}"),
-    "title": turns("{% set y = ('a-' * 500000) | title %}"),
+    "title": turns("{% set y = x | title %}"),
     "rfind": turns("{% set y = x.rfind('b' + 'a' * 400000) %}"),
     "strip": turns("{% set y = x.strip('b' * 400000 + 'a') %}"),
     "find in": turns("{% set y = (x ~ 'b') in x %}"),
     "split": turns("{% set y = ('漢 ' * 500000).split() %}"),
-    "sum of lists": "{{ ([[1, 1]] * 9000) | sum(start=[]) }}",
+    "sum of lists": "{{ ([[1, 1]] * 90000) | sum(start=[]) }}",
     "call blocks": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
     + "{% call m() %}" * 60
     + "x"
@@ -77,24 +79,21 @@ WASTEFUL = {
 
 @pytest.mark.parametrize("kind", WASTEFUL)
 def test_a_template_that_wastes_time_or_memory_is_refused(render, kind):
-    began = time.process_time()
+    began = time.monotonic()
     with pytest.raises(ChatTemplateError, match="chat template refused"):
         render(WASTEFUL[kind])
-    assert time.process_time() - began < 4  # 2 s here, of the slowest (title)
+    assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("kind", ["~", "set blocks", "texts kept", "slices kept", "characters of a text", "split"])
-def test_a_template_that_wastes_memory_gets_little(render, kind):
-    tracemalloc.start()
-    try:
-        with pytest.raises(ChatTemplateError):
-            render(WASTEFUL[kind])
-        assert tracemalloc.get_traced_memory()[1] < 100e6
-    finally:
-        tracemalloc.stop()
+@pytest.mark.parametrize("kind", ["~", "set blocks", "texts kept", "slices kept"])
+def test_a_template_that_wastes_memory_gets_little(render, monkeypatch, kind):
+    monkeypatch.setattr(template_process, "CPU_S", 20.0)
+    with pytest.raises(ChatTemplateError, match="it takes more than 512 MB of memory"):
+        render(WASTEFUL[kind])
 
 
-def test_long_conversations_are_far_from_the_limits(render):
+def test_long_conversations_are_far_from_the_limits(render, monkeypatch):
+    monkeypatch.setattr(template_process, "CPU_S", 1.0)  # half of what templates have
     template = (
         "{% set ns = namespace(last=messages|length - 1) %}{% for m in messages[::-1] %}{% if m.role == 'user' %}"
         "{% set ns.last = (messages|length - 1) - loop.index0 %}{% break %}{% endif %}{% endfor %}"
@@ -107,8 +106,62 @@ def test_long_conversations_are_far_from_the_limits(render):
         assert render(template, messages * (count // 2)).count("<|im_start|>") >= count // 2
 
 
-def test_a_refused_template_takes_nothing_from_the_next(render):
+@pytest.mark.parametrize("kind", ["loops over text", "~"])
+def test_a_refused_template_takes_nothing_from_the_next(render, kind):
     for _ in range(3):
-        with pytest.raises(ChatTemplateError, match="more than 20,000,000 units of work"):
-            render(WASTEFUL["loops over text"])
+        with pytest.raises(ChatTemplateError, match="it takes more than"):
+            render(WASTEFUL[kind])
         assert render("{{ messages[0].content }}") == "hello"
+
+
+def sandbox():
+    return template_process._sandbox(template_process.CPU_S, os.getpid())
+
+
+def test_a_sandbox_that_ended_is_started_again(render):
+    assert render("{{ 1 }}") == "1"
+    sandbox()._process.kill()
+    sandbox()._process.wait()
+    assert render("{{ 2 }}") == "2"
+
+
+def test_descriptors_of_sandboxes_that_ended_are_closed(render):
+    def refused() -> set[str]:
+        with pytest.raises(ChatTemplateError, match="of memory"):
+            render("{{ 'a' * 10 ** 9 }}")
+        return set(os.listdir("/proc/self/fd"))
+
+    assert refused() == refused() == refused()
+
+
+def test_the_answer_to_an_interrupted_request_is_not_given_to_the_next(render, monkeypatch):
+    def interrupted(process, line):
+        process.stdin.write(line)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "_exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            render("first")
+    assert render("second") == "second"
+
+
+def test_a_forked_child_has_a_sandbox_of_its_own_and_ends():
+    code = """
+import os
+from ksana_jax.tokenizers.template_process import render
+assert render("parent", {}, None, 9) == "parent"
+if os.fork() == 0:
+    assert render("child", {}, None, 9) == "child"
+else:
+    assert os.wait()[1] == 0
+assert render("both", {}, None, 9) == "both"
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_requests_of_several_threads_get_their_own_answers(render):
+    with ThreadPoolExecutor(8) as pool:
+        texts = pool.map(lambda i: template_process.render("{{ i }}", {"i": i}, None, 9), range(100))
+        assert list(texts) == [str(i) for i in range(100)]
