@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
+from ksana_jax.cli.fields import takes_fields
 from ksana_jax.cli.groups import Command, Group
-from ksana_jax.cli.options import AsJson, read_setting
+from ksana_jax.cli.options import AsJson
 from ksana_jax.lab.bench import BENCHES
 
 Repeats = Annotated[int, typer.Option(help="how often each row is measured, after a warm-up")]
@@ -51,58 +50,14 @@ def _command(name: str, spec: str) -> Any:
     from ksana_jax.core.plugins import resolve
 
     kind = resolve(name, BENCHES, "bench")
-    hints = get_type_hints(kind)
-    fields = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
+    meanings = {field.name: field.metadata["help"] for field in dataclasses.fields(kind) if "help" in field.metadata}
 
-    def bench(repeats: Repeats = kind.REPEATS, out: Out = None, as_json: AsJson = False, **given: Any) -> None:
+    def bench(*, options: dict[str, Any], repeats: Repeats = kind.REPEATS, out: Out = None, as_json: AsJson = False):
         from ksana_jax.lab.bench.command import run_and_show
 
-        options = {field.name: _read(field.name, hints[field.name], given[field.name]) for field in fields}
         run_and_show(kind(**options), repeats=repeats, out=out, as_json=as_json)
 
-    common = [p for p in inspect.signature(bench, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    own = [_parameter(field, hints[field.name]) for field in fields]
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *common)]
-    bench.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    bench.__annotations__ = {p.name: p.annotation for p in parameters}
     bench.__doc__ = kind.__doc__
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    app.command(name, cls=Command)(bench)
+    app.command(name, cls=Command)(takes_fields(kind, " ".join(meanings), meanings)(bench))
     return typer.main.get_command(app)
-
-
-def _parameter(field: dataclasses.Field, hint: Any) -> inspect.Parameter:
-    """Returns a field as an option: numbers or names separated by commas if it is a tuple, YAML if it is a mapping."""
-    help: str = field.metadata["help"]
-    default: Any = field.default
-    settings: dict[str, Any] = {}
-    if get_origin(hint) is tuple:
-        names = get_args(hint)[0] is str
-        hint, default, settings = str, ",".join(map(str, default)), {"metavar": "NAMES" if names else "NUMBERS"}
-        settings |= {"show_default": bool(default)}
-    elif _holds(hint, dict):
-        hint, settings = str | None, {"metavar": "YAML"}
-    if default is None:
-        settings["show_default"] = field.metadata.get("none", False)
-    annotation = Annotated[hint, typer.Option(help=help, **settings)]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _holds(hint: Any, kind: type) -> bool:
-    parts = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return any(part is kind or get_origin(part) is kind for part in parts)
-
-
-def _read(name: str, hint: Any, given: Any) -> Any:
-    if get_origin(hint) is tuple:
-        return _numbers(name, given, get_args(hint)[0])
-    return read_setting(name, given) if _holds(hint, dict) else given
-
-
-def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part.strip()) for part in text.split(",")) if text or kind is not str else ()
-    except ValueError:
-        example = "256,1024" if kind is int else "0.5,1"
-        flag = "--" + name.replace("_", "-")
-        raise ValueError(f"{flag} is {text!r}, must be comma-separated numbers such as {example}") from None

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ksana_jax.cli.options import ChatTemplate, MaxTokens, Model, TextOptions, read_template, takes_text_options
+from ksana_jax.cli.fields import takes_fields
+from ksana_jax.cli.options import ChatTemplate, MaxTokens, Model, TextOptions, read_template
 from ksana_jax.cli.text import decoded_input, print_stream
 from ksana_jax.core import interrupts
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
-@takes_text_options
+@takes_fields(TextOptions)
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="system message", show_default=False)] = None,
     max_tokens: MaxTokens = 512,
     chat_template: ChatTemplate = None,
     *,
-    options: TextOptions,
+    options: dict[str, Any],
 ) -> None:
     """Chats with a model that has a chat template; each line of input is a message.
 
@@ -37,9 +38,10 @@ def chat(
     if tokenizer.chat_template is None:  # fails before the weights are read
         why = tokenizer.no_template or f"{model} has no chat template"
         raise ValueError(f"{why}; `ksana generate` works without one, and --chat-template gives one")
-    params = options.sampling_params(max_tokens)
+    given = TextOptions(**options)
+    params = given.sampling_params(max_tokens)
     # The prefix cache saves recomputing earlier turns.
-    llm = options.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)
+    llm = given.make_llm(model, tokenizer=tokenizer, enable_prefix_caching=True)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
         with contextlib.suppress(ImportError):

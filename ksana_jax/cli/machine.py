@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ksana_jax.engine.verdict import Verdict
     from ksana_jax.ops.table import OperatorRow
 
-from ksana_jax.cli.options import AsJson, KVEviction, read_setting
+from ksana_jax.cli.fields import read_setting
+from ksana_jax.cli.options import AsJson, KVEviction
 
 
 def plan(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,25 +25,6 @@ KVEviction = Annotated[
         help="KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'", show_default=False, metavar="YAML"
     ),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: loopback}'",
-        show_default="jax's choice",
-        metavar="YAML",
-    ),
-]
-
-Distributed = Annotated[
-    str | None,
-    typer.Option(
-        help="processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address: "
-        "10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker",
-        show_default=False,
-        metavar="YAML",
-    ),
-]
-
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
@@ -57,17 +35,6 @@ ChatTemplate = Annotated[
         show_default="the model's default",
     ),
 ]
-
-
-def read_setting(name: str, text: str | None) -> Any:
-    """Returns the value of a setting that is written as in a YAML file; None if it is not given.
-
-    Raises:
-      ConfigError: it is not YAML.
-    """
-    from ksana_jax.lab.experiments.dotted import dotlist
-
-    return None if text is None else dotlist([f"{name}={text}"])[name]
 
 
 def read_template(model: str, given: str) -> str:
@@ -98,22 +65,37 @@ def read_template(model: str, given: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Options of commands that generate text: sampling and engine settings."""
+    """Options of commands that generate text: sampling and engine settings.
 
-    temperature: Annotated[float, typer.Option(help="0 always takes the most probable token")] = 0.8
-    top_p: Annotated[float, typer.Option(help="sample from the smallest set of tokens with this probability")] = 0.95
-    seed: Annotated[int | None, typer.Option(help="equal seeds give equal texts", show_default=False)] = None
-    dtype: Annotated[str, typer.Option(help="weights and KV: f32, bf16, f16, or auto for the checkpoint's")] = "f32"
-    numerics: Annotated[str, typer.Option(help="fast, or invariant: the same bits however a text is served")] = "fast"
-    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None
-    num_sinks: Annotated[int, typer.Option(help="sink tokens at cache positions, with --window")] = 0
-    max_model_len: Annotated[
-        int | None, typer.Option(help="maximum tokens of prompt plus output", show_default=False)
-    ] = None
-    tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model")] = 1
-    data_parallel_size: Annotated[int, typer.Option(help="replicas, each on as many devices")] = 1
-    device: Device = None
-    distributed: Distributed = None
+    Args:
+      temperature: 0 always takes the most probable token.
+      top_p: sample from the smallest set of tokens with this probability.
+      seed: equal seeds give equal texts.
+      dtype: weights and KV: f32, bf16, f16, or auto for the checkpoint's.
+      numerics: fast, or invariant: the same bits however a text is served.
+      window: attention window in tokens.
+      num_sinks: sink tokens at cache positions, with --window.
+      max_model_len: maximum tokens of prompt plus output.
+      tensor_parallel_size: devices that divide the model.
+      data_parallel_size: replicas, each on as many devices.
+      device: platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: loopback}'; None takes
+        jax's choice.
+      distributed: processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address:
+        10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int | None = None
+    dtype: str = "f32"
+    numerics: str = "fast"
+    window: int | None = None
+    num_sinks: int = 0
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    device: Any = None
+    distributed: Any = None
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """Returns these options as SamplingParams."""
@@ -137,28 +119,7 @@ class TextOptions:
             tensor_parallel_size=self.tensor_parallel_size,
             data_parallel_size=self.data_parallel_size,
             pattern=windowed,
-            device=read_setting("device", self.device),
-            distributed=read_setting("distributed", self.distributed),
+            device=self.device,
+            distributed=self.distributed,
             **settings,
         )
-
-
-def takes_text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the parameter `options` in a command's signature by the fields of TextOptions, for typer."""
-    hints = get_type_hints(TextOptions, include_extras=True)
-    fields = dataclasses.fields(TextOptions)
-
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        options = TextOptions(**{field.name: given.pop(field.name) for field in fields})
-        command(**given, options=options)
-
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = [parameter for parameter in own if parameter.name != "options"]
-    parameters += [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields
-    ]
-    with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options

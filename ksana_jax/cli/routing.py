@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ksana_jax.cli import groups, serving
-from ksana_jax.cli.options import read_setting
+from ksana_jax.cli.fields import read_setting, takes_fields
+from ksana_jax.serve.gateway.settings import ProxySettings, read_server
+from ksana_jax.serve.server.settings import read_api_keys
 
 DEFAULT_BLOCK_SIZE = 16
 MOST_SPAWNED = 10_000
@@ -17,6 +19,12 @@ MOST_SPAWNED = 10_000
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+@takes_fields(
+    ProxySettings,
+    "policy prefix_file index host port allowed_hosts tokenizer num_queued=router_queue queue_timeout_s=queue_timeout "
+    "max_requests_per_server max_retries probe_s=probe_interval shutdown_timeout_s=shutdown_timeout "
+    "client_timeout_s=client_timeout max_connections seed",
+)
 def route(
     model: Annotated[
         str | None, typer.Argument(help="with --spawn: the model that servers serve", show_default=False)
@@ -41,31 +49,15 @@ def route(
         str | None,
         typer.Option(help="of each server: '{num_cpus: 4, num_gpus: 1}'", show_default="1 CPU", metavar="YAML"),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'", metavar="POLICY")
-    ] = "min_ttft",
-    prefix_file: Annotated[
-        Path | None,
-        typer.Option(help="with --policy prefix_table: prefixes that are in its table from the start, as JSON lines"),
-    ] = None,
-    index: Annotated[
-        str, typer.Option(help="what servers cache: approximate, from what was sent, or exact, from their events")
-    ] = "approximate",
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
-    allowed_hosts: serving.AllowedHosts = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
-    ] = None,
+    *,
+    options: dict[str, Any],
+    api_key_file: serving.Keys = None,
     admin_key_file: Annotated[
         Path | None,
         typer.Option(help="keys for /servers, which drains and restarts", show_default="only from this machine"),
     ] = None,
     server_api_key_file: Annotated[
         Path | None, typer.Option(help="the key for running servers", show_default="the client's own is passed on")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="model whose tokenizer reads prompts", show_default="the served model's")
     ] = None,
     block_size: Annotated[
         int | None,
@@ -79,21 +71,6 @@ def route(
         int | None, typer.Option(help="tokens that fit the KV pool of a server", show_default="no limit")
     ] = None,
     cache_ttl: Annotated[float, typer.Option(help="seconds for which what was sent is expected to be cached")] = 120.0,
-    router_queue: Annotated[
-        int, typer.Option(help="requests that wait here, fairly among keys, while servers are busy; more get 429")
-    ] = 0,
-    queue_timeout: Annotated[float, typer.Option(help="seconds after which a waiting request gets 408")] = 30.0,
-    max_requests_per_server: Annotated[int, typer.Option(help="with a queue: requests under way per server")] = 64,
-    max_retries: Annotated[int, typer.Option(help="other servers to try before a failure is passed on")] = 2,
-    probe_interval: Annotated[float, typer.Option(help="seconds between two looks at a server's health")] = 2.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
-    client_timeout: Annotated[
-        float, typer.Option(help="seconds until a client is cut that stops sending or reading")
-    ] = 60.0,
-    max_connections: Annotated[
-        int | None, typer.Option(help="of clients at once", show_default="half of ulimit -n")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of random choices")] = 0,
 ) -> None:
     """Sends each request to the server that is expected to answer it first.
 
@@ -109,10 +86,8 @@ def route(
     except ImportError as error:
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.serve.gateway import running
-    from ksana_jax.serve.gateway.settings import ProxySettings, read_server
     from ksana_jax.serve.gateway.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
     from ksana_jax.serve.routing import RouterSettings
-    from ksana_jax.serve.server.settings import read_api_keys
     from ksana_jax.tokenizers import load_tokenizer
 
     if model is not None and model.startswith("-"):
@@ -134,31 +109,16 @@ def route(
         raise ConfigError(f"{option} needs --spawn and --on ray, which start servers on a Ray cluster")
     given = engine_settings or []
     engine = {} if model is None else _engine_settings(model, given)
-    if tokenizer is not None:
-        load_tokenizer(tokenizer)  # raises if there is none, where the model's own may be absent
+    if options["tokenizer"] is not None:
+        load_tokenizer(options["tokenizer"])  # raises if there is none, where the model's own may be absent
     server_key = running.new_key() if spawn else None
     if server_api_key_file is not None:
         server_key = read_api_keys(server_api_key_file)[0]
     settings = ProxySettings(
-        host=host,
-        port=port,
-        allowed_hosts=serving.split_names(allowed_hosts),
-        policy=read_setting("policy", policy),
-        prefix_file=prefix_file,
-        index=index,
-        tokenizer=tokenizer or model,
+        **{**options, "tokenizer": options["tokenizer"] or model},
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
         admin_keys=() if admin_key_file is None else read_api_keys(admin_key_file),
         server_api_key=server_key,
-        num_queued=router_queue,
-        queue_timeout_s=queue_timeout,
-        max_requests_per_server=max_requests_per_server,
-        max_retries=max_retries,
-        probe_s=probe_interval,
-        shutdown_timeout_s=shutdown_timeout,
-        client_timeout_s=client_timeout,
-        max_connections=max_connections,
-        seed=seed,
     )
     router = RouterSettings(
         block_size=engine.get("block_size", DEFAULT_BLOCK_SIZE) if block_size is None else block_size,
@@ -172,13 +132,13 @@ def route(
         if on == "ray" and spawn:
             from ksana_jax.serve.gateway.on_ray import ray_launcher
 
-            own = (*arguments, server_key, shutdown_timeout, LOCALHOST if ray_address == "local" else None)
+            own = (*arguments, server_key, settings.shutdown_timeout_s, LOCALHOST if ray_address == "local" else None)
             resources = read_setting("ray_resources", ray_resources) or {}
             launcher = stack.enter_context(ray_launcher(ray_address, own, resources, running.show))
         elif spawn:
             key_file = stack.enter_context(running.key_file(server_key or ""))
-            command = serve_command(*arguments, key_file, shutdown_timeout)
-            launcher = LocalLauncher(command, shutdown_timeout + STOP_S, running.show)
+            command = serve_command(*arguments, key_file, settings.shutdown_timeout_s)
+            launcher = LocalLauncher(command, settings.shutdown_timeout_s + STOP_S, running.show)
         running.run(running.route(settings, router, addresses, launcher, spawn))
 
 

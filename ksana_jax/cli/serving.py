@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ksana_jax.cli.fields import takes_fields
 from ksana_jax.cli.options import ChatTemplate, Model, read_template
+from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys
 
 if TYPE_CHECKING:
     from ksana_jax.engine.async_llm import AsyncLLM
@@ -19,27 +21,21 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-AllowedHosts = Annotated[
-    str | None,
-    typer.Option(
-        help="without keys on this machine alone: names, separated by commas, by which clients may ask",
-        show_default="localhost and addresses",
-    ),
+Keys = Annotated[
+    Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
 ]
 
 
+@takes_fields(
+    ServerSettings,
+    "host port allowed_hosts allowed_origins max_num_queued_reqs max_num_queued_tokens "
+    "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample",
+)
 def serve(
     model: Model,
     settings: Settings = None,
-    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 for all of this machine")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
-    allowed_hosts: AllowedHosts = None,
-    allowed_origins: Annotated[
-        str | None,
-        typer.Option(
-            help="origins of web pages that may ask (CORS), separated by commas; * for all", show_default="its own"
-        ),
-    ] = None,
+    *,
+    options: dict[str, Any],
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -48,34 +44,12 @@ def serve(
             show_default="no key",
         ),
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="keys of which clients must send one, one a line", show_default="no key")
-    ] = None,
+    api_key_file: Keys = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
     ] = None,
     chat_template: ChatTemplate = None,
-    max_num_queued_reqs: Annotated[
-        int | None,
-        typer.Option(
-            help="completions that may wait or run; more are told 429", show_default="4 x max_num_seqs, at least 1024"
-        ),
-    ] = None,
-    max_num_queued_tokens: Annotated[
-        int | None,
-        typer.Option(help="prompt tokens that may wait to be computed", show_default="600 seconds of prefill"),
-    ] = None,
-    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests after SIGTERM")] = 30.0,
-    client_timeout: Annotated[
-        float, typer.Option(help="seconds after which a client that stalls is disconnected")
-    ] = 60.0,
-    kv_cache_metrics: Annotated[
-        bool, typer.Option("--kv-cache-metrics", help="measure how long cached blocks live and wait, for /metrics")
-    ] = False,
-    kv_cache_metrics_sample: Annotated[
-        float, typer.Option(help="share of the blocks that are measured with --kv-cache-metrics")
-    ] = 0.01,
     warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
 ) -> None:
     """Serves a model over HTTP with OpenAI's API: completions, chat, streams.
@@ -90,24 +64,14 @@ def serve(
         raise ImportError(f"ksana serve needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
     from ksana_jax.serve.server.running import listen
     from ksana_jax.serve.server.running import serve as run
-    from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys
 
     given = ServerSettings(
-        host=host,
-        port=port,
-        allowed_hosts=split_names(allowed_hosts),
-        allowed_origins=split_names(allowed_origins),
+        **options,
         api_keys=(
             *(() if api_key is None else api_keys_of(api_key, "--api-key")),
             *(() if api_key_file is None else read_api_keys(api_key_file)),
         ),
         served_model_names=tuple(served_model_name or ()),
-        max_num_queued_reqs=max_num_queued_reqs,
-        max_num_queued_tokens=max_num_queued_tokens,
-        shutdown_timeout_s=shutdown_timeout,
-        client_timeout_s=client_timeout,
-        kv_cache_metrics=kv_cache_metrics,
-        kv_cache_metrics_sample=kv_cache_metrics_sample,
     )
     template = None if chat_template is None else read_template(model, chat_template)
     engine = _with_cache(dotlist(settings or []))
@@ -121,11 +85,6 @@ def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
     Eviction moves tokens within blocks, which a cache would share.
     """
     return settings if settings.get("kv_eviction") else {"enable_prefix_caching": True, **settings}
-
-
-def split_names(given: str | None) -> tuple[str, ...]:
-    """Returns names that commas separate."""
-    return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli import studies
+from ksana_jax.cli.fields import read_setting
 from ksana_jax.cli.groups import Command, Group, group
-from ksana_jax.cli.options import Experiment, Out, Overrides, read_setting
+from ksana_jax.cli.options import Experiment, Out, Overrides
 from ksana_jax.core.sources import MODEL_HELP
 
 Settings = Annotated[

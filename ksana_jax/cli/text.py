@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ksana_jax.cli.options import MaxTokens, Model, TextOptions, takes_text_options
+from ksana_jax.cli.fields import takes_fields
+from ksana_jax.cli.options import MaxTokens, Model, TextOptions
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
     from ksana_jax.engine.llm import Prompt
 
 
-@takes_text_options
+@takes_fields(TextOptions)
 def generate(
     model: Model,
     prompt: Annotated[
@@ -25,12 +26,13 @@ def generate(
     ] = None,
     max_tokens: MaxTokens = 128,
     *,
-    options: TextOptions,
+    options: dict[str, Any],
 ) -> None:
     """Continues a prompt and prints the text as it is generated."""
     text = prompt if prompt not in (None, "-") else read_prompt(sys.stdin.isatty() and prompt is None)
-    params = options.sampling_params(max_tokens)
-    print_stream(options.make_llm(model), text, params)
+    given = TextOptions(**options)
+    params = given.sampling_params(max_tokens)
+    print_stream(given.make_llm(model), text, params)
 
 
 def read_prompt(interactive: bool) -> str:

@@ -6,11 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli.options import Distributed, read_setting
+from ksana_jax.cli.fields import read_setting
+from ksana_jax.cli.options import TextOptions
+from ksana_jax.core.docstrings import field_meanings
 
 
 def worker(
-    distributed: Distributed = "auto",
+    distributed: Annotated[
+        str, typer.Option(help=field_meanings(TextOptions)["distributed"], show_default=False, metavar="YAML")
+    ] = "auto",
     model: Annotated[
         str | None, typer.Option(help="the model's directory on this host, where it is another one", show_default=False)
     ] = None,

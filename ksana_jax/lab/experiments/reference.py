@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.docstrings import field_meanings
 from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES, OperatorSettings
 from ksana_jax.core.patterns import SINK_POSITIONS, AttentionPattern
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
@@ -56,10 +57,8 @@ class Field(NamedTuple):
 
 def fields_of(cls: type) -> list[Field]:
     """Returns the fields of a dataclass with their descriptions from its docstring and those of its bases."""
-    fields, meanings = dataclasses.fields(cls), {}
-    for base in reversed(cls.__mro__):
-        meanings |= _meanings(inspect.cleandoc(base.__doc__ or ""), [f.name for f in fields])
-    return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in fields]
+    meanings = field_meanings(cls)
+    return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in dataclasses.fields(cls)]
 
 
 def summary(name: str) -> str:
@@ -122,23 +121,6 @@ def _implementations() -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("None", "null")
-
-
-def _meanings(docstring: str, names: list[str]) -> dict[str, str]:
-    """Parses {field: text} from lines "name: text" or "name, name: text", continued to the next such or blank line."""
-    found: dict[str, str] = {}
-    current: tuple[str, ...] = ()
-    for line in docstring.splitlines():
-        match = re.match(r"\s*((?:\w+, )*\w+): (.*)", line)
-        begins = tuple(match[1].split(", ")) if match else ()
-        if match and set(begins) <= set(names):
-            current = begins
-            found |= dict.fromkeys(current, match[2])
-        elif not line.strip():
-            current = ()
-        else:
-            found |= {name: f"{found[name]} {line.strip()}" for name in current}
-    return found
 
 
 def _type(field: dataclasses.Field) -> str:

@@ -18,33 +18,35 @@ class ProxySettings:
     """Configures the proxy.
 
     Args:
-      host, port: address to listen on; port 0 takes a free one.
-      allowed_hosts: names by which clients may ask a proxy without keys that listens on this machine alone, besides
-        localhost and addresses.
-      policy: see `serve.routing.policies.read_policy`.
-      prefix_file: prefixes for the table of policy prefix_table, see `serve.routing.prefix_file`; None without any.
-      index: how it is known what servers cache: "approximate", from what was sent to them, or "exact", from their
-        events (`GET /kv_events`).
-      tokenizer: model directory or name whose tokenizer reads prompts; None takes the served model's, if it is on this
-        machine, and else asks a server.
+      host: address to listen on; 0.0.0.0 for all of this machine.
+      port: port to listen on; 0 takes a free one.
+      allowed_hosts: names by which clients may ask a proxy without keys that listens on this machine alone; empty takes
+        localhost and addresses, which it always has.
+      policy: name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'.
+      prefix_file: JSON lines of prefixes that the table of policy prefix_table has from the start.
+      index: what servers are known to cache: approximate, from what was sent to them, or exact, from their events
+        (`GET /kv_events`).
+      tokenizer: model whose tokenizer reads prompts, a directory or name; None takes the served model's, or asks a
+        server where that is not on this machine.
       api_keys: keys of which a client must send one; without any, everyone is served.
       admin_keys: keys of which who asks for /servers must send one; without any, only this machine may, with one of
         `api_keys` where there are any.
       server_api_key: sent to the servers instead of the client's own.
-      num_queued: requests that wait in the proxy, by fairness among clients, while servers are busy; 0 sends each on at
+      num_queued: requests that wait here, fairly among keys, while servers are busy, more get 429; 0 sends each on at
         once.
-      queue_timeout_s: after which a waiting request is refused, with status 408.
+      queue_timeout_s: seconds after which a waiting request is refused, with status 408.
       max_requests_per_server: requests under way on a server at once, beyond which others wait; only with a queue.
       max_retries: other servers that a request is sent to, one after the other, before its error is passed on.
       connect_timeout_s: within which a server must take a connection.
-      probe_s: seconds between probes of a server's health. probe_timeout_s: within which it must answer.
+      probe_s: seconds between probes of a server's health.
+      probe_timeout_s: within which it must answer.
       watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.
-      max_connections: of clients at once; None takes what the process has descriptors for, at two each.
+      max_connections: clients at once; None takes half of ulimit -n, at two descriptors each.
       max_body_bytes: maximum bytes of a request's body.
-      seed: of the policy's random choices.
+      seed: seed of the policy's random choices.
     """
 
     host: str = "127.0.0.1"

@@ -17,21 +17,23 @@ class ServerSettings:
     """Configures the HTTP server.
 
     Args:
-      host, port: address to listen on; port 0 takes a free one.
-      allowed_hosts: names by which clients may ask a server without keys that listens on this machine alone, besides
-        localhost and addresses.
-      allowed_origins: origins of web pages that may ask, such as https://chat.example; "*" allows all.
+      host: address to listen on; 0.0.0.0 for all of this machine.
+      port: port to listen on; 0 takes a free one.
+      allowed_hosts: names by which clients may ask a server without keys that listens on this machine alone; empty
+        takes localhost and addresses, which it always has.
+      allowed_origins: origins of web pages that may ask (CORS), such as https://chat.example, or * for all; empty takes
+        the server's own.
       api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
       served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
         name under which it was loaded.
-      max_num_queued_reqs: completions that may wait or run at once; None takes four times max_num_seqs, and
-        at least 1024.
+      max_num_queued_reqs: completions that may wait or run at once, more are told 429; None takes four times
+        max_num_seqs, at least 1024.
       max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.
-      kv_cache_metrics: whether /metrics tells how long cached blocks live, lie idle and wait for reuse.
-      kv_cache_metrics_sample: share of the blocks that it tells of, above 0 and at most 1.
+      kv_cache_metrics: measure how long cached blocks live, lie idle and wait for reuse, for /metrics.
+      kv_cache_metrics_sample: share of the blocks that are measured with kv_cache_metrics, above 0 and at most 1.
       ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
       max_body_bytes: maximum bytes of a request's body.
       max_header_bytes: maximum bytes of a request's first line and headers.
