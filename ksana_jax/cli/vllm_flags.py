@@ -137,18 +137,18 @@ def _fields(path: str) -> Iterator[tuple[str, str, str]]:
     """Yields a request's fields as rows of `vllm_names.table`."""
     from ksana_jax.serve.server.errors import APIError
     from ksana_jax.serve.server.fields import CHAT, COMPLETIONS
-    from ksana_jax.serve.server.kinds import Ignored, Only
+    from ksana_jax.serve.server.schema import Ignored, Only, read_value
 
     fields = CHAT if "chat" in path else COMPLETIONS
     for text in map(str.strip, _FIELDS[path].split(";")):
         [(name, value)] = json.loads(f"{{{text}}}").items()
-        kind, what, why = fields[name].kind if value is not None else None, "the same", ""
-        if kind is None or isinstance(kind, (Ignored, Only)):
+        schema, what, why = fields[name].schema if value is not None else None, "the same", ""
+        if schema is None or isinstance(schema, (Ignored, Only)):
             what = "no effect"
-        if isinstance(kind, Only):
-            why = kind.why
+        if isinstance(schema, Only):
+            why = schema.why
             try:
-                kind.read(name, value)
+                read_value(name, value, schema)
             except APIError:
                 what = "refused"
         yield text, what, why

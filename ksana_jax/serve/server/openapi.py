@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.serve.server.auth import OPEN_PATHS
 from ksana_jax.serve.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Fields
+from ksana_jax.serve.server.schema import OBJECT, Schema, object_of, optional
 
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+
+
+def _answer(required: Mapping[str, Schema], more: Mapping[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "properties": {**required, **(more or {})}, "required": [*required]}
+
+
+_NO_TEXT = {"type": ["string", "null"]}
+_ERROR = _answer({"error": _answer({"message": _TEXT, "type": _TEXT, "param": _NO_TEXT, "code": _NO_TEXT})})
 _STATUSES = {
     "400": "a field or the body is wrong",
     "401": "no valid API key",
@@ -51,54 +46,37 @@ _READ = {
     "/openapi.json": "This document",
     "/tokenizer_info": "Special tokens and chat template",
 }
-_USAGE = {
-    "type": "object",
-    "properties": {
-        **{name: {"type": "integer", "minimum": 0} for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
-        "prompt_tokens_details": {
-            "type": "object",
-            "properties": {"cached_tokens": {"type": "integer", "minimum": 0}},
-            "required": ["cached_tokens"],
-        },
-    },
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
-}
-_CHOICE = {
-    "type": "object",
-    "properties": {
-        "index": {"type": "integer", "minimum": 0},
-        "text": {"type": "string"},
-        "message": {"type": "object"},
-        "logprobs": {"type": ["object", "null"]},
-        "finish_reason": {"enum": ["stop", "length"]},
-    },
-    "required": ["index", "logprobs", "finish_reason"],
-}
-_ANSWERS: dict[str, dict[str, Any]] = {
-    "completion": {
-        "type": "object",
-        "properties": {
-            "id": {"type": "string"},
+_USAGE = _answer(
+    {
+        **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT),
+        "prompt_tokens_details": _answer({"cached_tokens": _COUNT}),
+    }
+)
+_CHOICE = _answer(
+    {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}},
+    {"text": _TEXT, "message": OBJECT},
+)
+_ANSWERS: dict[str, Schema] = {
+    "completion": _answer(
+        {
+            "id": _TEXT,
             "object": {"enum": ["text_completion", "chat.completion"]},
             "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "system_fingerprint": {"type": "string"},
+            "model": _TEXT,
             "choices": {"type": "array", "items": _CHOICE, "minItems": 1},
             "usage": _USAGE,
         },
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-    },
-    "tokens": {
-        "type": "object",
-        "properties": {
-            "count": {"type": "integer", "minimum": 0},
+        {"system_fingerprint": _TEXT},
+    ),
+    "tokens": _answer(
+        {
+            "count": _COUNT,
             "max_model_len": {"type": "integer", "minimum": 1},
-            "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        },
-        "required": ["count", "max_model_len", "tokens"],
-    },
-    "text": {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]},
-    "any": {"type": "object"},
+            "tokens": {"type": "array", "items": _COUNT},
+        }
+    ),
+    "text": _answer({"prompt": _TEXT}),
+    "any": OBJECT,
 }
 
 
@@ -113,7 +91,7 @@ def document(version: str, guarded: bool = False) -> dict[str, Any]:
         paths[path] = {"post": {**_operation(summary, answer), "requestBody": body}}
         if "stream" in fields:
             # Before OpenAPI 3.2, the schema of a stream is read as that of each event.
-            events = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}
+            events = {"schema": _answer({"data": _TEXT})}
             paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = events
     return {
         "openapi": "3.1.0",
@@ -134,17 +112,11 @@ def _operation(summary: str, answer: str) -> dict[str, Any]:
     return {"summary": summary, "responses": responses}
 
 
-def body_schema(fields: Fields) -> dict[str, Any]:
+def body_schema(fields: Fields) -> Schema:
     """Returns the JSON schema of a request's body; null means that a field is absent."""
-    return {
-        "type": "object",
-        "properties": {
-            name: {
-                **(field.kind.schema() if field.required else {"anyOf": [field.kind.schema(), {"type": "null"}]}),
-                "description": field.help,
-            }
-            for name, field in fields.items()
-        },
-        "required": [name for name, field in fields.items() if field.required],
-        "additionalProperties": {"type": "null"},
+    properties = {
+        name: {**field.schema, "description": field.help} if field.required else optional(field.schema, field.help)
+        for name, field in fields.items()
     }
+    # The list of required fields is documented even where it is empty.
+    return {**object_of(properties), "required": [name for name, field in fields.items() if field.required]}
