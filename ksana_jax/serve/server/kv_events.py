@@ -18,16 +18,17 @@ import collections
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.tier import DEVICE, HOST, Node
 from ksana_jax.serve.server.errors import APIError
-from ksana_jax.serve.server.sse import EventStream
+from ksana_jax.serve.server.sse import DONE, HEADERS, PING
 from ksana_jax.serve.server.state import serving_of
 
 # Batches kept for readers that reconnect; as many as vLLM keeps.
@@ -105,27 +106,32 @@ class KVEventLog:
         place = {"parent_block_hash": before, "block_size": self._block_size, "medium": medium}
         events.append({"type": "BlockStored", "block_hashes": [key.hex()], **place})
 
-    async def stream(self, last_event_id: str, has_ended: Callable[[], bool]) -> AsyncIterator[str]:
+    async def stream(self, last_event_id: str, has_ended: Callable[[], bool], ping_s: float) -> AsyncIterator[str]:
         """Yields server-sent events.
 
         Args:
           last_event_id: of the last batch that the reader saw; empty for a new reader.
           has_ended: whether the server ends, and its streams with it.
+          ping_s: seconds without an event after which a comment is sent.
         """
         yield f"event: cache\ndata: {json.dumps(self._cache)}\n\n"
+        yielded_s = time.monotonic()
         epoch, _, number = last_event_id.rpartition("-")
         place = int(number) + 1 if epoch == self.epoch and number.isdecimal() else -1
         while not has_ended():
             # A reader that lets 10,000 batches pass while it takes one is too late as well.
             if not self._next - len(self._batches) <= place <= self._next:
-                place = self._next
-                yield self._everything()
+                place, text = self._next, self._everything()
             elif place < self._next:
-                place += 1
-                yield self._batches[place - 1 - self._next][1]
+                place, text = place + 1, self._batches[place - self._next][1]
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), LOOK_S)
+                    await asyncio.wait_for(self._news.wait(), min(LOOK_S, ping_s))
+                text = PING if place == self._next and time.monotonic() >= yielded_s + ping_s else ""
+            if text:
+                yield text
+                yielded_s = time.monotonic()
+        yield DONE
 
     def _everything(self) -> str:
         """Returns all blocks as one batch, which stands for all batches so far."""
@@ -211,5 +217,7 @@ async def kv_events(request: Request) -> Response:
             raise APIError(501, f"block hashes would not be those of the token ids: {why}", code="no_kv_events")
         log = request.app.state.kv_events = KVEventLog(llm.engine)
         llm.between_steps(Listener(log, asyncio.get_running_loop()).attach)
-    events = log.stream(request.headers.get("last-event-id", ""), lambda: serving.draining or not llm.is_alive)
-    return EventStream(events, serving.settings.ping_s)
+    last, ping_s = request.headers.get("last-event-id", ""), serving.settings.ping_s
+    response = StreamingResponse(log.stream(last, lambda: serving.draining or not llm.is_alive, ping_s))
+    response.raw_headers = list(HEADERS)
+    return response

@@ -100,7 +100,7 @@ class TokenStream(Response):
             await asyncio.wait((self._wake, leaving), timeout=max(left_s, 0.01), return_when=asyncio.FIRST_COMPLETED)
             self._wake = None
             if not self._unread and self._num_open and self._loop.time() >= self._sent_s + self._ping_s:
-                await self._send(send, PING)
+                await self._send(send, PING.encode())
 
     async def _send(self, send: Send, body: bytes) -> None:
         """Sends a part of the body; waits while the client does not read."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import threading
 
 import aiohttp
@@ -18,6 +19,7 @@ from ksana_jax.serve.gateway.following import EventFollower, read_event
 from ksana_jax.serve.gateway.settings import ProxySettings
 from ksana_jax.serve.routing import EventBatch, Router, RouterSettings
 from ksana_jax.serve.server.kv_events import KEPT, MEDIA, Change, KVEventLog
+from ksana_jax.serve.server.sse import DONE, PING
 from tests.fakes import make_engine
 from tests.serve.gateway.test_proxy import until
 from tests.serve.server.serving import make_llm, serving
@@ -170,7 +172,7 @@ def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
         keys = [number.to_bytes(4, "big") for number in range(KEPT + 50)]
 
         async def read(last_id: str, count: int) -> list[str]:
-            stream = log.stream(last_id, lambda: False)
+            stream = log.stream(last_id, lambda: False, 15.0)
             found = [await anext(stream) for _ in range(count + 1)]
             await stream.aclose()
             assert found[0].startswith("event: cache")
@@ -195,3 +197,36 @@ def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
             assert "BlockRemoved" in text
 
     asyncio.run(main())
+
+
+def test_a_reader_is_sent_comments_in_silence_and_the_end_when_the_server_ends():
+    async def main():
+        log, ended = KVEventLog(make_engine(caching=True)), []
+        stream = log.stream("", lambda: bool(ended), 0.01)
+        found = [await anext(stream) for _ in range(4)]
+        assert found[2:] == [PING, PING]
+        log.add([Change(DEVICE, b"a", None, True)])
+        assert "BlockStored" in await anext(stream)
+        ended.append(True)
+        assert [text async for text in stream] == [DONE]
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_leaves_ends_its_stream(monkeypatch):
+    closed = threading.Event()
+
+    async def endless(*_):
+        try:
+            while True:
+                yield PING
+                await asyncio.sleep(0.01)
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(KVEventLog, "stream", endless)
+    with serving() as served, socket.create_connection(("127.0.0.1", served.port)) as reader:
+        reader.sendall(b"GET /kv_events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in reader.recv(64)
+        reader.close()
+        assert closed.wait(10)
