@@ -91,8 +91,8 @@ class Sessions(WorkloadSettings):
         session = np.repeat(np.arange(num_sessions), lengths)[:count]
         turn = (np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths))[:count]
         shares = np.arange(1, self.num_systems + 1) ** -float(self.zipf)
-        user = read_lengths("user", self.user).draw(generator(seed, "user"), count)
-        output = read_lengths("output", self.output).draw(generator(seed, "output"), count)
+        user = read_lengths("user", self.user)(generator(seed, "user"), count)
+        output = read_lengths("output", self.output)(generator(seed, "output"), count)
         limit = min((n for n in (self.max_output, self.max_tokens) if n is not None), default=None)
         return _Turns(
             session,
@@ -100,7 +100,7 @@ class Sessions(WorkloadSettings):
             user,
             output if limit is None else np.minimum(output, limit),
             system=generator(seed, "systems").choice(self.num_systems, num_sessions, p=shares / shares.sum()),
-            system_tokens=read_lengths("system", self.system).draw(generator(seed, "system"), self.num_systems),
+            system_tokens=read_lengths("system", self.system)(generator(seed, "system"), self.num_systems),
         )
 
     def _items(self, drawn: _Turns, vocab_size: int) -> list[WorkItem]:

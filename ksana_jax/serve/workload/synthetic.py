@@ -41,8 +41,8 @@ class Synthetic(WorkloadSettings):
 
     def _make(self, vocab_size: int, encode: Encode | None) -> Workload:
         count = self.num_requests
-        prompts = read_lengths("prompt", self.prompt).draw(generator(self.seed, "prompt"), count)
-        outputs = read_lengths("output", self.output).draw(generator(self.seed, "output"), count)
+        prompts = read_lengths("prompt", self.prompt)(generator(self.seed, "prompt"), count)
+        outputs = read_lengths("output", self.output)(generator(self.seed, "output"), count)
         prompts, outputs, notes = self.cut(prompts, outputs)
         times = arrivals(self.seed, count, self.rate, self.cv)
         items = self.singles(vocab_size, times, prompts, outputs)
