@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 
 from aiohttp import web
 
 from ksana_jax.serve.gateway.settings import ProxySettings
-from ksana_jax.serve.server.auth import salt_of_key
+from ksana_jax.serve.server.auth import OPEN_PATHS, bearer_key, salt_of_key
 from ksana_jax.serve.server.errors import APIError
 from ksana_jax.serve.server.hosts import check_host, is_loopback, is_private
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
 # Paths of operators, and the headers by which a proxy before this one says that it asks for another machine.
 ADMIN_PATH = re.compile("/servers(/.*)?")
 FORWARDED = ("Forwarded", "X-Forwarded-For")
@@ -63,13 +61,10 @@ class Access:
 
     def _key_of(self, request: web.Request, keys: list[bytes], kind: str) -> bytes:
         """Returns the key that a request carries; raises APIError, status 401, if it is none of `keys`."""
-        given = request.headers.getall("Authorization", [])
-        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        # All keys are compared, each in constant time.
-        same = [key for key in keys if hmac.compare_digest(key, token.strip().encode("utf-8", "replace"))]
-        if not same or scheme.lower() != "bearer":
+        given = [value.encode("utf-8", "replace") for value in request.headers.getall("Authorization", [])]
+        if (key := bearer_key(given, keys)) is None:
             raise APIError(401, f"no valid {kind} key: send Authorization: Bearer KEY", code="invalid_api_key")
-        return same[0]
+        return key
 
 
 def _check_local(request: web.Request) -> None:

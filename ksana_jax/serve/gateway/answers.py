@@ -24,8 +24,3 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     """Returns a response of JSON."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")
-
-
-def error_events(error: APIError) -> bytes:
-    """Returns the events that end a stream of which a part has been sent."""
-    return f"data: {json.dumps(error.body, separators=(',', ':'))}\n\ndata: [DONE]\n\n".encode()

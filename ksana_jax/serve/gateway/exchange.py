@@ -14,11 +14,12 @@ from collections.abc import Mapping
 import aiohttp
 from aiohttp import web
 
-from ksana_jax.serve.gateway.answers import error_events, error_response
+from ksana_jax.serve.gateway.answers import error_response
 from ksana_jax.serve.gateway.fleet import Fleet, Server, what_failed
 from ksana_jax.serve.routing import NoServer, RoutedRequest
 from ksana_jax.serve.routing.health import RETRIED
 from ksana_jax.serve.server.errors import APIError
+from ksana_jax.serve.server.sse import error_events
 
 # Bytes at the end of an answer in which its usage is.
 TAIL = 2048
@@ -156,7 +157,7 @@ class Exchange:
         self._fleet.num_broken += 1
         error = APIError(502, f"{what}, after a part of the answer was sent", code="server_failed")
         with contextlib.suppress(ConnectionError):
-            await self._sent.write(error_events(error))
+            await self._sent.write(error_events(error).encode())
             await self._sent.write_eof()
         return self._sent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +21,14 @@ def salt_of_key(key: bytes) -> str:
     """Returns the cache salt of an API key: clients with other keys do not share its cached prefixes, and cannot tell
     from the time of an answer what is cached (CVE-2025-46570)."""
     return hashlib.sha256(b"ksana cache salt\0" + key).hexdigest()[:32]
+
+
+def bearer_key(given: Sequence[bytes], keys: Collection[bytes]) -> bytes | None:
+    """Returns which of the keys a request carries. given: values of its header Authorization, of which it has one."""
+    scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    # All keys are compared, each in constant time.
+    same = [key for key in keys if hmac.compare_digest(key, token.strip())]
+    return same[0] if same and scheme.lower() == b"bearer" else None
 
 
 class RequireKey:
@@ -40,8 +48,8 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys and scope["path"] not in self._open:
-            key = self._key_of(scope)
-            if key is None:
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            if (key := bearer_key(given, self._keys)) is None:
                 error = APIError(401, "no valid API key: send Authorization: Bearer KEY", code="invalid_api_key")
                 response = error.response()
                 response.headers["www-authenticate"] = "Bearer"
@@ -50,17 +58,6 @@ class RequireKey:
         if scope["type"] == "http" and (client := _client_of(scope)):
             scope["ksana.salt"] = f"{scope.get('ksana.salt', '')}.{client}"
         await self._app(scope, receive, send)
-
-    def _key_of(self, scope: Scope) -> bytes | None:
-        """Returns the key that a request carries, if it is one of ours."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return None
-        scheme, _, token = given[0].partition(b" ")
-        token = token.strip()
-        # All keys are compared, each in constant time.
-        same = [key for key in self._keys if hmac.compare_digest(key, token)]
-        return same[0] if same and scheme.lower() == b"bearer" else None
 
 
 def _client_of(scope: Scope) -> str:
