@@ -69,7 +69,7 @@ class Proxy:
     def __init__(self, fleet: Fleet, prompts: PromptReader | None = None):
         self.fleet, self.settings = fleet, fleet.settings
         self.reader = RequestReader(prompts, self._ask_tokens, fleet.router.settings.block_size)
-        self.turns = Turns(self.settings, lambda: fleet.num_ready, fleet.clock)
+        self.turns = Turns(self.settings, lambda: fleet.num_ready)
         fleet.on_room = self.turns.go_on
         if self.settings.num_queued:
             fleet.on_served = self.turns.queue.charge

@@ -17,7 +17,7 @@ from aiohttp import web
 from ksana_jax.serve.gateway.answers import error_response
 from ksana_jax.serve.gateway.fleet import Fleet, Server, what_failed
 from ksana_jax.serve.routing import NoServer, RoutedRequest
-from ksana_jax.serve.routing.health import RETRIED
+from ksana_jax.serve.routing.health import RETRIED, retry_wait_s
 from ksana_jax.serve.server.errors import APIError
 from ksana_jax.serve.server.sse import error_events
 
@@ -77,7 +77,7 @@ class Exchange:
                 return await self._through(server)
             except _TryAnother as error:
                 failure = error.answer
-                wait_s = fleet.retry_rule.wait_s(len(tried), error.status, False, fleet.dice)
+                wait_s = retry_wait_s(len(tried), error.status, fleet.settings.max_retries, fleet.dice)
                 if wait_s is None:
                     return failure
                 fleet.num_retries[str(error.status or "connection")] += 1

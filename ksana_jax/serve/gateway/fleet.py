@@ -23,7 +23,7 @@ from ksana_jax.core.errors import ConfigError, system_reason
 from ksana_jax.serve.gateway.settings import ProxySettings
 from ksana_jax.serve.gateway.watching import OwnFigures, read_figures
 from ksana_jax.serve.routing import NoServer, RoutedRequest, Router, RouterSettings
-from ksana_jax.serve.routing.health import Health, HealthSettings, RetryRule, State
+from ksana_jax.serve.routing.health import Health, HealthSettings, State
 from ksana_jax.serve.server.errors import one_line
 
 log = logging.getLogger("ksana_jax.serve.gateway")
@@ -103,7 +103,7 @@ class Fleet:
       router: policy, index and ledger; its servers are those that are not dead.
       servers: by URL, dead ones too.
       num_retries: requests that were sent again, by what had failed. num_broken: streams that ended with an error.
-      decision_s: seconds that all choices took. retry_rule: when a request is sent to another server.
+      decision_s: seconds that all choices took.
       on_ready: called with a server that has become ready. on_room: called when there is room for more requests.
       on_served: called with client, prompt tokens computed and output tokens, as they are served; None for nobody.
     """
@@ -122,7 +122,7 @@ class Fleet:
         self.servers: dict[str, Server] = {}
         self.num_retries: collections.Counter[str] = collections.Counter()
         self.num_broken = 0
-        self.retry_rule, self.dice = RetryRule(settings.max_retries), random.Random(settings.seed)
+        self.dice = random.Random(settings.seed)
         self.decision_s = 0.0
         self.no_limit = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
         self._probe_limit = aiohttp.ClientTimeout(total=settings.probe_timeout_s)

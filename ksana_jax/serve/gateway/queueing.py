@@ -17,14 +17,13 @@ class Turns:
     Args:
       settings: num_queued 0 lets every request go at once.
       num_ready: tells how many servers may be chosen.
-      clock: seconds, rising.
 
     Attributes:
       queue: the requests that wait.
     """
 
-    def __init__(self, settings: ProxySettings, num_ready: Callable[[], int], clock: Callable[[], float]):
-        self._settings, self._num_ready, self._clock = settings, num_ready, clock
+    def __init__(self, settings: ProxySettings, num_ready: Callable[[], int]):
+        self._settings, self._num_ready = settings, num_ready
         self.queue: FairQueue[asyncio.Future[None]] = FairQueue(max_queued=settings.num_queued)
         self._num_going = 0
 
@@ -51,7 +50,7 @@ class Turns:
             return
         turn = asyncio.get_running_loop().create_future()
         try:
-            self.queue.push(client, turn, self._clock())
+            self.queue.push(client, turn)
         except QueueFull as error:
             raise APIError(429, str(error), code="queue_full", retry_after_s=1) from None
         self.go_on()

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
 class QueueFull(RuntimeError):
     """The queue has no room for another request."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Waiting(Generic[Item]):
-    item: Item
-    since: float
 
 
 class FairQueue(Generic[Item]):
@@ -38,7 +31,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, max_queued: int | None = None):
         self.input_weight, self.output_weight, self.max_queued = input_weight, output_weight, max_queued
-        self._queues: dict[str, collections.deque[_Waiting[Item]]] = {}
+        self._queues: dict[str, collections.deque[Item]] = {}
         self._counters: dict[str, float] = {}
         self._last = ""  # client that was the last to leave the queue empty
         self._num_queued = 0
@@ -50,7 +43,7 @@ class FairQueue(Generic[Item]):
         """Returns the weighted tokens that a client has been served, and those by which it was lifted."""
         return self._counters.get(client, 0.0)
 
-    def push(self, client: str, item: Item, now: float) -> None:
+    def push(self, client: str, item: Item) -> None:
         """Adds a request.
 
         Raises:
@@ -61,7 +54,7 @@ class FairQueue(Generic[Item]):
         if client not in self._queues:
             self._counters[client] = max(self.counter(client), self._floor())
             self._queues[client] = collections.deque()
-        self._queues[client].append(_Waiting(item, now))
+        self._queues[client].append(item)
         self._num_queued += 1
 
     def pop(self) -> tuple[str, Item] | None:
@@ -69,9 +62,9 @@ class FairQueue(Generic[Item]):
         if not self._queues:
             return None
         client = min(self._queues, key=self._counters.__getitem__)
-        waiting = self._queues[client].popleft()
+        item = self._queues[client].popleft()
         self._left(client)
-        return client, waiting.item
+        return client, item
 
     def charge(self, client: str, num_input: float = 0, num_output: float = 0) -> None:
         """Adds tokens to what a client has been served.
@@ -86,21 +79,12 @@ class FairQueue(Generic[Item]):
     def remove(self, client: str, item: Item) -> bool:
         """Takes out a request whose client has gone; returns whether it was there."""
         queue = self._queues.get(client, ())
-        at = next((at for at, waiting in enumerate(queue) if waiting.item is item), None)
+        at = next((at for at, waiting in enumerate(queue) if waiting is item), None)
         if at is None:
             return False
         del queue[at]  # pyright: ignore[reportIndexIssue]  it is a deque, since something was found in it
         self._left(client)
         return True
-
-    def expired(self, before: float) -> list[tuple[str, Any]]:
-        """Takes out and returns the requests that came before a time, with their clients."""
-        found = []
-        for client, queue in list(self._queues.items()):
-            while queue and queue[0].since < before:
-                found.append((client, queue.popleft().item))
-                self._left(client)
-        return found
 
     def _left(self, client: str) -> None:
         self._num_queued -= 1

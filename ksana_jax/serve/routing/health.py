@@ -15,6 +15,7 @@ from ksana_jax.core.errors import ConfigError
 
 # Answers that another server may do better; None is a connection that could not be made, or broke.
 RETRIED = (None, 429, 502, 503, 504)
+RETRY_S = 0.05
 
 
 class State(enum.Enum):
@@ -103,26 +104,15 @@ class Health:
         self._state = State.DEAD
 
 
-@dataclasses.dataclass(frozen=True)
-class RetryRule:
-    """When a failed request is sent again: only while the client has not got a byte.
+def retry_wait_s(num_tries: int, status: int | None, max_retries: int, dice: random.Random) -> float | None:
+    """Returns the seconds after which a failed request goes to the next best server; None if it has failed.
+
+    The wait doubles with each try, and is longer by up to half at random, so that clients of a failed server do not
+    return together.
 
     Args:
-      max_retries: tries after the first. base_s: wait before the first of them; it doubles with each. jitter: largest
-        fraction by which the wait is longer, at random, so that clients of a failed server do not return together.
+      num_tries: that have failed so far. status: of the last answer; None if there was none.
     """
-
-    max_retries: int = 2
-    base_s: float = 0.05
-    jitter: float = 0.5
-
-    def wait_s(self, num_tries: int, status: int | None, sent_bytes: bool, dice: random.Random) -> float | None:
-        """Returns the seconds to wait before the request goes to the next best server; None if it has failed.
-
-        Args:
-          num_tries: that have failed so far. status: of the last answer; None if there was none.
-          sent_bytes: whether the client has got any of the answer.
-        """
-        if sent_bytes or num_tries > self.max_retries or status not in RETRIED:
-            return None
-        return self.base_s * 2 ** (num_tries - 1) * (1 + self.jitter * dice.random())
+    if num_tries > max_retries or status not in RETRIED:
+        return None
+    return RETRY_S * 2 ** (num_tries - 1) * (1 + dice.random() / 2)

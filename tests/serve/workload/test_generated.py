@@ -13,7 +13,8 @@ from yaml import safe_load
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.workload import PRESETS, WORKLOADS, read_workload
 from ksana_jax.serve.workload.arrivals import unit_gaps
-from ksana_jax.serve.workload.items import asked_for, infinite_hit_rate
+from ksana_jax.serve.workload.items import asked_for
+from tests.serve.workload.hit_rate import infinite_hit_rate
 
 VOCAB = 1000
 # Settings that a kind needs; others need a path.

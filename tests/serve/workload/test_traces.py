@@ -7,7 +7,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.workload import read_workload
-from ksana_jax.serve.workload.items import infinite_hit_rate
+from tests.serve.workload.hit_rate import infinite_hit_rate
 
 VOCAB = 1000
 
