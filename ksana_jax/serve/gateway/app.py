@@ -22,7 +22,6 @@ from aiohttp import web
 from ksana_jax import __version__
 from ksana_jax.serve.gateway.access import Access
 from ksana_jax.serve.gateway.answers import error_response, json_response
-from ksana_jax.serve.gateway.connections import Connections, default_limit
 from ksana_jax.serve.gateway.exchange import Exchange, passed_back
 from ksana_jax.serve.gateway.fleet import Fleet, Server, what_failed
 from ksana_jax.serve.gateway.launching import Keeper
@@ -34,6 +33,7 @@ from ksana_jax.serve.gateway.reading import RequestReader
 from ksana_jax.serve.gateway.settings import EXACT
 from ksana_jax.serve.routing import RoutedRequest
 from ksana_jax.serve.server.auth import salt_of_key
+from ksana_jax.serve.server.connections import Connections, default_limit
 from ksana_jax.serve.server.errors import APIError
 
 log = logging.getLogger("ksana_jax.serve.gateway")

@@ -28,7 +28,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.ops.pool import EXACT_CODECS
 from ksana_jax.runner import compiling
 from ksana_jax.serve.server.app import make_app
-from ksana_jax.serve.server.protocol import protocol_class
+from ksana_jax.serve.server.protocol import protocol_factory
 from ksana_jax.serve.server.settings import ServerSettings
 from ksana_jax.serve.server.state import Serving
 
@@ -69,7 +69,7 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
     """Returns the HTTP server of an application; it runs on the event loop that calls its `serve`."""
     config = uvicorn.Config(
         app,
-        http=protocol_class(settings.client_timeout_s),
+        http=protocol_factory(settings.client_timeout_s),  # pyright: ignore[reportArgumentType]  a factory is enough
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import pytest
 import yarl
 
-from ksana_jax.serve.gateway.connections import FEWEST, default_limit
 from ksana_jax.serve.gateway.fleet import what_failed
 from ksana_jax.serve.gateway.prompts import PromptReader
+from ksana_jax.serve.server.connections import FEWEST, default_limit
 from tests.serve.gateway import fake_server
 from tests.serve.gateway.harness import scene
 from tests.serve.gateway.test_prompts import Pairs

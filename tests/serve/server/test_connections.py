@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from ksana_jax.serve.server.connections import Connections
 from tests.fakes import FULLY, reference_tokens
 from tests.serve.server.in_process import output, piece
 from tests.serve.server.serving import Letters, make_llm, serving, text_of
@@ -270,3 +271,28 @@ def test_a_connection_is_used_again(slow):
         connection.request("POST", "/v1/completions", body_of(max_tokens=1), {"content-type": "application/json"})
         assert connection.getresponse().read()
     connection.close()
+
+
+def test_a_request_sent_before_the_last_answer_ended_stops_the_clock():
+    class Transport(asyncio.Transport):
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+
+        def get_write_buffer_size(self):
+            return 0
+
+    async def main():
+        connections, transport = Connections(asyncio.Protocol, 0.02), Transport()
+        connections().connection_made(transport)
+        connections.began(transport)
+        connections.began(transport)
+        connections.ended(transport)
+        await asyncio.sleep(0.06)
+        assert not transport.aborted
+        connections.ended(transport)
+        await asyncio.sleep(0.06)
+        assert transport.aborted and not connections.open
+
+    asyncio.run(main())

@@ -1,7 +1,7 @@
-"""The proxy's connections with clients: limited in number and in the time that a client may stall. Knows no HTTP.
+"""Connections with clients: limited in number and in the time that a client may stall. Knows no HTTP.
 
-aiohttp waits for ever for the first request of a connection, for the rest of its headers, and for a client that does
-not read its answer. Each connection of a proxy holds a descriptor, and a second one to a server.
+uvicorn, which serves models, and aiohttp, which serves the proxy, wait for ever for the headers of a request, and for a
+client that does not read its answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close
 
 
 def default_limit() -> int:
-    """Returns how many connections the process has descriptors for, at two each (`ulimit -n`)."""
+    """Returns how many connections a proxy has descriptors for (`ulimit -n`), at two each: one is to a server."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if descriptors == resource.RLIM_INFINITY:
         return MOST
@@ -29,18 +29,18 @@ class Connections:
     """Makes connections; at the limit, one that waits for a request makes room for a new one.
 
     Args:
-      make: returns a protocol that answers requests.
+      make: returns a protocol that answers requests, and calls `began` and `ended` for each.
       timeout_s: within which a client must send the headers of a request, and read an answer.
       most: connections at once; if all have requests under way, a new one gets status 503.
     """
 
-    def __init__(self, make: Callable[[], Any], timeout_s: float, most: int):
+    def __init__(self, make: Callable[..., Any], timeout_s: float, most: float = math.inf):
         self._make, self.timeout_s, self.most = make, timeout_s, most
         self.waiting: dict[Connection, None] = {}  # without a request, those that wait longest first
         self.open: dict[asyncio.BaseTransport, Connection] = {}
 
-    def __call__(self) -> Connection:
-        return Connection(self, self._make())
+    def __call__(self, **settings: Any) -> Connection:
+        return Connection(self, self._make(**settings))
 
     def began(self, transport: asyncio.BaseTransport | None) -> None:
         """Notes that the headers of a request are there."""
@@ -50,7 +50,7 @@ class Connections:
     def ended(self, transport: asyncio.BaseTransport | None) -> None:
         """Notes that a request has its answer, of which a part may not be sent yet."""
         if transport in self.open:
-            self.open[transport].wait()
+            self.open[transport].end()
 
     def admit(self, new: Connection) -> bool:
         """Counts a new connection; returns False if there is no room."""
@@ -74,6 +74,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, all: Connections, inner: Any):
         self._all, self._inner = all, inner
+        self._num_requests = 0  # several for a moment, if the client sends one before it has the last one's answer
         self._request_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
@@ -81,22 +82,27 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self._inner.connection_made(transport)
         if self._all.admit(self):
-            self.wait()
+            self._wait()
             return
         transport.write(FULL)
         transport.close()
 
-    def wait(self) -> None:
-        """Starts the clock for the next request."""
-        self.begin()
-        self._all.waiting[self] = None
-        self._expect_request(math.inf)
-
     def begin(self) -> None:
         """Stops the clock: a request is there."""
+        self._num_requests += 1
         self._all.waiting.pop(self, None)
         if self._request_due is not None:
             self._request_due.cancel()
+
+    def end(self) -> None:
+        """Starts the clock for the next request, unless that is there."""
+        self._num_requests -= 1
+        if not self._num_requests:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._all.waiting[self] = None
+        self._expect_request(math.inf)
 
     def _expect_request(self, unread: float) -> None:
         loop = asyncio.get_running_loop()
