@@ -115,7 +115,7 @@ def tokenizer(directories):
 @pytest.fixture
 def render(tokenizer, monkeypatch):
     """Renders a template's source, in little time so that tests of its limit are short."""
-    monkeypatch.setattr(template_process, "CPU_S", 0.1)
+    monkeypatch.setattr(template_process, "CPU_S", 0.05)
 
     def render(template, messages=HELLO, **options):
         monkeypatch.setattr(tokenizer, "chat_template", template)

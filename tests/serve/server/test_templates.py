@@ -26,7 +26,7 @@ HOSTILE = [
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch):
-    monkeypatch.setattr(template_process, "CPU_S", 0.1)
+    monkeypatch.setattr(template_process, "CPU_S", 0.05)
 
 
 @pytest.fixture(scope="module")
