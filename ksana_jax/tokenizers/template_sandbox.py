@@ -96,7 +96,9 @@ def _answer(line: bytes) -> dict[str, str]:
 
 def main(cpu_s: float, memory_bytes: int) -> None:
     """Answers requests until stdin ends. The process is killed when one of them takes more than cpu_s."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         answer = json.dumps(_answer(line))

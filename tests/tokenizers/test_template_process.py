@@ -1,5 +1,6 @@
 """Chat templates that are built to waste time or memory are refused, and the next ones are rendered."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ksana_jax.tokenizers import ChatTemplateError, template_process
+from ksana_jax.tokenizers import ChatTemplateError, template_process, template_sandbox
 
 
 def again(statement, start="aa", times=60):
@@ -165,3 +166,10 @@ def test_requests_of_several_threads_get_their_own_answers(render):
     with ThreadPoolExecutor(8) as pool:
         texts = pool.map(lambda i: template_process.render("{{ i }}", {"i": i}, None, 9), range(100))
         assert list(texts) == [str(i) for i in range(100)]
+
+
+def test_a_machine_that_allows_less_memory_gets_texts_too():
+    request = json.dumps({"source": "{{ a }}", "given": {"a": "text"}, "now": None, "most": 9}).encode() + b"\n"
+    command = f"ulimit -Hd 300000; exec '{sys.executable}' -P '{template_sandbox.__file__}' 1 {2**29}"
+    done = subprocess.run(["bash", "-c", command], input=request, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert json.loads(done.stdout) == {"text": "text"}
