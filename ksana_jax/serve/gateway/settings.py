@@ -9,26 +9,22 @@ from urllib.parse import urlsplit
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.serve.server.settings import HTTPSettings
 
 APPROXIMATE, EXACT = "approximate", "exact"
 
 
 @dataclasses.dataclass(frozen=True)
-class ProxySettings:
+class ProxySettings(HTTPSettings):
     """Configures the proxy.
 
     Args:
-      host: address to listen on; 0.0.0.0 for all of this machine.
-      port: port to listen on; 0 takes a free one.
-      allowed_hosts: names by which clients may ask a proxy without keys that listens on this machine alone; empty takes
-        localhost and addresses, which it always has.
       policy: name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'.
       prefix_file: JSON lines of prefixes that the table of policy prefix_table has from the start.
       index: what servers are known to cache: approximate, from what was sent to them, or exact, from their events
         (`GET /kv_events`).
       tokenizer: model whose tokenizer reads prompts, a directory or name; None takes the served model's, or asks a
         server where that is not on this machine.
-      api_keys: keys of which a client must send one; without any, everyone is served.
       admin_keys: keys of which who asks for /servers must send one; without any, only this machine may, with one of
         `api_keys` where there are any.
       server_api_key: sent to the servers instead of the client's own.
@@ -41,22 +37,14 @@ class ProxySettings:
       probe_s: seconds between probes of a server's health.
       probe_timeout_s: within which it must answer.
       watch_s: seconds between two looks at a server's own figures of its load, which are shown and decide nothing.
-      shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
-      client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
-        request, is disconnected.
       max_connections: clients at once; None takes half of ulimit -n, at two descriptors each.
-      max_body_bytes: maximum bytes of a request's body.
       seed: seed of the policy's random choices.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    allowed_hosts: tuple[str, ...] = ()
     policy: Any = "min_ttft"
     prefix_file: Path | None = None
     index: str = APPROXIMATE
     tokenizer: str | None = None
-    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     server_api_key: str | None = dataclasses.field(default=None, repr=False)
     num_queued: int = 0
@@ -67,16 +55,12 @@ class ProxySettings:
     probe_s: float = 2.0
     probe_timeout_s: float = 2.0
     watch_s: float = 5.0
-    shutdown_timeout_s: float = 30.0
-    client_timeout_s: float = 60.0
     max_connections: int | None = None
-    max_body_bytes: int = 8 * 2**20
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         checks.require(
-            None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
-            checks.integer("port", self.port, 0, 65535),
             checks.one_of("index", self.index, (APPROXIMATE, EXACT)),
             checks.integer("num_queued", self.num_queued, 0),
             checks.number("queue_timeout_s", self.queue_timeout_s, above=0, high=86400),
@@ -86,10 +70,7 @@ class ProxySettings:
             checks.number("probe_s", self.probe_s, above=0, high=3600),
             checks.number("probe_timeout_s", self.probe_timeout_s, above=0, high=3600),
             checks.number("watch_s", self.watch_s, above=0),
-            checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
-            checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
             checks.integer("max_connections", self.max_connections, 1, 2**31 - 1, optional=True),
-            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
             checks.integer("seed", self.seed, 0),
             error=ConfigError,
         )

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server. Knows no engine."""
+"""Settings of HTTP servers. Knows no engine."""
 
 from __future__ import annotations
 
@@ -13,60 +13,75 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerSettings:
-    """Configures the HTTP server.
+class HTTPSettings:
+    """Settings that servers of a model and the proxy before them share.
 
     Args:
       host: address to listen on; 0.0.0.0 for all of this machine.
       port: port to listen on; 0 takes a free one.
-      allowed_hosts: names by which clients may ask a server without keys that listens on this machine alone; empty
-        takes localhost and addresses, which it always has.
-      allowed_origins: origins of web pages that may ask (CORS), such as https://chat.example, or * for all; empty takes
-        the server's own.
+      allowed_hosts: names by which clients may ask a server that has no keys and listens on this machine alone; empty
+        takes localhost and addresses, which are always allowed.
       api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
-      served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
-        name under which it was loaded.
-      max_num_queued_reqs: completions that may wait or run at once, more are told 429; None takes four times
-        max_num_seqs, at least 1024.
-      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
       shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.
-      kv_cache_metrics: measure how long cached blocks live, lie idle and wait for reuse, for /metrics.
-      kv_cache_metrics_sample: share of the blocks that are measured with kv_cache_metrics, above 0 and at most 1.
-      ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
       max_body_bytes: maximum bytes of a request's body.
-      max_header_bytes: maximum bytes of a request's first line and headers.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    served_model_names: tuple[str, ...] = ()
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
     shutdown_timeout_s: float = 30.0
     client_timeout_s: float = 60.0
-    kv_cache_metrics: bool = False
-    kv_cache_metrics_sample: float = 0.01
-    ping_s: float = 15.0
     max_body_bytes: int = 8 * 2**20
-    max_header_bytes: int = 64 * 2**10
 
     def __post_init__(self):
         checks.require(
             None if self.host else "host is '', must be an address to listen on; 0.0.0.0 is all of this machine",
             checks.integer("port", self.port, 0, 65535),
-            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, 2**31 - 1, optional=True),
-            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),
             checks.number("shutdown_timeout_s", self.shutdown_timeout_s, 0, 86400),
             checks.number("client_timeout_s", self.client_timeout_s, above=0, high=86400),
+            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
+            error=ConfigError,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings(HTTPSettings):
+    """Configures the HTTP server of a model.
+
+    Args:
+      allowed_origins: origins of web pages that may ask (CORS), such as https://chat.example, or * for all; empty takes
+        the server's own.
+      served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
+        name under which it was loaded.
+      max_num_queued_reqs: completions that may wait or run at once, more are told 429; None takes four times
+        max_num_seqs, at least 1024.
+      max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
+      kv_cache_metrics: measure how long cached blocks live, lie idle and wait for reuse, for /metrics.
+      kv_cache_metrics_sample: share of the blocks that are measured with kv_cache_metrics, above 0 and at most 1.
+      ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
+      max_header_bytes: maximum bytes of a request's first line and headers.
+    """
+
+    allowed_origins: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    kv_cache_metrics: bool = False
+    kv_cache_metrics_sample: float = 0.01
+    ping_s: float = 15.0
+    max_header_bytes: int = 64 * 2**10
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.require(
+            checks.integer("max_num_queued_reqs", self.max_num_queued_reqs, 1, 2**31 - 1, optional=True),
+            checks.integer("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**31 - 1, optional=True),
             checks.boolean("kv_cache_metrics", self.kv_cache_metrics),
             checks.number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, above=0, high=1),
             checks.number("ping_s", self.ping_s, above=0, high=86400),
-            checks.integer("max_body_bytes", self.max_body_bytes, 1024),
             checks.integer("max_header_bytes", self.max_header_bytes, 1024),
             error=ConfigError,
         )
