@@ -85,7 +85,7 @@ def _answer(line: bytes) -> dict[str, str]:
     try:
         return {"text": render(**json.loads(line))}
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+        raise
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except RecursionError:
@@ -99,11 +99,14 @@ def main(cpu_s: float, memory_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        answer = json.dumps(_answer(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+    try:
+        for line in sys.stdin.buffer:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            answer = json.dumps(_answer(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(answer, flush=True)
+    except MemoryError:  # of any line of this loop; a new process begins without fragmented memory
+        os._exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

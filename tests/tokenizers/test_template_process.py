@@ -173,3 +173,15 @@ def test_a_machine_that_allows_less_memory_gets_texts_too():
     command = f"ulimit -Hd 300000; exec '{sys.executable}' -P '{template_sandbox.__file__}' 1 {2**29}"
     done = subprocess.run(["bash", "-c", command], input=request, stdout=subprocess.PIPE, check=True, timeout=60)
     assert json.loads(done.stdout) == {"text": "text"}
+
+
+def test_a_conversation_larger_than_the_memory_is_refused_as_such(render, monkeypatch):
+    monkeypatch.setattr(template_process, "MEMORY_BYTES", 2**25)
+    monkeypatch.setattr(template_process, "CPU_S", 1.0)
+    template_process._sandbox.cache_clear()
+    try:
+        with pytest.raises(ChatTemplateError, match="it takes more than 32 MB of memory"):
+            render("{{ 1 }}", [{"role": "user", "content": "x" * 2**25}])
+        assert render("{{ 2 }}") == "2"
+    finally:
+        template_process._sandbox.cache_clear()
