@@ -36,7 +36,7 @@ def trace(
         ),
     ] = None,
 ) -> None:
-    """Runs an experiment or a benchmark and writes a bundle: index.html, steps, requests, HLO, costs, a profile.
+    """Runs an experiment or a benchmark and writes a bundle: a page, a timeline for Perfetto, HLO, costs, a profile.
 
     Every engine that the command builds is traced. Results of an experiment are in the folder run. With --target, the
     steps of an experiment's engines are compiled ahead of time, and their times computed from the machine's peak rates.
@@ -61,7 +61,7 @@ def trace(
     if not seen.watches:
         raise ValueError(f"ksana {' '.join(what)} built no engine, so there is nothing to trace")
     folders = ", ".join(f"engine-{watch.number}" for watch in seen.watches[:3]) + ", ..." * (len(seen.watches) > 3)
-    Console(highlight=False).print(f"{escape(str(out))}: index.html, trace.json, functions, {folders}")
+    Console(highlight=False).print(f"{escape(str(out))}: index.html, timeline.json, trace.json, functions, {folders}")
     raise typer.Exit(code or 0)
 
 

@@ -193,4 +193,4 @@ def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callabl
         "functions": [f.plain() for f in log.functions],
     }
     write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(folder / "index.html", page.render(content, [], []))
+    write_atomic(folder / "index.html", page.render(content))

@@ -24,6 +24,7 @@ from ksana_jax.lab.trace.parts import operations, seconds_by_part
 from ksana_jax.lab.trace.profile import Profiler
 from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.lab.trace.summary import compile_summary, summary
+from ksana_jax.lab.trace.timeline import timeline
 from ksana_jax.lab.trace.watch import EngineWatch
 from ksana_jax.runner import compiling
 
@@ -74,7 +75,8 @@ class Trace:
             **about_machine(self.command, self.began),
             "compilations": compile_summary(self.log.functions),
             "engines": [
-                about | summary(watch.steps, parts) for about, watch in zip(self.engines, self.watches, strict=True)
+                about | summary(watch.steps, parts) | {"num_requests": len(watch.requests)}
+                for about, watch in zip(self.engines, self.watches, strict=True)
             ],
             "functions": [f.plain() for f in self.log.functions],
         }
@@ -149,7 +151,8 @@ def write(trace: Trace) -> None:
         if trace.record:
             trace.recorders[number - 1].write(folder / recording.NAME)
     write_atomic(trace.folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(trace.folder / "index.html", page.render(content, steps, requests))
+    write_atomic(trace.folder / "timeline.json", json.dumps(timeline([*zip(steps, requests, strict=True)])) + "\n")
+    write_atomic(trace.folder / "index.html", page.render(content))
 
 
 def about_machine(command: str, began: float) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class StepTrace:
     schedule_s: the scheduler. build_s: from there to the submission: arrays. submit_s: handing the step to the device,
       without compile_s: what had to be compiled first. wait_s: for the result. finish_s: from there to the end of the
       step: tokens, texts, records.
+    submitted_s, result_s, device_ended_s: when submit_s, wait_s and device_s ended.
     device_s: from the submission, or the previous step's result if that came later, to the result: the most that the
       device can have worked on the step. idle_s: from the previous step's result to the submission if that came later,
       while there was work: the least that the device had nothing to do.
@@ -57,6 +58,9 @@ class StepTrace:
     finish_s: float = 0.0
     device_s: float = 0.0
     idle_s: float = 0.0
+    submitted_s: float = 0.0
+    result_s: float = 0.0
+    device_ended_s: float = 0.0
     ended_s: float = 0.0
     shape: StepShape | None = None
     moved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -65,7 +69,7 @@ class StepTrace:
     profiler_s: float = 0.0
     record: StepRecord | None = None
     _scheduled_s: float = 0.0
-    _result_s: float = 0.0
+    _output_s: float = 0.0
 
     def plain(self) -> dict[str, Any]:
         """Returns the step as plain values for JSON, with the fields of its record."""
@@ -187,8 +191,9 @@ class EngineWatch:
             programs.append(function.key)
         step.compiled, step.compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
         submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
-        for each in steps:
+        for left, each in enumerate(reversed(steps)):
             each.submit_s = submit_s / len(steps)
+            each.submitted_s = now - left * each.submit_s
         first = _Pending(pending[0], lambda result: self._wait(steps, now - submit_s, result))
         others = zip(steps[1:], pending[1:], strict=True)
         return [first, *(_Pending(p, functools.partial(self._take, each)) for each, p in others)]
@@ -198,10 +203,12 @@ class EngineWatch:
         began = self._clock()
         output = result()
         now, step = self._clock(), steps[0]
-        step._result_s = now
-        for each in steps:
+        step._output_s = now
+        for left, each in enumerate(reversed(steps)):
             each.wait_s = (now - began) / len(steps)
+            each.result_s = now - left * each.wait_s
             each.device_s = (now - max(submitting, self._last_result_s)) / len(steps)
+            each.device_ended_s = now - left * each.device_s
         last = self.steps[-1].record if self.steps else None
         if last is not None and last.num_running + last.num_waiting:
             step.idle_s = max(submitting - step.compile_s - step.profiler_s - self._last_result_s, 0.0)
@@ -211,14 +218,14 @@ class EngineWatch:
     def _take(self, step: StepTrace, result: Callable[[], Any]) -> Any:
         """Takes the result of a step whose call has ended with an earlier one."""
         output = result()
-        step._result_s = self._clock()
+        step._output_s = self._clock()
         return output
 
     def _observe(self, engine: Engine) -> None:
         if not self._running:
             return
         step, now = self._running.popleft(), engine.clock()
-        step.finish_s, step.ended_s, step.record = now - step._result_s, now, engine.records[-1]
+        step.finish_s, step.ended_s, step.record = now - step._output_s, now, engine.records[-1]
         self.steps.append(step)
         self._after_step(step)
         step.profiler_s += self._clock() - now

@@ -117,7 +117,7 @@ def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
         "steps": [absent.plain_step(shape, "full", 20, bound, [])],
     }
     content = {**about_machine("ksana trace", 0.0), "target": {"chip": dataclasses.asdict(CHIP)}, "engines": [engine]}
-    shown = page.render(content | {"functions": [], "compilations": compile_summary([])}, [], [])
+    shown = page.render(content | {"functions": [], "compilations": compile_summary([])})
     assert "Computed, not measured: the least time of a step on toy" in shown and "computed: memory ms" in shown
     assert f"{1e3 * bound.memory_s:.4f}" in shown and shown.count("<td>full</td>") == 1
     assert "4 devices divide the model" in shown and "a device has 16" in shown

@@ -1,0 +1,88 @@
+"""The timeline of a trace as Chrome trace events, which Perfetto opens. Made of plain values alone.
+
+Source: "Trace Event Format" of the Chromium project; slices (X), asynchronous slices (b, e), counters (C), names (M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ksana_jax.lab.trace.watch import PHASES
+
+Rows = Sequence[Mapping[str, Any]]
+HOST, DEVICE = 1, 2
+
+
+def timeline(engines: Sequence[tuple[Rows, Rows]]) -> dict[str, Any]:
+    """Returns the timeline as the content of a JSON file.
+
+    An engine is a process, the host's phases and the device's steps are its threads, a request is an asynchronous
+    slice. Times are microseconds from the first event.
+
+    Args:
+      engines: steps and requests of each, as a trace writes them.
+    """
+    times = [
+        row[name] for of in engines for rows, name in zip(of, ("began_s", "arrival_s"), strict=True) for row in rows
+    ]
+    begin_s = min(times, default=0.0)
+    events = []
+    for number, (steps, requests) in enumerate(engines, 1):
+        for event in (
+            *_names(number),
+            *_steps(steps),
+            *_requests(requests, steps[-1]["ended_s"] if steps else begin_s),
+        ):
+            if "ts" in event:
+                event["ts"] = _microseconds(event["ts"] - begin_s)
+            events.append({"pid": number, **event})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
+
+
+def _names(number: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "args": {"name": f"engine {number}"}}
+    for thread, name in ((HOST, "host"), (DEVICE, "device")):
+        yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": name}}
+
+
+def _steps(steps: Rows) -> Iterator[dict[str, Any]]:
+    for step in steps:
+        built_s = step["began_s"] + step["schedule_s"] + step["build_s"]
+        compiled_s = step["submitted_s"] - step["submit_s"]
+        ends = (built_s - step["build_s"], built_s, step["submitted_s"], compiled_s, step["result_s"], step["ended_s"])
+        number = {"step": step["step"]}
+        for phase, end_s in zip(PHASES, ends, strict=True):
+            yield from _slice(HOST, phase, end_s, step[f"{phase}_s"], number)
+        shape = " + ".join(f"{count}x{width}" for count, width in step["shape"]["parts"])
+        counts = {name: step[name] for name in ("num_rows", "num_tokens", "padded_tokens", "compiled", "moved_bytes")}
+        yield from _slice(DEVICE, shape, step["device_ended_s"], step["device_s"], number | counts)
+        counters = {
+            "KV blocks": {"held": step["peak_blocks"], "cached": step["cached_blocks"]},
+            "sequences": {"running": step["num_running"], "waiting": step["num_waiting"]},
+        }
+        for name, values in counters.items():
+            yield {"ph": "C", "name": name, "ts": step["began_s"], "args": values}
+
+
+def _slice(thread: int, name: str, end_s: float, seconds: float, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if seconds > 0:
+        dur = _microseconds(seconds)
+        yield {"ph": "X", "tid": thread, "name": name, "ts": end_s - seconds, "dur": dur, "args": args}
+
+
+def _requests(requests: Rows, last_s: float) -> Iterator[dict[str, Any]]:
+    """Yields each request with its waiting and its decoding inside; those that have not ended go on until the end."""
+    for request in requests:
+        arrival_s, first_s, end_s = (request[name] for name in ("arrival_s", "first_token_s", "finished_s"))
+        end_s = last_s if end_s is None else end_s
+        first_s = end_s if first_s is None else first_s
+        inside = (("waiting", arrival_s, first_s), ("decoding", first_s, end_s))
+        for name, began_s, ended_s in ((request["request_id"], arrival_s, end_s), *inside):
+            same = {"cat": "request", "id": request["request_id"], "name": name}
+            yield {"ph": "b", "ts": began_s, **same} | ({"args": dict(request)} if began_s == arrival_s else {})
+            yield {"ph": "e", "ts": ended_s, **same}
