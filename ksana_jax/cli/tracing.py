@@ -58,9 +58,10 @@ def trace(
     words += command_line(what, list(getattr(root.command, "commands", {})), out)
     with tracing(out, command=f"ksana {' '.join(what)}", profile_steps=profile_steps, record=record) as seen:
         code = root.command.main(words, prog_name="ksana", standalone_mode=False)
-    if not seen.watches:
+    if not seen.recorders:
         raise ValueError(f"ksana {' '.join(what)} built no engine, so there is nothing to trace")
-    folders = ", ".join(f"engine-{watch.number}" for watch in seen.watches[:3]) + ", ..." * (len(seen.watches) > 3)
+    count = len(seen.recorders)
+    folders = ", ".join(f"engine-{number}" for number in range(1, min(count, 3) + 1)) + ", ..." * (count > 3)
     Console(highlight=False).print(f"{escape(str(out))}: index.html, timeline.json, trace.json, functions, {folders}")
     raise typer.Exit(code or 0)
 

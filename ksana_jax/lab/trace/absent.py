@@ -22,6 +22,7 @@ from ksana_jax.lab.experiments.config import Plan, Trial, patterns_of
 from ksana_jax.lab.trace import page
 from ksana_jax.lab.trace.bundle import about_machine
 from ksana_jax.lab.trace.functions import CompilationLog, Function, name_of
+from ksana_jax.lab.trace.header import architecture
 from ksana_jax.lab.trace.roofline import Roofline, roofline
 from ksana_jax.lab.trace.summary import compile_summary
 from ksana_jax.loading.config_json import load_config
@@ -113,7 +114,7 @@ def compile_engine(
         steps += [plain_step(shape, t.label, context, bounds(layer_patterns(t, model)), new) for t in trials]
     return {
         "engine": number,
-        "model": {"family": model.family, "num_layers": model.num_layers, "d_model": model.d_model},
+        **architecture(model),
         "implementation": runner.implementation.name,
         "platform": target.platform,
         "num_devices": num_devices,

@@ -82,15 +82,11 @@ def first_difference(a: Sequence[Event], b: Sequence[Event], kinds: Sequence[str
 
 def other_settings(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
     """Returns what differs between the engines of two recordings, by name."""
-
-    def flat(recording: Recording) -> dict[str, Any]:
-        about = {k: v for k, v in recording.header.items() if k not in ("config", "event")}
-        return about | recording.header["config"]
-
-    left, right = flat(a), flat(b)
-    return {
-        k: (left.get(k), right.get(k)) for k in (*left, *(right.keys() - left.keys())) if left.get(k) != right.get(k)
-    }
+    left, right = (
+        r.header["config"] | {k: v for k, v in r.header.items() if k not in ("config", "event")} for r in (a, b)
+    )
+    found = {name: (left.get(name), right.get(name)) for name in left | right}
+    return {name: values for name, values in found.items() if values[0] != values[1]}
 
 
 def other_requests(a: Recording, b: Recording) -> str | None:

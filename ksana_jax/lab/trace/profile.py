@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from ksana_jax.lab.trace.watch import StepTrace
+from ksana_jax.lab.trace.steps import StepTrace
 
 
 class Profiler:

@@ -1,126 +1,146 @@
-"""Records one engine from outside: arrivals, decisions, blocks, tokens. It changes nothing that it sees."""
+"""Records one engine from outside: the times of its steps, its requests, and what it decided.
+
+It wraps methods of the engine's parts where the engine calls them, and takes the wrappers off at the end. No decision
+depends on it.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import hashlib
-import json
+import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-import ksana_jax
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.request import FinishReason
-from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.engine.fingerprint import fingerprint
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.lab.trace import recording
+from ksana_jax.lab.trace.functions import CompilationLog, reason_of
+from ksana_jax.lab.trace.header import header, plain_patterns, source_of
+from ksana_jax.lab.trace.profile import Profiler
+from ksana_jax.lab.trace.steps import StepTrace
 from ksana_jax.lab.trace.wrapping import Wrappers
 from ksana_jax.scheduler.running import StepResult
-from ksana_jax.scheduler.step.types import ScheduledBatch
+from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
+
+
+@dataclasses.dataclass
+class _Running:
+    """A step that was scheduled and has not ended. names: of its sequences, by row."""
+
+    step: StepTrace
+    batch: ScheduledBatch
+    names: dict[int, str]
+    scheduled_s: float
+    submitted: bool = False
+    output_s: float = 0.0
+
+
+class _Pending:
+    """A submitted step whose result is timed; everything else is the executor's own."""
+
+    def __init__(self, pending: Any, done: Callable[[Callable[[], Any]], Any]):
+        self._pending, self._done = pending, done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
+
+    def result(self) -> Any:
+        return self._done(self._pending.result)
 
 
 class Recorder:
     """Records an engine until `stop`.
 
+    Args:
+      decisions: whether to record all that a replay needs: prompts, scheduled tokens, blocks and sampled tokens.
+      number: of the engine within a trace. log: what is compiled meanwhile. profiler: told of each step.
+
     Attributes:
-      events: so far, as `recording` describes them. num_steps: those among them that are steps.
+      header: see `header`. events: as `recording` describes them, steps as `StepTrace`. steps, requests: so far.
     """
 
-    def __init__(self, engine: Engine):
-        self.events: list[recording.Event] = []
-        self.num_steps = 0
-        self._header = header(engine)
-        # Weakly: a dropped engine must free its pool.
-        self._engine = weakref.ref(engine)
-        self._clock = engine.clock
-        self._created: dict[str, Request] = {}
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        decisions: bool = True,
+        number: int = 1,
+        log: CompilationLog | None = None,
+        profiler: Profiler | None = None,
+    ):
+        self.header = header(engine, decisions)
+        self.events: list[recording.Event | StepTrace] = []
+        self.steps: list[StepTrace] = []
+        self.requests: list[Request] = []
+        self._log = CompilationLog(Path()) if log is None else log
+        self._profiler = Profiler(Path(), 0) if profiler is None else profiler
+        self.number, self._decisions, self._clock = number, decisions, engine.clock
         self._open: dict[str, Request] = {}
         self._blocks: dict[str, list[int]] = {}
-        self._scheduled: dict[int, tuple[recording.Event, dict[int, str]]] = {}
+        self._running: collections.deque[_Running] = collections.deque()
+        self._settled: _Running | None = None
+        self._last_result_s = 0.0
+        # Weakly: a dropped engine must free its pool.
+        self._engine = weakref.ref(engine)
         self._wrappers = Wrappers()
-        self._wrappers.add(engine, "factory", "new_requests", self._create)
+        self._wrappers.add(engine, "scheduler", "_schedule", self._schedule)
+        self._wrappers.add(engine, "scheduler", "settle", self._settle)
+        self._wrappers.add(engine, "executor", "submit", self._submit)
+        self._wrappers.add(engine, "executor", "submit_together", self._submit_together)
+        self._wrappers.add(engine, "executor", "reset", self._reset)
+        self._wrappers.add(engine, "factory", "new_requests", self._new_requests)
         self._wrappers.add(engine, "", "add", self._add)
         self._wrappers.add(engine, "", "set_patterns", self._set_patterns)
         self._wrappers.add(engine, "", "set_eviction", self._set_eviction)
-        self._wrappers.add(engine, "scheduler", "_schedule", self._schedule)
-        self._wrappers.add(engine, "scheduler", "settle", self._settle)
+        engine.observers.append(self._observe)
 
     def stop(self) -> None:
         """Leaves the engine as it was."""
         if (engine := self._engine()) is not None:
             self._wrappers.remove(engine)
+            engine.observers.remove(self._observe)
+
+    def plain(self) -> list[recording.Event]:
+        """Returns the events as plain values; requests come last."""
+        events = [event.plain() if isinstance(event, StepTrace) else event for event in self.events]
+        return events + [recording.plain_request(request) for request in self.requests]
 
     def write(self, path: Path) -> None:
         """Writes the recording."""
-        recording.write(path, self._header, self.events)
+        recording.write(path, self.header, self.plain())
 
-    def _create(self, method: Callable[..., list[Request]], *args: Any, **given: Any) -> list[Request]:
+    def _note(self, event: str, **fields: Any) -> None:
+        if self._decisions:
+            self.events.append({"event": event, **fields})
+
+    def _new_requests(self, method: Callable[..., list[Request]], *args: Any, **given: Any) -> list[Request]:
         made = method(*args, **given)
         if (engine := self._engine()) is not None:
-            self._header |= source_of(engine)  # an LLM sets it after its engine was built
-        asked = args[0] if args else given["asked"]
-        self._created |= {request.request_id: request for request in made}
-        self.events.append({"event": "created", "requests": list(map(_plain, made, asked))})
+            self.header |= source_of(engine)  # an LLM sets it after its engine was built
+        self.requests += made
+        self._note("created", requests=list(map(recording.plain_input, made, args[0] if args else given["asked"])))
         return made
 
     def _add(self, method: Callable[..., None], requests: Collection[Request]) -> None:
         method(requests)
-        for request in requests:
-            self._created.pop(request.request_id, None)
-            self._open[request.request_id] = request
-        self.events.append({"event": "added", "request_ids": [request.request_id for request in requests]})
+        self._open |= {request.request_id: request for request in requests}
+        self._note("added", request_ids=[request.request_id for request in requests])
 
     def _set_patterns(self, method: Callable[..., None], patterns: Sequence[AttentionPattern]) -> None:
         method(patterns)
-        self.events.append({"event": "patterns", "patterns": plain_patterns(patterns)})
+        self._note("patterns", patterns=plain_patterns(patterns))
 
     def _set_eviction(self, method: Callable[..., None], eviction: EvictionMethod) -> None:
         method(eviction)
-        fields = {k: v for k, v in dataclasses.asdict(eviction).items()}  # pyright: ignore[reportArgumentType]
         name = f"{type(eviction).__module__}:{type(eviction).__qualname__}"
-        self.events.append({"event": "eviction", "method": {"method": name, **fields}})
-
-    def _schedule(self, method: Callable[..., ScheduledBatch | None], **given: bool) -> ScheduledBatch | None:
-        self._note_ended()
-        batch = method(**given)
-        engine = self._engine()
-        if batch is None or engine is None:
-            return batch
-        rows = engine.scheduler.rows
-        names = {row: f"{seq.request_id}/{seq.index}" for row in batch.rows.tolist() if (seq := rows.seqs[row])}
-        counts = zip(batch.rows.tolist(), batch.num_per_row.tolist(), strict=True)
-        decided = [[names[row], int(rows.num_computed[row]), int(count)] for row, count in counts]
-        event = {
-            "event": "step",
-            "step": 0,
-            "rows": decided,
-            "blocks": {
-                name: change for row, name in names.items() if (change := self._new_blocks(name, rows.block_ids(row)))
-            },
-            "num_preemptions": engine.scheduler.num_preemptions,
-            "began_s": self._clock(),
-        }
-        self._scheduled[id(batch)] = event, names
-        return batch
-
-    def _settle(
-        self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
-    ) -> StepResult:
-        self._note_ended()  # by an abort between two steps of one call
-        event, names = self._scheduled.pop(id(batch))
-        runs = tokens.tolist()
-        if num_accepted is not None:
-            runs = [run[: count + 1] for run, count in zip(runs, num_accepted.tolist(), strict=True)]
-        sampled = {names[row]: run for row, run in zip(batch.sampled.tolist(), runs, strict=True)}
-        result = method(batch, tokens, num_accepted)
-        self.num_steps += 1
-        self.events.append(event | {"step": self.num_steps, "tokens": sampled, "ended_s": self._clock()})
-        return result
+        self._note("eviction", method={"method": name, **dataclasses.asdict(eviction)})  # pyright: ignore[reportArgumentType]
 
     def _note_ended(self) -> None:
         """Forgets requests that have ended; those that somebody ended between two steps are events."""
@@ -128,7 +148,33 @@ class Recorder:
             if request.finished:
                 del self._open[request_id]
                 if any(c.seq.finish_reason is FinishReason.ABORT for c in request.completions):
-                    self.events.append({"event": "aborted", "request_id": request_id})
+                    self._note("aborted", request_id=request_id)
+
+    def _schedule(self, method: Callable[..., ScheduledBatch | None], **given: bool) -> ScheduledBatch | None:
+        self._note_ended()
+        began = self._clock()
+        self._note_built(began)
+        batch, engine = method(**given), self._engine()
+        if batch is None or engine is None:
+            return batch
+        now = self._clock()
+        number = len(self.steps) + len(self._running) + 1
+        running = _Running(StepTrace(number, began, len(batch.rows), len(batch.sampled), now - began), batch, {}, now)
+        if self._decisions:
+            self._note_decisions(running, engine.scheduler.rows)
+            running.scheduled_s = self._clock()
+        self._running.append(running)
+        return batch
+
+    def _note_decisions(self, running: _Running, rows: Rows) -> None:
+        batch, step = running.batch, running.step
+        running.names = names = {
+            row: f"{seq.request_id}/{seq.index}" for row in batch.rows.tolist() if (seq := rows.seqs[row])
+        }
+        counts = zip(batch.rows.tolist(), batch.num_per_row.tolist(), strict=True)
+        step.rows = [[names[row], int(rows.num_computed[row]), int(count)] for row, count in counts]
+        changes = {name: self._new_blocks(name, rows.block_ids(row)) for row, name in names.items()}
+        step.blocks = {name: change for name, change in changes.items() if change}
 
     def _new_blocks(self, name: str, ids: Any) -> list[Any] | None:
         """Returns how many blocks of its table a sequence kept, and those after them; None if nothing changed."""
@@ -139,60 +185,92 @@ class Recorder:
             kept += 1
         return None if kept == len(now) == len(before) else [kept, now[kept:]]
 
+    def _note_built(self, now: float) -> None:
+        """Ends the building of the step that was scheduled last, unless it is submitted."""
+        if self._running and not (last := self._running[-1]).submitted:
+            last.step.build_s = last.step.build_s or now - last.scheduled_s
 
-def header(engine: Engine) -> dict[str, Any]:
-    """Describes an engine for its recording: versions, settings, patterns, and a digest of the model."""
-    config, opaque = {}, []
-    for field in dataclasses.fields(engine.config):
-        value = getattr(engine.config, field.name)
-        try:
-            config[field.name] = json.loads(json.dumps(value, default=dataclasses.asdict))
-        except TypeError:
-            config[field.name] = repr(value)
-            opaque.append(field.name)
-    implementation = getattr(engine.executor, "implementation", None)
-    return {
-        **versions(),
-        "device": jax.devices()[0].device_kind,
-        "implementation": None if implementation is None else implementation.name,
-        "digest": digest(engine),
-        "patterns": plain_patterns(engine.executor.patterns),
-        "config": config,
-        "opaque": opaque,
-    } | source_of(engine)
+    def _submit(self, method: Callable[[StepInput], Any], given: StepInput) -> Any:
+        [pending] = self._submitted(1, lambda: [method(given)])
+        return pending
 
+    def _submit_together(self, method: Callable[[Sequence[StepInput]], Any], given: Sequence[StepInput]) -> Any:
+        return self._submitted(len(given), lambda: method(given))
 
-def versions() -> dict[str, str]:
-    """Returns the versions on which decisions and tokens depend."""
-    return {"ksana_jax": ksana_jax.__version__, "jax": jax.__version__}
+    def _submitted(self, count: int, submit: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Times a call for some steps: the first ones that are not submitted."""
+        several = [running for running in self._running if not running.submitted][:count]
+        steps, log, engine = [running.step for running in several], self._log, self._engine()
+        assert engine is not None
+        built, step = self._clock(), steps[0]
+        self._note_built(built)
+        profiled = self._profiler.before_step(step)
+        began, writing, known = self._clock(), log.writing_s, len(log.functions)
+        step.profiler_s = began - built
+        for running in several:
+            running.submitted, running.step.profiled = True, profiled
+        programs = list(getattr(engine.executor, "programs", ()))
+        pending = submit()
+        now, new = self._clock(), log.functions[known:]
+        for function in new:
+            function.step, function.engine, function.reason = step.step, self.number, reason_of(function.key, programs)
+            programs.append(function.key)
+        step.compiled, step.compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
+        submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
+        for left, each in enumerate(reversed(steps)):
+            each.submit_s = submit_s / count
+            each.submitted_s = now - left * each.submit_s
+        first = _Pending(pending[0], lambda result: self._wait(several, now - submit_s, result))
+        others = zip(several[1:], pending[1:], strict=True)
+        return [first, *(_Pending(p, functools.partial(self._take, running)) for running, p in others)]
 
+    def _wait(self, several: Sequence[_Running], submitting: float, result: Callable[[], Any]) -> Any:
+        """Times the result of a call for some steps, of which the first one's is asked for."""
+        began = self._clock()
+        output = self._take(several[0], result)
+        now, step = several[0].output_s, several[0].step
+        for left, each in enumerate(running.step for running in reversed(several)):
+            each.wait_s = (now - began) / len(several)
+            each.result_s = now - left * each.wait_s
+            each.device_s = (now - max(submitting, self._last_result_s)) / len(several)
+            each.device_ended_s = now - left * each.device_s
+        last = self.steps[-1].record if self.steps else None
+        if last is not None and last.num_running + last.num_waiting:
+            step.idle_s = max(submitting - step.compile_s - step.profiler_s - self._last_result_s, 0.0)
+        self._last_result_s = now
+        return output
 
-def source_of(engine: Engine) -> dict[str, Any]:
-    """Returns where the engine's weights came from."""
-    model, load_format = engine.source or (None, None)
-    return {"model": model, "load_format": load_format}
+    def _take(self, running: _Running, result: Callable[[], Any]) -> Any:
+        output = result()
+        running.output_s = self._clock()
+        return output
 
+    def _settle(
+        self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
+    ) -> StepResult:
+        self._note_ended()  # by an abort between two steps of one call
+        if self._running and self._running[0].batch is batch:  # else it was scheduled before the recorder was there
+            running = self._settled = self._running.popleft()
+            if self._decisions:
+                runs = tokens.tolist()
+                if num_accepted is not None:
+                    runs = [run[: count + 1] for run, count in zip(runs, num_accepted.tolist(), strict=True)]
+                names = [running.names[row] for row in batch.sampled.tolist()]
+                running.step.tokens = dict(zip(names, runs, strict=True))
+        return method(batch, tokens, num_accepted)
 
-def digest(engine: Engine) -> str:
-    """Returns a digest of the model's config and weights."""
-    params = getattr(engine.executor, "params", None)
-    if params is None:
-        return hashlib.sha256(str(engine.model).encode()).hexdigest()[:32]
-    return fingerprint(engine.model, params, dtype=engine.config.dtype, kv_dtype="", max_model_len=engine.max_model_len)
+    def _reset(self, method: Callable[[], None]) -> None:
+        self._running.clear()
+        self._settled = None
+        method()
 
-
-def plain_patterns(patterns: Sequence[AttentionPattern]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(pattern) for pattern in patterns]
-
-
-def _plain(request: Request, asked: Any) -> dict[str, Any]:
-    return {
-        "request_id": request.request_id,
-        "prompt_token_ids": request.prompt_token_ids.tolist(),
-        "params": recording.plain_params(request.params),
-        "seeds": [completion.seq.seed for completion in request.completions],
-        "cache_salt": asked.cache_salt,
-        "num_question": asked.num_question,
-        "streams": asked.streams,
-        "arrival_s": request.metrics.arrival_s,
-    }
+    def _observe(self, engine: Engine) -> None:
+        if (running := self._settled) is None:
+            return
+        self._settled, step, now = None, running.step, engine.clock()
+        step.finish_s, step.ended_s = now - running.output_s, now
+        step.end(engine.records[-1], self.header["block_bytes"])
+        self.events.append(step)
+        self.steps.append(step)
+        self._profiler.after_step(step)
+        step.profiler_s += self._clock() - now

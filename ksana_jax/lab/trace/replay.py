@@ -14,7 +14,8 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.llm import LLM
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.trace.differences import Difference, difference
-from ksana_jax.lab.trace.recorder import Recorder, digest, versions
+from ksana_jax.lab.trace.header import digest, versions
+from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.lab.trace.recording import Event, Recording, read_params
 from ksana_jax.methods.presets import read_pattern
 
@@ -86,17 +87,17 @@ def replay(recording: Recording, engine: Engine, *, to_the_end: bool = False) ->
             _step(engine, recorder)
     finally:
         recorder.stop()
-    return Replay(recorder.num_steps, found, recorder)
+    return Replay(len(recorder.steps), found, recorder)
 
 
 def _step(engine: Engine, recorder: Recorder) -> Event | None:
     """Computes one step, waiting for the disk if need be; None if there is nothing to compute."""
-    before = recorder.num_steps
-    while recorder.num_steps == before:
+    before = len(recorder.steps)
+    while len(recorder.steps) == before:
         if not engine.has_work:
             return None
         engine.step()
-    return next(event for event in reversed(recorder.events) if event["event"] == "step")
+    return recorder.steps[-1].plain()
 
 
 def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
@@ -119,7 +120,7 @@ def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
         method = read_eviction(event["method"])
         assert method is not None
         engine.set_eviction(method)
-    else:
+    elif kind != "request":
         raise ConfigError(f"recordings have no event {kind!r}")
 
 

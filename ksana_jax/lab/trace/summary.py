@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ksana_jax.lab.trace.functions import Function, name_of
-from ksana_jax.lab.trace.watch import PHASES, StepTrace
+from ksana_jax.lab.trace.steps import PHASES, StepTrace
 from ksana_jax.scheduler.step.types import StepShape
 
 
@@ -31,17 +31,17 @@ class Bucket:
 
 def buckets_of(steps: Sequence[StepTrace]) -> list[Bucket]:
     """Returns the steps by shape, those that took the most time on the device first."""
-    shapes: dict[StepShape | None, list[StepTrace]] = {}
+    shapes: dict[StepShape, list[StepTrace]] = {}
     for step in steps:
-        shapes.setdefault(step.shape, []).append(step)
+        shapes.setdefault(step.record.shape, []).append(step)
     found = []
     for shape, some in shapes.items():
         found.append(
             Bucket(
                 name_of(shape),
                 len(some),
-                sum(s.num_tokens for s in some),
-                sum(s.padded_tokens for s in some),
+                sum(s.record.num_tokens for s in some),
+                shape.num_tokens * len(some),
                 _median_ms(some),
                 sum(s.device_s for s in some),
             )

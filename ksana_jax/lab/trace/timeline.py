@@ -5,39 +5,35 @@ Source: "Trace Event Format" of the Chromium project; slices (X), asynchronous s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ksana_jax.lab.trace.watch import PHASES
+from ksana_jax.lab.trace.recording import Event, events_of
+from ksana_jax.lab.trace.steps import PHASES
 
-Rows = Sequence[Mapping[str, Any]]
 HOST, DEVICE = 1, 2
 
 
-def timeline(engines: Sequence[tuple[Rows, Rows]]) -> dict[str, Any]:
-    """Returns the timeline as the content of a JSON file.
+def timeline(engines: Sequence[Sequence[Event]]) -> dict[str, Any]:
+    """Returns the timeline of recorded engines as the content of a JSON file.
 
     An engine is a process, the host's phases and the device's steps are its threads, a request is an asynchronous
     slice. Times are microseconds from the first event.
 
     Args:
-      engines: steps and requests of each, as a trace writes them.
+      engines: events of each.
     """
-    times = [
-        row[name] for of in engines for rows, name in zip(of, ("began_s", "arrival_s"), strict=True) for row in rows
-    ]
-    begin_s = min(times, default=0.0)
-    events = []
-    for number, (steps, requests) in enumerate(engines, 1):
-        for event in (
-            *_names(number),
-            *_steps(steps),
-            *_requests(requests, steps[-1]["ended_s"] if steps else begin_s),
-        ):
+    rows = [(events_of("step", events), events_of("request", events)) for events in engines]
+    begins = [step["began_s"] for steps, _ in rows for step in steps]
+    begins += [request["arrival_s"] for _, requests in rows for request in requests]
+    begin_s, found = min(begins, default=0.0), []
+    for number, (steps, requests) in enumerate(rows, 1):
+        last_s = steps[-1]["ended_s"] if steps else begin_s
+        for event in (*_names(number), *_steps(steps), *_requests(requests, last_s)):
             if "ts" in event:
                 event["ts"] = _microseconds(event["ts"] - begin_s)
-            events.append({"pid": number, **event})
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+            found.append({"pid": number, **event})
+    return {"displayTimeUnit": "ms", "traceEvents": found}
 
 
 def _microseconds(seconds: float) -> float:
@@ -50,7 +46,7 @@ def _names(number: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": name}}
 
 
-def _steps(steps: Rows) -> Iterator[dict[str, Any]]:
+def _steps(steps: Sequence[Event]) -> Iterator[dict[str, Any]]:
     for step in steps:
         built_s = step["began_s"] + step["schedule_s"] + step["build_s"]
         compiled_s = step["submitted_s"] - step["submit_s"]
@@ -75,7 +71,7 @@ def _slice(thread: int, name: str, end_s: float, seconds: float, args: dict[str,
         yield {"ph": "X", "tid": thread, "name": name, "ts": end_s - seconds, "dur": dur, "args": args}
 
 
-def _requests(requests: Rows, last_s: float) -> Iterator[dict[str, Any]]:
+def _requests(requests: Sequence[Event], last_s: float) -> Iterator[dict[str, Any]]:
     """Yields each request with its waiting and its decoding inside; those that have not ended go on until the end."""
     for request in requests:
         arrival_s, first_s, end_s = (request[name] for name in ("arrival_s", "first_token_s", "finished_s"))

@@ -95,7 +95,7 @@ def test_the_steps_of_an_experiment_are_compiled_for_a_machine_that_is_not_there
     assert engine["implementation"] == {"h200": "hopper", "v5e": "xla"}[target]
     assert len(trace["functions"]) == 3 and len(engine["steps"]) == 3 * 6  # six patterns; recomputation has a window's
     assert all(s["computed_s"] > 0 and s["temp_bytes"] > 0 for s in engine["steps"])
-    sums = 2 * engine["model"]["num_layers"] + 1  # after attention and the MLP of each layer, and of embeddings
+    sums = 2 * engine["num_layers"] + 1  # after attention and the MLP of each layer, and of embeddings
     for step in engine["steps"]:
         assert [(c["kind"], c["number"]) for c in step["collectives"]] == [("all-reduce", sums)] * (num_devices > 1)
     assert "Computed, not measured" in (tmp_path / "out/index.html").read_text()
@@ -106,7 +106,8 @@ def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
     bound = roofline(MODEL, shape, CHIP, (AttentionPattern(),) * 2, dtype="bf16", kv_token_bytes=128, context=20)
     engine = {
         "engine": 1,
-        "model": {"family": "llama", "num_layers": 2},
+        "family": "llama",
+        "num_layers": 2,
         "implementation": "hopper",
         "platform": "gpu",
         "num_devices": 4,

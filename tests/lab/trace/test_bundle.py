@@ -32,8 +32,9 @@ def bundle(tmp_path_factory):
     return folder, json.loads((folder / "trace.json").read_text()), llm
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def steps_of(folder):
+    events = [json.loads(line) for line in (folder / "engine-1/recording.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "step"]
 
 
 def test_every_compiled_function_has_its_texts_and_xlas_own_costs(bundle):
@@ -59,7 +60,7 @@ def test_a_step_that_had_to_wait_for_a_function_says_why(bundle):
     assert reasons[0] == "no step was compiled before"
     assert any(re.search(r"from the nearest one: parts 4x4 -> 4x1", r) for r in reasons)
     assert "compiled were sample 4, greedy" in reasons[-1]
-    steps = lines(folder / "engine-1/steps.jsonl")
+    steps = steps_of(folder)
     for function in trace["functions"]:
         assert function["name"] in steps[function["step"] - 1]["compiled"]
     seconds = trace["compilations"]
@@ -103,7 +104,7 @@ def test_the_timeline_has_every_step_and_request(bundle):
     folder, _, _ = bundle
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     on_device = [e for e in events if e["ph"] == "X" and e["tid"] == DEVICE]
-    steps = lines(folder / "engine-1/steps.jsonl")
+    steps = steps_of(folder)
     assert [e["args"]["step"] for e in on_device] == [s["step"] for s in steps] and len(steps) > 6
     assert {e["id"] for e in events if e["ph"] == "b"} == {f"request-{i}" for i in range(6)}
 

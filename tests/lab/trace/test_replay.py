@@ -142,7 +142,7 @@ def test_two_policies_part_where_one_takes_another_request_first(tmp_path):
     assert first_differences(fcfs, fcfs) == {}
     # The recorded arrivals under the other policy give the other recording.
     done = replay(fcfs, make_engine(**SETTINGS | {"policy": "shortest_first"}), to_the_end=True)
-    assert first_difference(shortest.steps, [e for e in done.recorder.events if e["event"] == "step"]) is None
+    assert first_difference(shortest.steps, [s.plain() for s in done.recorder.steps]) is None
 
 
 def test_compare_prints_the_first_decision_that_differs(tmp_path, capsys):
@@ -238,10 +238,43 @@ def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
     assert "was recorded with ksana_jax 9, this is" in refusal(ksana_jax="9")
     opaque = {"model": "ksana-tiny", "load_format": "auto", "opaque": ["policy"]}
     assert "policy was an object, fcfs: give policy=NAME" in refusal(**opaque)
-    assert "is a recording of format 7, this version reads 1" in refusal(format=7)
+    assert "is a recording of format 7, this version reads 1 and 2" in refusal(format=7)
     assert "has no recording.jsonl" in _fails(capsys, "replay", tmp_path)
     (tmp_path / "a" / recording.NAME).write_text("[1]\n")
     assert "is not a recording" in _fails(capsys, "replay", tmp_path / "a")
+
+
+def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_compared(tmp_path, capsys):
+    with tracing(tmp_path / "out", profile_steps=0):
+        live(make_engine(**SETTINGS))
+    text = (tmp_path / "out/engine-1/recording.jsonl").read_text()
+    kinds = {json.loads(line)["event"] for line in text.splitlines()}
+    assert kinds == {"recording", "step", "request"} and not any(f'"{k}"' in text for k in ("rows", "blocks", "tokens"))
+    for words in (["replay", tmp_path / "out"], ["compare", tmp_path / "out", tmp_path / "out"]):
+        shown = _fails(capsys, *words)
+        assert "has times without decisions: `ksana trace --record` records both" in shown and shown.count("\n") == 1
+
+
+def test_a_recording_of_the_first_format_is_still_replayed(tmp_path):
+    made, _ = record(tmp_path / "a")
+    kept = ("event", "step", "rows", "blocks", "tokens", "num_preemptions", "began_s", "ended_s")
+    old = [{k: v for k, v in e.items() if k in kept} if e["event"] == "step" else e for e in made.events]
+    names = (
+        "ksana_jax",
+        "jax",
+        "device",
+        "implementation",
+        "digest",
+        "patterns",
+        "config",
+        "opaque",
+        "model",
+        "load_format",
+    )
+    header = {name: made.header[name] for name in names} | {"format": 1}
+    recording.write(path := tmp_path / "b" / recording.NAME, header, [e for e in old if e["event"] != "request"])
+    assert json.loads(path.read_text().splitlines()[0])["format"] == 1
+    assert replay(recording.read(path), make_engine(**SETTINGS)).difference is None
 
 
 def _fails(capsys, *words):

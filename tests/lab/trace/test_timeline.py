@@ -6,8 +6,8 @@ import json
 import pytest
 
 from ksana_jax.lab.trace import tracing
+from ksana_jax.lab.trace.steps import PHASES
 from ksana_jax.lab.trace.timeline import DEVICE, HOST
-from ksana_jax.lab.trace.watch import PHASES
 from tests.fakes import asking, make_engine, prompt_of, run, step
 
 
@@ -17,7 +17,7 @@ def drawn(folder, drive, **settings):
         engine = make_engine(**settings)
         drive(engine)
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
-    return [e for e in events if e["pid"] == 1], trace.watches[0].steps
+    return [e for e in events if e["pid"] == 1], trace.recorders[0].steps
 
 
 def serve(engine):
@@ -53,7 +53,7 @@ def test_slices_of_a_step_last_as_long_as_its_phases(tmp_path, settings):
     on_device = {e["args"]["step"]: e for e in events if e["ph"] == "X" and e["tid"] == DEVICE}
     for s in steps:
         assert on_device[s.step]["dur"] == pytest.approx(1e6 * s.device_s)
-        assert on_device[s.step]["args"]["padded_tokens"] == s.padded_tokens
+        assert on_device[s.step]["args"]["padded_tokens"] == s.record.shape.num_tokens
 
 
 def test_a_request_waits_decodes_and_ends_and_one_without_an_end_goes_on_until_the_last_step(tmp_path):

@@ -1,4 +1,4 @@
-"""A watched engine serves as before; its steps are timed by phase, with what each asked for and was padded to."""
+"""A recorded engine serves as before; its steps are timed by phase, with what each asked for and was padded to."""
 
 import gc
 import itertools
@@ -9,8 +9,9 @@ import pytest
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine import build
 from ksana_jax.lab.trace import tracing
+from ksana_jax.lab.trace.recorder import Recorder
+from ksana_jax.lab.trace.steps import PHASES
 from ksana_jax.lab.trace.summary import summary
-from ksana_jax.lab.trace.watch import PHASES
 from ksana_jax.runner import compiling
 from tests.fakes import asking, make_engine, prompt_of, run, step
 
@@ -25,7 +26,7 @@ def tokens(requests):
     return [c.token_ids for r in requests for c in r.completions]
 
 
-def test_a_watched_engine_gives_the_same_tokens_and_is_left_as_it_was(tmp_path):
+def test_a_recorded_engine_gives_the_same_tokens_and_is_left_as_it_was(tmp_path):
     plain = make_engine(**SETTINGS)
     expected = busy(plain)
     run(plain)
@@ -37,7 +38,7 @@ def test_a_watched_engine_gives_the_same_tokens_and_is_left_as_it_was(tmp_path):
         assert "_schedule" in vars(engine.scheduler)
     run(engine)
     assert tokens(requests) == tokens(expected)
-    assert len(trace.watches[0].steps) == 4  # nothing is seen after the end
+    assert len(trace.recorders[0].steps) == 4  # nothing is seen after the end
     assert not ({"_schedule", "submit", "reset", "new_requests"} & {*vars(engine.scheduler), *vars(engine.executor)})
     assert "new_requests" not in vars(engine.factory) and not engine.observers
     assert build.observers == [] and compiling.observers == []
@@ -50,11 +51,11 @@ def test_steps_have_the_numbers_of_the_engines_records_and_what_the_executor_was
         engine = make_engine(**SETTINGS | {"async_scheduling": ahead, "host_slots": 0 if ahead else 8})
         busy(engine)
         run(engine)
-    steps, given = trace.watches[0].steps, engine.executor.steps
+    steps, given = trace.recorders[0].steps, engine.executor.steps
     assert [s.record for s in steps] == engine.records
-    assert [s.shape for s in steps] == [g.shape for g in given]
-    assert [s.padded_tokens for s in steps] == [len(g.arrays.tokens) for g in given]
-    assert [s.num_tokens for s in steps] == [int((g.arrays.positions >= 0).sum()) for g in given]
+    assert [s.record.shape for s in steps] == [g.shape for g in given]
+    assert [s.record.shape.num_tokens for s in steps] == [len(g.arrays.tokens) for g in given]
+    assert [s.record.num_tokens for s in steps] == [int((g.arrays.positions >= 0).sum()) for g in given]
     blocks = [0 if g.moves is None else len(g.moves.saves) + len(g.moves.copies) + len(g.moves.loads) for g in given]
     assert [sum(s.moved_bytes.values()) for s in steps] == [n * engine.memory.layout.block_bytes for n in blocks]
     assert ahead or sum(blocks) > 0
@@ -65,7 +66,7 @@ def test_phases_add_up_to_the_step_on_a_clock_that_ticks(tmp_path):
         engine = make_engine(**SETTINGS)
         busy(engine)
         run(engine)
-    for s in trace.watches[0].steps:
+    for s in trace.recorders[0].steps:
         phases = {phase: getattr(s, f"{phase}_s") for phase in PHASES}
         assert min(phases[p] for p in ("schedule", "build", "submit", "wait", "finish")) > 0 == phases["compile"]
         # Between submission and result the engine only advances: two readings of the clock.
@@ -78,9 +79,9 @@ def test_steps_of_one_call_share_its_times(tmp_path):
         engine = make_engine(num_scheduler_steps=4)
         engine.add_request(prompt_of(5), asking(9))
         run(engine)
-    steps = trace.watches[0].steps
-    assert [s.record for s in steps] == engine.records and [s.num_tokens for s in steps] == [5] + [1] * 8
-    assert [s.shape for s in steps] == [g.shape for g in engine.executor.steps]
+    steps = trace.recorders[0].steps
+    assert [s.record for s in steps] == engine.records and [s.record.num_tokens for s in steps] == [5] + [1] * 8
+    assert [s.record.shape for s in steps] == [g.shape for g in engine.executor.steps]
     for first in (1, 5):
         shared = {(s.submit_s, s.wait_s, s.device_s) for s in steps[first : first + 4]}
         # The clock ticks once from submission to its end, and once while the result is waited for.
@@ -96,7 +97,7 @@ def test_the_device_is_idle_between_a_result_and_the_next_submission(tmp_path, a
         for _ in range(2):
             engine.add_request(prompt_of(5), asking(6))
             run(engine)
-    steps = trace.watches[0].steps
+    steps = trace.recorders[0].steps
     # The first step of each request finds an engine without work, and no step was submitted while another one ran.
     waited = [i for i, s in enumerate(steps) if s.idle_s > 0]
     assert waited == ([] if ahead else [*range(1, 6), *range(7, 12)])
@@ -118,8 +119,19 @@ def test_a_step_that_fails_is_forgotten_and_the_next_one_is_seen(tmp_path):
         engine.executor.fails = None
         engine.add_request(prompt_of(9), asking(4), request_id="later")
         run(engine)
-    assert [s.record for s in trace.watches[0].steps] == engine.records
-    assert [r.request_id for r in trace.watches[0].requests] == [*(f"r{i}" for i in range(5)), "later"]
+    assert [s.record for s in trace.recorders[0].steps] == engine.records
+    assert [r.request_id for r in trace.recorders[0].requests] == [*(f"r{i}" for i in range(5)), "later"]
+
+
+def test_a_recorder_that_comes_while_a_step_is_under_way_begins_with_the_next_one():
+    engine = make_engine(async_scheduling=True)
+    request = engine.add_request(prompt_of(5), asking(6))
+    step(engine)
+    assert engine.num_steps_under_way
+    recorder = Recorder(engine)
+    run(engine)
+    assert [s.record for s in recorder.steps] == engine.records[2:]
+    assert [s.tokens["request-0/0"] for s in recorder.steps] == request.completions[0].token_ids[2:]
 
 
 def test_an_engine_that_is_dropped_gives_its_pool_back_while_the_trace_goes_on(tmp_path):
@@ -132,7 +144,7 @@ def test_an_engine_that_is_dropped_gives_its_pool_back_while_the_trace_goes_on(t
         gc.collect()
         assert there() is None
         make_engine(**SETTINGS)
-    assert [len(w.steps) > 0 for w in trace.watches] == [True, False]
+    assert [len(w.steps) > 0 for w in trace.recorders] == [True, False]
 
 
 def test_a_folder_with_files_is_refused_before_anything_runs(tmp_path):
