@@ -90,10 +90,10 @@ def record(
     """Runs an engine through steps of many sizes and records what they take."""
     from ksana_jax.core import checks
     from ksana_jax.core.files import require_folder
+    from ksana_jax.lab import recording
     from ksana_jax.lab.experiments.dotted import dotlist
     from ksana_jax.lab.simulator.measuring import about, exercise, make_engine
     from ksana_jax.lab.simulator.move_times import measure_moves
-    from ksana_jax.lab.simulator.step_file import write_steps
 
     checks.require(
         checks.number("--seconds", seconds, above=0, high=24 * 3600),
@@ -112,13 +112,15 @@ def record(
     engine.records.clear()
     exercise(engine, seconds, max_prompt=max_prompt, max_output=max_output)
     records, moves = list(engine.records), measure_moves(engine)
-    write_steps(out, about(engine) | {"moves": moves}, records)
+    recording.write(out, about(engine) | {"moves": moves}, map(recording.plain_record, records))
     print(f"{out}: {len(records):,} steps, {len(moves):,} moves of blocks")
 
 
 @app.command(cls=Command)
 def fit(
-    steps: Annotated[Path, typer.Argument(help="a file of `ksana simulate record`", show_default=False)],
+    steps: Annotated[
+        Path, typer.Argument(help="a recording of `ksana simulate record` or `ksana trace`", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="file for the costs")] = Path("cost.json"),
     method: Annotated[
         str, typer.Option(help="affine: by size, corrected for each shape; table: a mean for each shape")
@@ -131,12 +133,14 @@ def fit(
     from ksana_jax.core import checks
     from ksana_jax.core.errors import ConfigError
     from ksana_jax.core.files import write_atomic
+    from ksana_jax.lab.recording import read
     from ksana_jax.lab.simulator.fit import fit as fitted
     from ksana_jax.lab.simulator.move_cost import Link
-    from ksana_jax.lab.simulator.step_file import read_steps
+    from ksana_jax.lab.simulator.step_times import Steps
 
     checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
-    cost = fitted(read_steps(steps), method=method)
+    made = read(steps)
+    cost = fitted(Steps(made.header, made.records()), method=method)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, json.dumps(cost.plain(), indent=1) + "\n")
     for phase, errors in cost.provenance["held_out"].items():
@@ -169,7 +173,8 @@ def validate(
     """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
     from ksana_jax.core import checks
     from ksana_jax.lab.simulator.cost import read_cost
-    from ksana_jax.lab.simulator.validate import check_decisions, check_known_answers, check_prediction
+    from ksana_jax.lab.simulator.validate import check_known_answers, check_prediction
+    from ksana_jax.lab.trace.decisions import check_decisions
 
     checks.require(
         checks.one_of("--workload", workload, ("poisson", "bursts", "sessions")),

@@ -106,8 +106,8 @@ def compare(
     and which sequences have other tokens.
     """
     from ksana_jax.lab.experiments.command import compare_and_show
+    from ksana_jax.lab.recording import is_recording
     from ksana_jax.lab.trace.command import compare_recordings
-    from ksana_jax.lab.trace.recording import is_recording
 
     if is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)

@@ -15,8 +15,8 @@ from ksana_jax.lab.simulator.attribution import before_chunks, chunk_seconds
 from ksana_jax.lab.simulator.cost import HostCost
 from ksana_jax.lab.simulator.fitted import DECODE, FEATURES, FittedCost, ShapeTimes, features, phase_of
 from ksana_jax.lab.simulator.move_cost import fit_moves
-from ksana_jax.lab.simulator.step_file import Steps, device_seconds, sizes_of, usable
 from ksana_jax.lab.simulator.step_size import StepSize
+from ksana_jax.lab.simulator.step_times import Steps, device_seconds, sizes_of, usable
 
 # Steps that a phase needs, and the share of them that the error is measured on.
 MIN_STEPS, HELD_OUT = 200, 0.2

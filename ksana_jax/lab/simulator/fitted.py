@@ -13,8 +13,8 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.lab.recording import plain_shape, read_shape
 from ksana_jax.lab.simulator.cost import Cost, read_fields
-from ksana_jax.lab.simulator.step_file import plain_shape, read_shape
 from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.scheduler.step.types import StepShape
 

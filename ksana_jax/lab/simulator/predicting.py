@@ -22,7 +22,7 @@ from ksana_jax.lab.simulator.one_engine import Served
 from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
-from ksana_jax.lab.simulator.step_file import Steps, device_seconds, sizes_of
+from ksana_jax.lab.simulator.step_times import Steps, device_seconds, sizes_of
 from ksana_jax.serve.workload.base import WorkloadSettings
 from ksana_jax.serve.workload.items import WorkItem
 from ksana_jax.serve.workload.sessions import Sessions

@@ -11,8 +11,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.lab.simulator.cost import Cost, Seed, Timer, read_fields
-from ksana_jax.lab.simulator.step_file import device_seconds
 from ksana_jax.lab.simulator.step_size import StepSize
+from ksana_jax.lab.simulator.step_times import device_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

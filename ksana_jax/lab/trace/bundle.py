@@ -17,8 +17,9 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.engine import build
 from ksana_jax.engine.engine import Engine
+from ksana_jax.lab import recording
 from ksana_jax.lab.experiments.environment import environment
-from ksana_jax.lab.trace import page, recording
+from ksana_jax.lab.trace import page
 from ksana_jax.lab.trace.functions import CompilationLog
 from ksana_jax.lab.trace.parts import operations, seconds_by_part
 from ksana_jax.lab.trace.profile import Profiler

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.files import write_atomic
+from ksana_jax.lab import recording
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.dotted import dotlist
-from ksana_jax.lab.trace import differences, recording
+from ksana_jax.lab.trace import differences
 from ksana_jax.lab.trace.bundle import check_new
 from ksana_jax.lab.trace.replay import make_llm, replay
 
@@ -41,7 +42,7 @@ def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_j
     Args:
       out: folder for the recording of the replay; None writes none.
     """
-    made = recording.read(path)
+    made = recording.read_decisions(path)
     settings = dotlist(list(overrides))
     if out is not None:
         check_new(out)
@@ -89,7 +90,7 @@ def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> Non
     Args:
       out: folder for compare.json; None writes nothing.
     """
-    left, right = recording.read(a), recording.read(b)
+    left, right = recording.read_decisions(a), recording.read_decisions(b)
     settings, requests = differences.other_settings(left, right), differences.other_requests(left, right)
     found = differences.first_differences(left, right)
     for name, values in settings.items():

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ksana_jax.lab.trace.recording import Event, Recording
+from ksana_jax.lab.recording import Event, Recording
 
 # What steps are compared by. rows: which sequences compute how many tokens, in which order.
 KINDS = ("rows", "blocks", "tokens")

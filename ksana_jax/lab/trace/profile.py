@@ -36,7 +36,7 @@ class Profiler:
 
     def after_step(self, step: StepTrace) -> None:
         """Stops the profiler after its last step."""
-        self._ready = self._ready or not step.compiled
+        self._ready = self._ready or not step.functions
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None

@@ -19,11 +19,12 @@ from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.lab.trace import recording
+from ksana_jax.lab import recording
 from ksana_jax.lab.trace.functions import CompilationLog, reason_of
 from ksana_jax.lab.trace.header import header, plain_patterns, source_of
 from ksana_jax.lab.trace.profile import Profiler
-from ksana_jax.lab.trace.steps import StepTrace
+from ksana_jax.lab.trace.requests import plain_input, plain_request
+from ksana_jax.lab.trace.steps import StepTrace, share
 from ksana_jax.lab.trace.wrapping import Wrappers
 from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.sequence import Rows
@@ -110,7 +111,7 @@ class Recorder:
     def plain(self) -> list[recording.Event]:
         """Returns the events as plain values; requests come last."""
         events = [event.plain() if isinstance(event, StepTrace) else event for event in self.events]
-        return events + [recording.plain_request(request) for request in self.requests]
+        return events + list(map(plain_request, self.requests))
 
     def write(self, path: Path) -> None:
         """Writes the recording."""
@@ -125,7 +126,7 @@ class Recorder:
         if (engine := self._engine()) is not None:
             self.header |= source_of(engine)  # an LLM sets it after its engine was built
         self.requests += made
-        self._note("created", requests=list(map(recording.plain_input, made, args[0] if args else given["asked"])))
+        self._note("created", requests=list(map(plain_input, made, args[0] if args else given["asked"])))
         return made
 
     def _add(self, method: Callable[..., None], requests: Collection[Request]) -> None:
@@ -159,7 +160,8 @@ class Recorder:
             return batch
         now = self._clock()
         number = len(self.steps) + len(self._running) + 1
-        running = _Running(StepTrace(number, began, len(batch.rows), len(batch.sampled), now - began), batch, {}, now)
+        step = StepTrace(number, len(batch.rows), len(batch.sampled), {"schedule": (began, now - began)})
+        running = _Running(step, batch, {}, now)
         if self._decisions:
             self._note_decisions(running, engine.scheduler.rows)
             running.scheduled_s = self._clock()
@@ -188,7 +190,7 @@ class Recorder:
     def _note_built(self, now: float) -> None:
         """Ends the building of the step that was scheduled last, unless it is submitted."""
         if self._running and not (last := self._running[-1]).submitted:
-            last.step.build_s = last.step.build_s or now - last.scheduled_s
+            last.step.slices.setdefault("build", (last.scheduled_s, now - last.scheduled_s))
 
     def _submit(self, method: Callable[[StepInput], Any], given: StepInput) -> Any:
         [pending] = self._submitted(1, lambda: [method(given)])
@@ -200,6 +202,8 @@ class Recorder:
     def _submitted(self, count: int, submit: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Times a call for some steps: the first ones that are not submitted."""
         several = [running for running in self._running if not running.submitted][:count]
+        if not several:  # an executor's submit calls submit_together
+            return submit()
         steps, log, engine = [running.step for running in several], self._log, self._engine()
         assert engine is not None
         built, step = self._clock(), steps[0]
@@ -215,11 +219,11 @@ class Recorder:
         for function in new:
             function.step, function.engine, function.reason = step.step, self.number, reason_of(function.key, programs)
             programs.append(function.key)
-        step.compiled, step.compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
-        submit_s = max(now - began - step.compile_s - (log.writing_s - writing), 0.0)
-        for left, each in enumerate(reversed(steps)):
-            each.submit_s = submit_s / count
-            each.submitted_s = now - left * each.submit_s
+        step.functions, compile_s = [f.name for f in new], sum(f.traced_s + f.compiled_s for f in new)
+        if new:
+            step.slices["compile"] = began, compile_s
+        submit_s = max(now - began - compile_s - (log.writing_s - writing), 0.0)
+        share(steps, "submit", now - submit_s, submit_s)
         first = _Pending(pending[0], lambda result: self._wait(several, now - submit_s, result))
         others = zip(several[1:], pending[1:], strict=True)
         return [first, *(_Pending(p, functools.partial(self._take, running)) for running, p in others)]
@@ -228,15 +232,14 @@ class Recorder:
         """Times the result of a call for some steps, of which the first one's is asked for."""
         began = self._clock()
         output = self._take(several[0], result)
-        now, step = several[0].output_s, several[0].step
-        for left, each in enumerate(running.step for running in reversed(several)):
-            each.wait_s = (now - began) / len(several)
-            each.result_s = now - left * each.wait_s
-            each.device_s = (now - max(submitting, self._last_result_s)) / len(several)
-            each.device_ended_s = now - left * each.device_s
+        now, steps = several[0].output_s, [running.step for running in several]
+        on_device = max(submitting, self._last_result_s)
+        share(steps, "wait", began, now - began)
+        share(steps, "device", on_device, now - on_device)
         last = self.steps[-1].record if self.steps else None
         if last is not None and last.num_running + last.num_waiting:
-            step.idle_s = max(submitting - step.compile_s - step.profiler_s - self._last_result_s, 0.0)
+            aside_s = steps[0].seconds("compile") + steps[0].profiler_s
+            steps[0].idle_s = max(submitting - aside_s - self._last_result_s, 0.0)
         self._last_result_s = now
         return output
 
@@ -268,7 +271,7 @@ class Recorder:
         if (running := self._settled) is None:
             return
         self._settled, step, now = None, running.step, engine.clock()
-        step.finish_s, step.ended_s = now - running.output_s, now
+        step.slices["finish"] = running.output_s, now - running.output_s
         step.end(engine.records[-1], self.header["block_bytes"])
         self.events.append(step)
         self.steps.append(step)

@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.request import RequestInput
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.llm import LLM
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.lab.recording import Event, Recording
 from ksana_jax.lab.trace.differences import Difference, difference
 from ksana_jax.lab.trace.header import digest, versions
 from ksana_jax.lab.trace.recorder import Recorder
-from ksana_jax.lab.trace.recording import Event, Recording, read_params
+from ksana_jax.lab.trace.requests import read_input
 from ksana_jax.methods.presets import read_pattern
 
 
@@ -104,7 +102,7 @@ def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
     """Does between steps what was done in the recording."""
     kind = event["event"]
     if kind == "created":
-        made = engine.new_requests([_input(given) for given in event["requests"]])
+        made = engine.new_requests([read_input(given) for given in event["requests"]])
         for request, given in zip(made, event["requests"], strict=True):
             waiting[request.request_id] = request
             request.metrics.arrival_s = given["arrival_s"]
@@ -122,13 +120,6 @@ def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
         engine.set_eviction(method)
     elif kind != "request":
         raise ConfigError(f"recordings have no event {kind!r}")
-
-
-def _input(given: Mapping[str, Any]) -> RequestInput:
-    tokens = np.array(given["prompt_token_ids"], np.int32)
-    salt, name, streams = given["cache_salt"], given["request_id"], given["streams"]
-    num_question = given.get("num_question", 0)  # absent from earlier recordings
-    return RequestInput(tokens, read_params(given["params"]), None, salt, name, streams, num_question)
 
 
 def _patterns(given: Any) -> list[Any]:

@@ -43,14 +43,14 @@ def buckets_of(steps: Sequence[StepTrace]) -> list[Bucket]:
                 sum(s.record.num_tokens for s in some),
                 shape.num_tokens * len(some),
                 _median_ms(some),
-                sum(s.device_s for s in some),
+                sum(s.seconds("device") for s in some),
             )
         )
     return sorted(found, key=lambda bucket: -bucket.device_s)
 
 
 def _median_ms(steps: Sequence[StepTrace]) -> float | None:
-    clean = [s.ended_s - s.began_s for s in steps if not s.compiled and not s.profiled]
+    clean = [s.ended_s - s.began_s for s in steps if not s.functions and not s.profiled]
     return 1e3 * statistics.median(clean) if clean else None
 
 
@@ -65,7 +65,7 @@ def time_of_steps(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dic
     """
     if not steps:
         return {}
-    seconds = {f"host: {phase}": sum(getattr(s, f"{phase}_s") for s in steps) for phase in PHASES}
+    seconds = {f"host: {phase}": sum(s.seconds(phase) for s in steps) for phase in PHASES}
     compiling, waiting = seconds.pop("host: compile"), seconds.pop("host: wait")
     whole = sum(parts.values())
     device = {f"device: {part}": waiting * s / whole for part, s in parts.items()} if whole else {"device": waiting}
@@ -81,8 +81,8 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
     an upper bound for what padding cost, since attention skips it. median_ms: as in `Bucket`. device_idle: fraction of
     the time with work in which the device had nothing to do, at least; of the same steps.
     """
-    buckets, clean = buckets_of(steps), [s for s in steps if not s.compiled and not s.profiled]
-    idle_s, device_s = sum(s.idle_s for s in clean), sum(s.device_s for s in clean)
+    buckets, clean = buckets_of(steps), [s for s in steps if not s.functions and not s.profiled]
+    idle_s, device_s = sum(s.idle_s for s in clean), sum(s.seconds("device") for s in clean)
     computed, padded = sum(b.num_tokens for b in buckets), sum(b.padded_tokens for b in buckets)
     return {
         "num_steps": len(steps),
@@ -94,7 +94,7 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
         "median_ms": _median_ms(steps),
         "device_idle": idle_s / (idle_s + device_s) if clean else None,
         "profiled_steps": sum(s.profiled for s in steps),
-        "compiling_steps": sum(bool(s.compiled) for s in steps),
+        "compiling_steps": sum(bool(s.functions) for s in steps),
         "time_s": time_of_steps(steps, parts),
         "profiled_s": dict(parts),
         "buckets": [dataclasses.asdict(b) | {"padding": b.padding} for b in buckets],

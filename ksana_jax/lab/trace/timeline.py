@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ksana_jax.lab.trace.recording import Event, events_of
-from ksana_jax.lab.trace.steps import PHASES
+from ksana_jax.lab.recording import Event, events_of
 
 HOST, DEVICE = 1, 2
 
@@ -24,11 +23,11 @@ def timeline(engines: Sequence[Sequence[Event]]) -> dict[str, Any]:
       engines: events of each.
     """
     rows = [(events_of("step", events), events_of("request", events)) for events in engines]
-    begins = [step["began_s"] for steps, _ in rows for step in steps]
+    begins = [step["slices"]["schedule"][0] for steps, _ in rows for step in steps]
     begins += [request["arrival_s"] for _, requests in rows for request in requests]
     begin_s, found = min(begins, default=0.0), []
     for number, (steps, requests) in enumerate(rows, 1):
-        last_s = steps[-1]["ended_s"] if steps else begin_s
+        last_s = sum(steps[-1]["slices"]["finish"]) if steps else begin_s
         for event in (*_names(number), *_steps(steps), *_requests(requests, last_s)):
             if "ts" in event:
                 event["ts"] = _microseconds(event["ts"] - begin_s)
@@ -48,27 +47,18 @@ def _names(number: int) -> Iterator[dict[str, Any]]:
 
 def _steps(steps: Sequence[Event]) -> Iterator[dict[str, Any]]:
     for step in steps:
-        built_s = step["began_s"] + step["schedule_s"] + step["build_s"]
-        compiled_s = step["submitted_s"] - step["submit_s"]
-        ends = (built_s - step["build_s"], built_s, step["submitted_s"], compiled_s, step["result_s"], step["ended_s"])
-        number = {"step": step["step"]}
-        for phase, end_s in zip(PHASES, ends, strict=True):
-            yield from _slice(HOST, phase, end_s, step[f"{phase}_s"], number)
-        shape = " + ".join(f"{count}x{width}" for count, width in step["shape"]["parts"])
-        counts = {name: step[name] for name in ("num_rows", "num_tokens", "padded_tokens", "compiled", "moved_bytes")}
-        yield from _slice(DEVICE, shape, step["device_ended_s"], step["device_s"], number | counts)
+        shape = " + ".join(f"{count}x{width}" for count, width in step["shape"][0])
+        counts = {name: step[name] for name in ("num_rows", "num_tokens", "padded_tokens", "functions", "moved_bytes")}
+        for phase, (begin_s, seconds) in step["slices"].items():
+            thread, name, more = (DEVICE, shape, counts) if phase == "device" else (HOST, phase, {})
+            of = {"ph": "X", "tid": thread, "name": name, "args": {"step": step["step"], **more}}
+            yield {**of, "ts": begin_s, "dur": _microseconds(seconds)}
         counters = {
             "KV blocks": {"held": step["peak_blocks"], "cached": step["cached_blocks"]},
             "sequences": {"running": step["num_running"], "waiting": step["num_waiting"]},
         }
         for name, values in counters.items():
-            yield {"ph": "C", "name": name, "ts": step["began_s"], "args": values}
-
-
-def _slice(thread: int, name: str, end_s: float, seconds: float, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if seconds > 0:
-        dur = _microseconds(seconds)
-        yield {"ph": "X", "tid": thread, "name": name, "ts": end_s - seconds, "dur": dur, "args": args}
+            yield {"ph": "C", "name": name, "ts": step["slices"]["schedule"][0], "args": values}
 
 
 def _requests(requests: Sequence[Event], last_s: float) -> Iterator[dict[str, Any]]:

@@ -6,13 +6,13 @@ import pytest
 
 from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.recording import read
 from ksana_jax.lab.simulator.cost import read_cost
 from ksana_jax.lab.simulator.paced import WallClock
-from ksana_jax.lab.simulator.step_file import read_steps
 
 TIMES = {"shape": [[[1, 1]], 4, 1], "count": 9, "mean_s": 0.1, "factor": 1.0, "residuals": [1.0]}
 FITTED = {"level": "fitted", "phases": {"decode": {"step": 0.001}}, "shapes": [TIMES]}
-STEP = {"ended_s": 1.0, "shape": [[[1, 1]], 4, 1]} | dict.fromkeys(
+STEP = {"event": "step", "ended_s": 1.0, "shape": [[[1, 1]], 4, 1]} | dict.fromkeys(
     ("num_tokens", "num_decodes", "num_running", "num_waiting", "blocks_in_use", "peak_blocks", "num_preemptions"), 1
 )
 
@@ -40,24 +40,27 @@ def test_wrong_costs_are_named_with_their_value(fields, says):
 @pytest.mark.parametrize(
     ("header", "step", "says"),
     [
-        ([], STEP, " has no steps: `ksana simulate record` writes them"),
-        ({"kind": "steps"}, STEP, " has steps of format None, this version reads 1"),
-        (None, {}, ", line 3: there is no field 'shape'"),
-        (None, [], ", line 3 is [], must be the fields of a step"),
-        (None, 5, ", line 3 is 5, must be the fields of a step"),
-        (None, {"shape": 3}, ", line 3 is {'shape': 3}, must be the fields of a step"),
+        ([], STEP, " is not a recording"),
+        ({"kind": "steps", "format": 1}, STEP, " has steps of an earlier version: repeat `ksana simulate record`"),
+        ({"event": "recording"}, STEP, " is a recording of format None, this version reads 1 and 2"),
+        (None, {}, ", line 3 is {}, must be an event"),
+        (None, [], ", line 3 is [], must be an event"),
+        (None, 5, ", line 3 is 5, must be an event"),
+        (None, {"event": "step"}, ", line 3: there is no field 'ended_s'"),
+        (None, {k: v for k, v in STEP.items() if k != "shape"}, ", line 3: there is no field 'shape'"),
+        (None, STEP | {"shape": 3}, ", line 3: shape is 3, must be the shape of a step"),
         (None, STEP | {"num_tokens": "many"}, ", line 3: num_tokens is 'many', must be a finite number"),
         (None, STEP | {"ended_s": float("nan")}, ", line 3: ended_s is nan, must be a finite number"),
     ],
 )
 def test_broken_lines_of_steps_are_named(tmp_path, header, step, says):
     path = tmp_path / "steps.jsonl"
-    good = {"kind": "steps", "format": 1}
+    good = {"event": "recording", "format": 2}
     path.write_text("\n".join(map(json.dumps, [good, STEP])))
-    assert len(read_steps(path).records) == 1
+    assert len(read(path).records()) == 1
     path.write_text("\n".join(map(json.dumps, [good if header is None else header, STEP, step])))
     with pytest.raises(ConfigError) as raised:
-        read_steps(path)
+        read(path).records()
     assert str(raised.value) == f"{path}{says}"
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.lab import recording
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost, Cost, HostCost, read_cost
 from ksana_jax.lab.simulator.fit import fit
@@ -13,8 +14,8 @@ from ksana_jax.lab.simulator.move_cost import WAYS, Link, MoveCost
 from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
-from ksana_jax.lab.simulator.step_file import Steps, read_steps, write_steps
 from ksana_jax.lab.simulator.step_size import StepSize
+from ksana_jax.lab.simulator.step_times import Steps
 from ksana_jax.scheduler.step.types import Part, StepShape
 from tests.lab.simulator.items import MODEL, config, drawn_items
 
@@ -95,10 +96,10 @@ def test_bad_costs_of_moves_are_refused(move, words):
 
 def test_a_file_of_steps_and_one_of_costs_give_the_same_costs_again(tmp_path):
     records = recorded()
-    write_steps(tmp_path / "steps.jsonl", {"model": "toy"}, records)
-    steps = read_steps(tmp_path / "steps.jsonl")
-    assert steps.records == records and steps.about == {"model": "toy"}
-    cost = fit(steps)
+    recording.write(tmp_path / "steps.jsonl", {"model": "toy"}, map(recording.plain_record, records))
+    made = recording.read(tmp_path / "steps.jsonl")
+    assert made.records() == records and made.header["model"] == "toy"
+    cost = fit(Steps(made.header, made.records()))
     (tmp_path / "cost.json").write_text(json.dumps(cost.plain()))
     again = read_cost(tmp_path / "cost.json")
     assert json.dumps(again.plain()) == json.dumps(cost.plain())  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ksana_jax.cli import app
-from ksana_jax.lab.simulator.step_file import write_steps
+from ksana_jax.lab import recording
 from tests.lab.simulator.test_costs import recorded
 
 
 def test_a_fit_writes_costs_and_prints_errors_of_held_out_steps(tmp_path):
-    write_steps(tmp_path / "steps.jsonl", {"model": "toy"}, recorded())
+    recording.write(tmp_path / "steps.jsonl", {"model": "toy"}, map(recording.plain_record, recorded()))
     cost = tmp_path / "cost.json"
     done = CliRunner().invoke(app, ["simulate", "fit", str(tmp_path / "steps.jsonl"), "-o", str(cost)])
     assert done.exit_code == 0, done.output
@@ -25,8 +25,8 @@ def test_a_fit_writes_costs_and_prints_errors_of_held_out_steps(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["fit", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
-        (["fit", __file__], "has no steps"),
+        (["fit", "nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
+        (["fit", __file__], "is not a recording"),
         (["fit", __file__, "--method", "forest"], "--method is 'forest', must be one of affine, table"),
         (["validate", "--paced", "{level: fast}"], "cost.level is 'fast', must be one of affine, fitted"),
         (["validate", "--paced", "{level: affine, step_s: -1, token_s: 0}"], "step_s is -1, must be"),
@@ -74,7 +74,7 @@ def test_objectives_that_every_rate_keeps_are_an_error_with_the_highest_rate(tmp
 
 @pytest.mark.soak
 def test_a_simulated_engine_decides_as_the_real_one():
-    from ksana_jax.lab.simulator.validate import check_decisions
+    from ksana_jax.lab.trace.decisions import check_decisions
 
     said = []
     assert check_decisions("ksana-tiny", said.append), "\n".join(said)

@@ -62,9 +62,11 @@ def test_a_step_that_had_to_wait_for_a_function_says_why(bundle):
     assert "compiled were sample 4, greedy" in reasons[-1]
     steps = steps_of(folder)
     for function in trace["functions"]:
-        assert function["name"] in steps[function["step"] - 1]["compiled"]
+        assert function["name"] in steps[function["step"] - 1]["functions"]
     seconds = trace["compilations"]
-    assert sum(s["compile_s"] for s in steps) == pytest.approx(seconds["traced_s"] + seconds["compiled_s"])
+    assert sum(s["slices"].get("compile", (0, 0))[1] for s in steps) == pytest.approx(
+        seconds["traced_s"] + seconds["compiled_s"]
+    )
 
 
 def test_the_profile_is_divided_by_the_parts_of_the_model(bundle):

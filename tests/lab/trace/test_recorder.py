@@ -67,11 +67,11 @@ def test_phases_add_up_to_the_step_on_a_clock_that_ticks(tmp_path):
         busy(engine)
         run(engine)
     for s in trace.recorders[0].steps:
-        phases = {phase: getattr(s, f"{phase}_s") for phase in PHASES}
+        phases = {phase: s.seconds(phase) for phase in PHASES}
         assert min(phases[p] for p in ("schedule", "build", "submit", "wait", "finish")) > 0 == phases["compile"]
         # Between submission and result the engine only advances: two readings of the clock.
         assert 0 <= s.ended_s - s.began_s - sum(phases.values()) - s.profiler_s <= 3
-        assert s.wait_s <= s.device_s <= s.ended_s - s.began_s
+        assert s.seconds("wait") <= s.seconds("device") <= s.ended_s - s.began_s
 
 
 def test_steps_of_one_call_share_its_times(tmp_path):
@@ -83,11 +83,11 @@ def test_steps_of_one_call_share_its_times(tmp_path):
     assert [s.record for s in steps] == engine.records and [s.record.num_tokens for s in steps] == [5] + [1] * 8
     assert [s.record.shape for s in steps] == [g.shape for g in engine.executor.steps]
     for first in (1, 5):
-        shared = {(s.submit_s, s.wait_s, s.device_s) for s in steps[first : first + 4]}
+        shared = {tuple(map(s.seconds, ("submit", "wait", "device"))) for s in steps[first : first + 4]}
         # The clock ticks once from submission to its end, and once while the result is waited for.
         assert len(shared) == 1 and {submit_s for submit_s, _, _ in shared} == {1 / 4}
         assert steps[first].idle_s > 0 and not any(s.idle_s for s in steps[first + 1 : first + 4])
-        assert all(s.build_s > 0 and s.finish_s > 0 for s in steps[first : first + 4])
+        assert all(s.seconds("build") > 0 and s.seconds("finish") > 0 for s in steps[first : first + 4])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -103,8 +103,9 @@ def test_the_device_is_idle_between_a_result_and_the_next_submission(tmp_path, a
     assert waited == ([] if ahead else [*range(1, 6), *range(7, 12)])
     for before, s in itertools.pairwise(steps):
         if s.idle_s:
-            assert s.idle_s == s.began_s - before.ended_s + before.finish_s + s.schedule_s + s.build_s
-    expected = sum(s.idle_s for s in steps) / sum(s.idle_s + s.device_s for s in steps)
+            host_s = before.seconds("finish") + s.seconds("schedule") + s.seconds("build")
+            assert s.idle_s == s.began_s - before.ended_s + host_s
+    expected = sum(s.idle_s for s in steps) / sum(s.idle_s + s.seconds("device") for s in steps)
     assert summary(steps, {})["device_idle"] == expected
 
 

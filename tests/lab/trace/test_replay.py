@@ -9,7 +9,8 @@ import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams, cli
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.trace import recording, tracing
+from ksana_jax.lab import recording
+from ksana_jax.lab.trace import tracing
 from ksana_jax.lab.trace.command import compare_recordings
 from ksana_jax.lab.trace.differences import (
     first_difference,
@@ -43,7 +44,7 @@ def record(folder, drive=live, **settings):
     drive(engine)
     recorder.stop()
     recorder.write(folder / recording.NAME)
-    return recording.read(folder), engine
+    return recording.read_decisions(folder), engine
 
 
 # With a tier on the host, the engine waits for the tokens of each step.
@@ -173,7 +174,7 @@ def test_a_recording_names_its_model_though_the_engine_is_gone_before_the_trace_
         run(engine)
         del engine
         gc.collect()
-    made = recording.read(tmp_path / "out")
+    made = recording.read_decisions(tmp_path / "out")
     assert (made.header["model"], made.header["load_format"]) == ("somewhere", "auto") and made.num_requests == 1
 
 
@@ -197,7 +198,7 @@ def test_a_real_engine_samples_the_same_tokens_again_and_other_weights_are_refus
     llm.generate([[5] * 20, [7] * 9, [3] * 3], asked)
     recorder.stop()
     recorder.write(tmp_path / recording.NAME)
-    made = recording.read(tmp_path)
+    made = recording.read_decisions(tmp_path)
     again = small_llm()
     check_model(made, again.engine)
     assert replay(made, again.engine).difference is None and len(made.steps) > 6
@@ -214,7 +215,7 @@ def test_a_replay_compresses_a_context_before_its_question(tmp_path):
     llm.generate({"prompt_token_ids": [*range(3, 33)], "question_token_ids": [7, 9, 3]}, asked)
     recorder.stop()
     recorder.write(tmp_path / recording.NAME)
-    made = recording.read(tmp_path)
+    made = recording.read_decisions(tmp_path)
     assert replay(made, small_llm(kv_eviction=eviction, block_size=4).engine).difference is None
     for event in made.events:
         for request in event.get("requests", []):
@@ -274,7 +275,7 @@ def test_a_recording_of_the_first_format_is_still_replayed(tmp_path):
     header = {name: made.header[name] for name in names} | {"format": 1}
     recording.write(path := tmp_path / "b" / recording.NAME, header, [e for e in old if e["event"] != "request"])
     assert json.loads(path.read_text().splitlines()[0])["format"] == 1
-    assert replay(recording.read(path), make_engine(**SETTINGS)).difference is None
+    assert replay(recording.read_decisions(path), make_engine(**SETTINGS)).difference is None
 
 
 def _fails(capsys, *words):

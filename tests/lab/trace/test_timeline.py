@@ -48,11 +48,11 @@ def test_no_slice_of_the_host_or_of_the_device_overlaps_another(tmp_path, settin
 def test_slices_of_a_step_last_as_long_as_its_phases(tmp_path, settings):
     events, steps = drawn(tmp_path, serve, **settings)
     lasted = {(e["args"]["step"], e["name"]): e["dur"] for e in events if e["ph"] == "X" and e["tid"] == HOST}
-    expected = {(s.step, phase): 1e6 * getattr(s, f"{phase}_s") for s in steps for phase in PHASES}
+    expected = {(s.step, phase): 1e6 * s.seconds(phase) for s in steps for phase in PHASES}
     assert lasted == pytest.approx({k: v for k, v in expected.items() if v})
     on_device = {e["args"]["step"]: e for e in events if e["ph"] == "X" and e["tid"] == DEVICE}
     for s in steps:
-        assert on_device[s.step]["dur"] == pytest.approx(1e6 * s.device_s)
+        assert on_device[s.step]["dur"] == pytest.approx(1e6 * s.seconds("device"))
         assert on_device[s.step]["args"]["padded_tokens"] == s.record.shape.num_tokens
 
 

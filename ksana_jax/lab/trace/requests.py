@@ -1,0 +1,57 @@
+"""Requests as plain values: all that a replay needs of them, and what became of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.core.request import RequestInput, SamplingParams
+from ksana_jax.engine.completion import Request
+from ksana_jax.lab.recording import Event
+
+
+def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
+    """Returns all that a replay needs of a request."""
+    default = SamplingParams()
+    params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(default)}
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": request.prompt_token_ids.tolist(),
+        "params": {name: value for name, value in params.items() if value != getattr(default, name)},
+        "seeds": [completion.seq.seed for completion in request.completions],
+        "cache_salt": asked.cache_salt,
+        "num_question": asked.num_question,
+        "streams": asked.streams,
+        "arrival_s": request.metrics.arrival_s,
+    }
+
+
+def read_input(given: Mapping[str, Any]) -> RequestInput:
+    """Returns the input of `plain_input`."""
+    params = given["params"]
+    if (bias := params.get("logit_bias")) is not None:
+        params = params | {"logit_bias": {int(token): x for token, x in bias.items()}}  # keys of JSON are strings
+    return RequestInput(
+        np.array(given["prompt_token_ids"], np.int32),
+        SamplingParams(**params),
+        None,
+        given["cache_salt"],
+        given["request_id"],
+        given["streams"],
+        given.get("num_question", 0),  # absent from earlier recordings
+    )
+
+
+def plain_request(request: Request) -> Event:
+    """Returns the times and counts of a request as an event."""
+    reasons = [c.seq.finish_reason for c in request.completions]
+    return {
+        "event": "request",
+        "request_id": request.request_id,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "finish_reasons": [None if reason is None else reason.value for reason in reasons],
+        **dataclasses.asdict(request.metrics),
+    }
