@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.compilation_cache import without_cache
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.core.files import write_atomic
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.devkit.compile_check.targets import Target, find_target
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.lab.experiments.config import Plan, Trial, patterns_of
-from ksana_jax.lab.trace import page
-from ksana_jax.lab.trace.bundle import about_machine
+from ksana_jax.lab.trace.bundle import write_summary
 from ksana_jax.lab.trace.functions import CompilationLog, Function, name_of
 from ksana_jax.lab.trace.header import architecture
 from ksana_jax.lab.trace.roofline import Roofline, roofline
-from ksana_jax.lab.trace.summary import compile_summary
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.methods.presets import read_patterns
-from ksana_jax.runner import compiling
 from ksana_jax.runner.planner.chips import CHIPS
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.buckets import Buckets
@@ -161,16 +155,6 @@ def shapes_of(config: EngineConfig, platform: str) -> list[StepShape]:
     return [buckets.shape(config.max_num_seqs, (), buckets.widths[-1]), *buckets.largest()]
 
 
-@contextlib.contextmanager
-def logged(log: CompilationLog) -> Iterator[None]:
-    """Returns a context in which compiled functions are logged."""
-    compiling.observers.append(log)
-    try:
-        yield
-    finally:
-        compiling.observers.remove(log)
-
-
 def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callable[[str], None]) -> None:
     """Compiles the engines of an experiment for a target that is not attached, and writes the bundle.
 
@@ -181,17 +165,10 @@ def trace_absent(plan: Plan, name: str, folder: Path, command: str, say: Callabl
       ConfigError: see `targets.check_target` and `compile_engine`.
     """
     target, log, began = find_target(name), CompilationLog(folder / "functions"), time.time()
-    with without_cache(), logged(log):
+    with without_cache(), log:
         engines = []
         for number, trials in enumerate(engines_of(plan), 1):
             say(f"compiling the steps of {trials[0].label} for {CHIPS[name].name}")
             engines.append(compile_engine(plan, trials, target, log, number))
-    content = {
-        **about_machine(command, began),
-        "target": {"name": name, "chip": dataclasses.asdict(CHIPS[name])},
-        "compilations": compile_summary(log.functions),
-        "engines": engines,
-        "functions": [f.plain() for f in log.functions],
-    }
-    write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(folder / "index.html", page.render(content))
+    chip = dataclasses.asdict(CHIPS[name])
+    write_summary(folder, command, began, log, target={"name": name, "chip": chip}, engines=engines)

@@ -27,7 +27,6 @@ from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.lab.trace.summary import compile_summary, summary
 from ksana_jax.lab.trace.timeline import timeline
 from ksana_jax.methods.presets import read_pattern
-from ksana_jax.runner import compiling
 
 FORMAT = 2
 # Steps that run under the profiler. A profile of 64 steps of eight layers is a few megabytes.
@@ -64,25 +63,6 @@ class Trace:
         for recorder in reversed(self.recorders):
             recorder.stop()
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the trace as plain values for JSON; events are in files of their own."""
-        parts = self.parts()
-        return {
-            **about_machine(self.command, self.began),
-            "compilations": compile_summary(self.log.functions),
-            "engines": [
-                {
-                    "engine": recorder.number,
-                    **recorder.header,
-                    "patterns": "; ".join({str(read_pattern(given)): None for given in recorder.header["patterns"]}),
-                    "num_requests": len(recorder.requests),
-                    **summary(recorder.steps, parts),
-                }
-                for recorder in self.recorders
-            ],
-            "functions": [f.plain() for f in self.log.functions],
-        }
-
     def parts(self) -> dict[str, float]:
         """Returns the seconds of each part of the model in the profile; empty without one."""
         if not self.profiler.steps:
@@ -106,7 +86,7 @@ def tracing(
       folder: must not exist, or be empty.
       command: shown on the page.
       profile_steps: steps that run under jax's profiler, from the first that compiles nothing; 0 runs no profiler.
-      record: also record each engine, for `ksana replay` and `ksana compare`.
+      record: also record decisions, prompts and tokens of each engine, for `ksana replay` and `ksana compare`.
 
     Raises:
       ConfigError: the folder has files.
@@ -116,19 +96,18 @@ def tracing(
     log = CompilationLog(folder / "functions")
     trace = Trace(folder, command, log, Profiler(folder / "profile", profile_steps), record)
     build.observers.append(trace.watch)
-    compiling.observers.append(log)
     # A program from jax's cache on disk may have been compiled from the same operations in other scopes.
     shared = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
-        yield trace
+        with log:
+            yield trace
     finally:
         build.observers.remove(trace.watch)
-        compiling.observers.remove(log)
         jax.config.update("jax_compilation_cache_include_metadata_in_key", shared)
         trace.stop()
         if trace.recorders:
-            write(trace)
+            _write(trace)
 
 
 def check_new(folder: Path) -> None:
@@ -139,28 +118,38 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{folder} is not a folder")
 
 
-def write(trace: Trace) -> None:
+def _write(trace: Trace) -> None:
     """Writes a trace's files; the profile and the compiled functions are there already."""
-    trace.folder.mkdir(parents=True, exist_ok=True)
-    content, engines = trace.plain(), []
+    parts, engines, events = trace.parts(), [], []
     for recorder in trace.recorders:
-        engines.append(recorder.plain())
-        path = trace.folder / f"engine-{recorder.number}" / recording.NAME
-        recording.write(path, recorder.header, engines[-1])
-    write_atomic(trace.folder / "timeline.json", json.dumps(timeline(engines)) + "\n")
-    write_atomic(trace.folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(trace.folder / "index.html", page.render(content))
+        header = recorder.header
+        patterns = "; ".join({str(read_pattern(given)): None for given in header["patterns"]})
+        about = {"engine": recorder.number, **header, "patterns": patterns, "num_requests": len(recorder.requests)}
+        engines.append(about | summary(recorder.steps, parts))
+        events.append(recorder.plain())
+        recording.write(trace.folder / f"engine-{recorder.number}" / recording.NAME, header, events[-1])
+    write_atomic(trace.folder / "timeline.json", json.dumps(timeline(events)) + "\n")
+    write_summary(trace.folder, trace.command, trace.began, trace.log, engines=engines)
 
 
-def about_machine(command: str, began: float) -> dict[str, Any]:
-    """Returns what every trace begins with: its command, when it began, machine, versions and flags."""
-    return {
+def write_summary(folder: Path, command: str, began: float, log: CompilationLog, **content: Any) -> None:
+    """Writes what every trace has: machine, versions, flags and compiled functions, as trace.json and as a page.
+
+    Args:
+      began: when, in seconds since 1970. content: more, such as the engines.
+    """
+    content = {
         "format": FORMAT,
         "command": command,
         "time": began,
         "environment": environment(),
         "variables": variables(),
+        **content,
+        "compilations": compile_summary(log.functions),
+        "functions": [function.plain() for function in log.functions],
     }
+    write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(folder / "index.html", page.render(content))
 
 
 def variables() -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.lab.trace.parts import parts_of_operations
+from ksana_jax.runner import compiling
 from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
@@ -85,7 +86,7 @@ def _total(programs: list[Program], name: str) -> float | None:
 
 
 class CompilationLog:
-    """Observes `runner.compiling`: writes the texts of each function to a folder and keeps the rest.
+    """Observes `runner.compiling` as a context: writes the texts of each function to a folder and keeps the rest.
 
     Attributes:
       functions: in the order in which they were compiled.
@@ -96,6 +97,13 @@ class CompilationLog:
         self.functions: list[Function] = []
         self.writing_s = 0.0
         self._folder, self._jaxprs, self._lock = folder, {}, threading.Lock()
+
+    def __enter__(self) -> CompilationLog:
+        compiling.observers.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        compiling.observers.remove(self)
 
     def lowered(self, lowered: Any, jaxpr: Any) -> None:
         """See `compiling.Observer`."""

@@ -9,10 +9,10 @@ from ksana_jax import AttentionPattern, ModelConfig, cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.devkit.compile_check import targets
 from ksana_jax.lab.experiments.config import load
-from ksana_jax.lab.trace import absent, page
-from ksana_jax.lab.trace.bundle import about_machine
+from ksana_jax.lab.trace import absent
+from ksana_jax.lab.trace.bundle import write_summary
+from ksana_jax.lab.trace.functions import CompilationLog
 from ksana_jax.lab.trace.roofline import roofline
-from ksana_jax.lab.trace.summary import compile_summary
 from ksana_jax.runner.planner.chips import CHIPS, Chip
 from ksana_jax.scheduler.step.types import Part, StepShape
 
@@ -101,7 +101,7 @@ def test_the_steps_of_an_experiment_are_compiled_for_a_machine_that_is_not_there
     assert "Computed, not measured" in (tmp_path / "out/index.html").read_text()
 
 
-def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
+def test_the_page_of_an_absent_machine_marks_its_times_as_computed(tmp_path):
     shape = StepShape((Part(3, 1),), 4, 3)
     bound = roofline(MODEL, shape, CHIP, (AttentionPattern(),) * 2, dtype="bf16", kv_token_bytes=128, context=20)
     engine = {
@@ -117,8 +117,9 @@ def test_the_page_of_an_absent_machine_marks_its_times_as_computed():
         "config": {"dtype": "bf16"},
         "steps": [absent.plain_step(shape, "full", 20, bound, [])],
     }
-    content = {**about_machine("ksana trace", 0.0), "target": {"chip": dataclasses.asdict(CHIP)}, "engines": [engine]}
-    shown = page.render(content | {"functions": [], "compilations": compile_summary([])})
+    target = {"name": "toy", "chip": dataclasses.asdict(CHIP)}
+    write_summary(tmp_path, "ksana trace", 0.0, CompilationLog(tmp_path), target=target, engines=[engine])
+    shown = (tmp_path / "index.html").read_text()
     assert "Computed, not measured: the least time of a step on toy" in shown and "computed: memory ms" in shown
     assert f"{1e3 * bound.memory_s:.4f}" in shown and shown.count("<td>full</td>") == 1
     assert "4 devices divide the model" in shown and "a device has 16" in shown
