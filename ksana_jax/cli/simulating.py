@@ -88,12 +88,17 @@ def record(
     max_output: Annotated[int, typer.Option(help="longest answer, in tokens")] = 128,
 ) -> None:
     """Runs an engine through steps of many sizes and records what they take."""
+    import os
+    import time
+
     from ksana_jax.core import checks
     from ksana_jax.core.files import require_folder
     from ksana_jax.lab import recording
     from ksana_jax.lab.experiments.dotted import dotlist
-    from ksana_jax.lab.simulator.measuring import about, exercise, make_engine
+    from ksana_jax.lab.experiments.environment import environment
+    from ksana_jax.lab.simulator.measuring import exercise, make_engine
     from ksana_jax.lab.simulator.move_times import measure_moves
+    from ksana_jax.lab.trace.header import header
 
     checks.require(
         checks.number("--seconds", seconds, above=0, high=24 * 3600),
@@ -112,7 +117,9 @@ def record(
     engine.records.clear()
     exercise(engine, seconds, max_prompt=max_prompt, max_output=max_output)
     records, moves = list(engine.records), measure_moves(engine)
-    recording.write(out, about(engine) | {"moves": moves}, map(recording.plain_record, records))
+    about = header(engine, decisions=False) | {"environment": environment(), "load_average": os.getloadavg()}
+    about |= {"recorded": time.time(), "moves": moves}
+    recording.write(out, about, map(recording.plain_record, records))
     print(f"{out}: {len(records):,} steps, {len(moves):,} moves of blocks")
 
 

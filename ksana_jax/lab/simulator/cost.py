@@ -14,7 +14,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import resolve
-from ksana_jax.lab.simulator.move_cost import MoveCost, read_moves
+from ksana_jax.lab.simulator.move_cost import MoveCost, mapping_of, read_moves
 from ksana_jax.lab.simulator.step_size import StepSize
 
 FORMAT = 1
@@ -180,23 +180,18 @@ def read_fields(kind: type, given: Mapping[str, Any], **read: Callable[[Any], An
     """
     fields = [f for f in dataclasses.fields(kind) if f.init]
     names = [f.name for f in fields]
-    if unknown := sorted(given.keys() - set(names)):
-        raise ConfigError(f"cost has {unknown[0]!r}, its fields are {', '.join(names)}")
+    mapping_of("cost", given, names)
     needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
     if missing := sorted(needed - given.keys()):
         raise ConfigError(f"cost has no {missing[0]!r}")
-    read = {"host": lambda part: _part(HostCost, part), "move": read_moves, **read}
+    read = {"host": _read_host, "move": read_moves, **read}
     return kind(**{name: read[name](value) if name in read else value for name, value in given.items()})
 
 
-def _part(kind: type, given: Any) -> Any:
-    names = [f.name for f in dataclasses.fields(kind)]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"cost: {kind.__name__} is {given!r:.60}, must be a mapping of {', '.join(names)}")
-    if unknown := sorted(given.keys() - set(names)):
-        raise ConfigError(f"cost has {unknown[0]!r}, its {kind.__name__} has {', '.join(names)}")
-    checks.require(*(checks.number(name, value, 0) for name, value in given.items()), error=ConfigError)
-    return kind(**given)
+def _read_host(given: Any) -> HostCost:
+    found = mapping_of("cost: host", given, [field.name for field in dataclasses.fields(HostCost)])
+    checks.require(*(checks.number(name, value, 0) for name, value in found.items()), error=ConfigError)
+    return HostCost(**found)
 
 
 def read_affine(given: Mapping[str, Any]) -> AffineCost:

@@ -15,6 +15,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.recording import plain_shape, read_shape
 from ksana_jax.lab.simulator.cost import Cost, read_fields
+from ksana_jax.lab.simulator.move_cost import mapping_of
 from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.scheduler.step.types import StepShape
 
@@ -79,12 +80,8 @@ class FittedCost(Cost):
 
     def __post_init__(self):
         checks.require(checks.one_of("cost.method", self.method, ("affine", "table")), error=ConfigError)
-        _require_mapping("cost.phases", self.phases, PHASES)
-        for phase, found in self.phases.items():
-            checks.require(checks.one_of("cost.phases", phase, PHASES), error=ConfigError)
-            _require_mapping(f"cost.phases.{phase}", found, FEATURES)
-            for name, value in found.items():
-                checks.require(checks.one_of(f"cost.phases.{phase}", name, FEATURES), error=ConfigError)
+        for phase, found in mapping_of("cost.phases", self.phases, PHASES).items():
+            for name, value in mapping_of(f"cost.phases.{phase}", found, FEATURES).items():
                 checks.require(checks.number(f"cost.phases.{phase}.{name}", value, 0), error=ConfigError)
 
     @functools.cached_property
@@ -130,11 +127,6 @@ class FittedCost(Cost):
             "phases": {phase: dict(found) for phase, found in self.phases.items()},
             "shapes": shapes,
         }
-
-
-def _require_mapping(name: str, value: Any, keys: Sequence[str]) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {checks.shown(value)}, must be a mapping of {', '.join(keys)}")
 
 
 def read_fitted(given: Mapping[str, Any]) -> FittedCost:

@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import heapq
-import importlib.metadata
 import itertools
 import math
-import os
-import platform
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.processor import num_cores
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
+from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.one_engine import Served
+from ksana_jax.lab.simulator.run import Arrivals
 from ksana_jax.loading.tensor_files import has_weights
 from ksana_jax.serve.workload.items import WorkItem
 from ksana_jax.serve.workload.tokens import FIRST_TOKEN
-
-
-def about(engine: Engine) -> dict[str, Any]:
-    """Describes an engine whose steps are measured, as plain values."""
-    source, _ = engine.source or ("in memory", "")
-    platform_name = getattr(engine.executor, "platform", "cpu")
-    return {
-        "model": source,
-        "config": engine.config.plain(),
-        "num_blocks": engine.scheduler.blocks.num_blocks,
-        "block_bytes": engine.scheduler.layout.block_bytes,
-        "device": platform_name if platform_name != "cpu" else f"cpu, {platform.machine()}",
-        "num_cpus": num_cores(),
-        "load_average": list(os.getloadavg()),
-        "ksana_jax": importlib.metadata.version("ksana-jax"),
-        "recorded": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int, seed: int = 0) -> None:
@@ -111,29 +90,25 @@ def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
     Returns:
       What became of each, in the order of the workload; times in seconds since it began.
     """
-    coming = [(item.arrival_s, item.index, item) for item in items if item.after is None]
-    heapq.heapify(coming)
-    turns: dict[int | None, list[WorkItem]] = {}
-    for item in items:
-        turns.setdefault(item.after, []).append(item)
+    events = VirtualClock()
     served: dict[str, tuple[Served, Request]] = {}
     prompts = {item.index: np.asarray(item.tokens(), np.int32) for item in items}
+
+    def send(item: WorkItem) -> None:
+        [request] = engine.new_requests([RequestInput(prompts[item.index], exactly(item.num_output))])
+        request.metrics.arrival_s = began + events()
+        engine.add([request])
+        served[request.request_id] = Served(item, events()), request
+
+    arrivals = Arrivals(items, events, send)
     began = engine.clock()
-    while coming or engine.has_work:
-        while coming and began + coming[0][0] <= engine.clock():
-            arrival_s, _, item = heapq.heappop(coming)
-            asked = RequestInput(prompts[item.index], exactly(item.num_output))
-            [request] = engine.new_requests([asked])
-            request.metrics.arrival_s = began + arrival_s
-            engine.add([request])
-            served[request.request_id] = Served(item, arrival_s), request
+    while events.num_events or engine.has_work:
+        events.run(engine.clock() - began)
         if engine.has_work:
-            for request in (request for request in engine.step() if request.finished):
-                for turn in turns.get(served[request.request_id][0].item.index, ()):
-                    heapq.heappush(coming, (engine.clock() - began + turn.think_s, turn.index, turn))
-        elif coming:
-            while engine.clock() < began + coming[0][0]:
-                pass
+            done = [request for request in engine.step() if request.finished]
+            events.advance_to(engine.clock() - began)
+            for request in done:
+                arrivals.ended(served[request.request_id][0].item)
     for found, request in served.values():
         metrics = request.metrics
         assert metrics.first_token_s is not None and metrics.finished_s is not None

@@ -66,8 +66,8 @@ def read_moves(given: Any) -> MoveCost:
       ConfigError: it has another form, an unknown key, or a number out of range; the message names it.
     """
     found = {}
-    for way, link in _mapping("move", given, WAYS).items():
-        fields = _mapping(f"move.{way}", link, ("fixed_s", "bytes_per_s"))
+    for way, link in mapping_of("cost: move", given, WAYS).items():
+        fields = mapping_of(f"cost: move.{way}", link, ("fixed_s", "bytes_per_s"))
         try:
             found[way] = Link(**fields)
         except ConfigError as error:
@@ -75,11 +75,16 @@ def read_moves(given: Any) -> MoveCost:
     return MoveCost(**found)
 
 
-def _mapping(name: str, given: Any, keys: Sequence[str]) -> Mapping[str, Any]:
+def mapping_of(name: str, given: Any, keys: Sequence[str]) -> Mapping[str, Any]:
+    """Returns what is given under a name, which must be a mapping of some of the keys.
+
+    Raises:
+      ConfigError: it is something else, or has another key.
+    """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"cost: {name} is {given!r:.60}, must be a mapping of {', '.join(keys)}")
+        raise ConfigError(f"{name} is {checks.shown(given)}, must be a mapping of {', '.join(keys)}")
     if unknown := sorted(given.keys() - set(keys)):
-        raise ConfigError(f"cost: {name} has {unknown[0]!r}, must be of {', '.join(keys)}")
+        raise ConfigError(f"{name} has {unknown[0]!r}, must be of {', '.join(keys)}")
     return given
 
 

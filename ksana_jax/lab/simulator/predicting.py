@@ -17,7 +17,7 @@ from ksana_jax.lab.simulator.cost import Cost
 from ksana_jax.lab.simulator.fit import fit
 from ksana_jax.lab.simulator.fitted import FittedCost
 from ksana_jax.lab.simulator.known_answers import Check
-from ksana_jax.lab.simulator.measuring import about, exercise, make_engine, serve, with_known_lengths
+from ksana_jax.lab.simulator.measuring import exercise, make_engine, serve, with_known_lengths
 from ksana_jax.lab.simulator.one_engine import Served
 from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.lab.simulator.replay import ReplayCost
@@ -176,7 +176,7 @@ def predict(
         runs.append((serve(engine, items), list(engine.records)))
         around.append(exercised(number + 1))
     measured = [Round(pair, *run) for pair, run in zip(itertools.pairwise(around), runs, strict=True)]
-    cost = fit(Steps(about(engine), [record for records in around for record in records]))
+    cost = fit(Steps({"config": engine.config.plain()}, [record for records in around for record in records]))
     return _compare(engine, items, cost, measured, seed)
 
 

@@ -62,6 +62,20 @@ class InSystem:
         self.occupied_s += (now - self._since) * (self.num > 0)
         self.num, self._since = self.num + by, now
 
+    def check(self, sojourn_s: float) -> None:
+        """Checks that all have left, and Little's law, L = lambda W within 1 %.
+
+        Args:
+          sojourn_s: the times of all requests from arrival to end, added up.
+
+        Raises:
+          AssertionError: with the numbers.
+        """
+        assert self.num == 0, f"{self.num} requests are left"
+        assert abs(self.area - sojourn_s) <= 0.01 * sojourn_s + 1e-9, (
+            f"Little's law: the number in the system adds up to {self.area} s, the times in it to {sojourn_s} s"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -173,10 +187,7 @@ def check(run: Run, counted: InSystem, num_sent: int) -> None:
         assert not any(map(math.isnan, times)), f"request {s.item.index} has not ended: {s}"
         assert list(times) == sorted(times), f"request {s.item.index} has times out of order: {times}"
         sojourn_s += s.finished_s - s.arrival_s
-    assert counted.num == 0, f"{counted.num} requests are left"
-    assert abs(counted.area - sojourn_s) <= 0.01 * sojourn_s + 1e-9, (
-        f"Little's law: the number in the system adds up to {counted.area} s, the times in it to {sojourn_s} s"
-    )
+    counted.check(sojourn_s)
     worked_s = run.busy_s + run.host_s + run.disk_s
     assert counted.occupied_s <= worked_s * (1 + 1e-6) + 1e-9, (
         f"requests were there for {counted.occupied_s} s, in which host, device and disk worked {worked_s} s"

@@ -99,7 +99,7 @@ def test_an_engine_without_a_size_of_its_pool_is_refused():
         ({"level": "affine", "step_s": 0.1}, "cost has no 'token_s'"),
         ({"level": "affine", "step_s": -1, "token_s": 0}, "step_s is -1, must be"),
         ({"level": "affine", "step_s": 1, "token_s": 0, "tokens": 3}, "cost has 'tokens'"),
-        ({"level": "affine", "step_s": 1, "token_s": 0, "host": {"row": 3}}, "cost has 'row'"),
+        ({"level": "affine", "step_s": 1, "token_s": 0, "host": {"row": 3}}, "cost: host has 'row', must be of step_s"),
         ("/nowhere/cost.json", "No such file"),
     ],
 )
