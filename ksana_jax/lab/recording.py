@@ -35,6 +35,17 @@ FORMAT = 2
 READABLE = (1, 2)
 NAME = "recording.jsonl"
 Event = dict[str, Any]
+# Fields that a replay needs: of the first line, and of each event.
+_NEEDED = {
+    "recording": "ksana_jax jax model load_format device implementation digest patterns config opaque",
+    "created": "requests",
+    "added": "request_ids",
+    "aborted": "request_id",
+    "patterns": "patterns",
+    "eviction": "method",
+    "step": "step rows blocks tokens",
+    "request": "",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +114,16 @@ def read_decisions(path: Path) -> Recording:
     """Reads a recording that can be replayed.
 
     Raises:
-      ConfigError: see `read`; or it has no decisions.
+      ConfigError: see `read`; or it has no decisions, or an event is unknown or lacks a field; names the line.
     """
     found = read(path)
     if not found.header.get("decisions", found.header["format"] == 1):
         raise ConfigError(f"{found.path} has times without decisions: `ksana trace --record` records both")
+    for number, event in enumerate((found.header, *found.events), 1):
+        if (kind := event["event"]) not in _NEEDED:
+            raise ConfigError(f"{found.path}, line {number:,}: recordings have no event {checks.shown(kind)}")
+        if missing := [name for name in _NEEDED[kind].split() if name not in event]:
+            raise ConfigError(f"{found.path}, line {number:,}: {kind} has no field {missing[0]!r}")
     return found
 
 
@@ -123,7 +139,7 @@ def _read_lines(path: Path) -> list[Any]:
     if not lines or not isinstance(lines[0], dict):
         raise ConfigError(f"{path} is not a recording")
     for number, line in enumerate(lines[1:], 2):
-        if lines[0].get("event") == "recording" and not (isinstance(line, dict) and "event" in line):
+        if lines[0].get("event") == "recording" and not (isinstance(line, dict) and isinstance(line.get("event"), str)):
             raise ConfigError(f"{path}, line {number:,} is {checks.shown(line)}, must be an event")
     return lines
 

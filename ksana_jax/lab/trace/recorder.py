@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -40,7 +39,6 @@ class _Running:
     names: dict[int, str]
     scheduled_s: float
     submitted: bool = False
-    output_s: float = 0.0
 
 
 class _Pending:
@@ -131,7 +129,8 @@ class Recorder:
 
     def _add(self, method: Callable[..., None], requests: Collection[Request]) -> None:
         method(requests)
-        self._open |= {request.request_id: request for request in requests}
+        if self._decisions:
+            self._open |= {request.request_id: request for request in requests}
         self._note("added", request_ids=[request.request_id for request in requests])
 
     def _set_patterns(self, method: Callable[..., None], patterns: Sequence[AttentionPattern]) -> None:
@@ -224,15 +223,12 @@ class Recorder:
             step.slices["compile"] = began, compile_s
         submit_s = max(now - began - compile_s - (log.writing_s - writing), 0.0)
         share(steps, "submit", now - submit_s, submit_s)
-        first = _Pending(pending[0], lambda result: self._wait(several, now - submit_s, result))
-        others = zip(several[1:], pending[1:], strict=True)
-        return [first, *(_Pending(p, functools.partial(self._take, running)) for running, p in others)]
+        return [_Pending(pending[0], lambda result: self._wait(steps, now - submit_s, result)), *pending[1:]]
 
-    def _wait(self, several: Sequence[_Running], submitting: float, result: Callable[[], Any]) -> Any:
+    def _wait(self, steps: Sequence[StepTrace], submitting: float, result: Callable[[], Any]) -> Any:
         """Times the result of a call for some steps, of which the first one's is asked for."""
         began = self._clock()
-        output = self._take(several[0], result)
-        now, steps = several[0].output_s, [running.step for running in several]
+        output, now = result(), self._clock()
         on_device = max(submitting, self._last_result_s)
         share(steps, "wait", began, now - began)
         share(steps, "device", on_device, now - on_device)
@@ -241,11 +237,6 @@ class Recorder:
             aside_s = steps[0].seconds("compile") + steps[0].profiler_s
             steps[0].idle_s = max(submitting - aside_s - self._last_result_s, 0.0)
         self._last_result_s = now
-        return output
-
-    def _take(self, running: _Running, result: Callable[[], Any]) -> Any:
-        output = result()
-        running.output_s = self._clock()
         return output
 
     def _settle(
@@ -270,9 +261,9 @@ class Recorder:
     def _observe(self, engine: Engine) -> None:
         if (running := self._settled) is None:
             return
-        self._settled, step, now = None, running.step, engine.clock()
-        step.slices["finish"] = running.output_s, now - running.output_s
-        step.end(engine.records[-1], self.header["block_bytes"])
+        self._settled, step, record, now = None, running.step, engine.records[-1], engine.clock()
+        step.slices["finish"] = record.ended_s, now - record.ended_s
+        step.end(record, self.header["block_bytes"])
         self.events.append(step)
         self.steps.append(step)
         self._profiler.after_step(step)

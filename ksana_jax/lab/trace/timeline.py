@@ -28,7 +28,7 @@ def timeline(engines: Sequence[Sequence[Event]]) -> dict[str, Any]:
     begin_s, found = min(begins, default=0.0), []
     for number, (steps, requests) in enumerate(rows, 1):
         last_s = sum(steps[-1]["slices"]["finish"]) if steps else begin_s
-        for event in (*_names(number), *_steps(steps), *_requests(requests, last_s)):
+        for event in (*_names(number), *_steps(steps), *_requests(number, requests, last_s)):
             if "ts" in event:
                 event["ts"] = _microseconds(event["ts"] - begin_s)
             found.append({"pid": number, **event})
@@ -61,14 +61,15 @@ def _steps(steps: Sequence[Event]) -> Iterator[dict[str, Any]]:
             yield {"ph": "C", "name": name, "ts": step["slices"]["schedule"][0], "args": values}
 
 
-def _requests(requests: Sequence[Event], last_s: float) -> Iterator[dict[str, Any]]:
+def _requests(number: int, requests: Sequence[Event], last_s: float) -> Iterator[dict[str, Any]]:
     """Yields each request with its waiting and its decoding inside; those that have not ended go on until the end."""
     for request in requests:
         arrival_s, first_s, end_s = (request[name] for name in ("arrival_s", "first_token_s", "finished_s"))
         end_s = last_s if end_s is None else end_s
         first_s = end_s if first_s is None else first_s
-        inside = (("waiting", arrival_s, first_s), ("decoding", first_s, end_s))
-        for name, began_s, ended_s in ((request["request_id"], arrival_s, end_s), *inside):
-            same = {"cat": "request", "id": request["request_id"], "name": name}
-            yield {"ph": "b", "ts": began_s, **same} | ({"args": dict(request)} if began_s == arrival_s else {})
-            yield {"ph": "e", "ts": ended_s, **same}
+        whole = {"cat": "request", "id": f"{number}/{request['request_id']}", "name": request["request_id"]}
+        yield {"ph": "b", "ts": arrival_s, "args": dict(request), **whole}
+        for name, begin_s, ends_s in (("waiting", arrival_s, first_s), ("decoding", first_s, end_s)):
+            yield {"ph": "b", "ts": begin_s, **whole, "name": name}
+            yield {"ph": "e", "ts": ends_s, **whole, "name": name}
+        yield {"ph": "e", "ts": end_s, **whole}

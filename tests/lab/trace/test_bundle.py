@@ -108,7 +108,7 @@ def test_the_timeline_has_every_step_and_request(bundle):
     on_device = [e for e in events if e["ph"] == "X" and e["tid"] == DEVICE]
     steps = steps_of(folder)
     assert [e["args"]["step"] for e in on_device] == [s["step"] for s in steps] and len(steps) > 6
-    assert {e["id"] for e in events if e["ph"] == "b"} == {f"request-{i}" for i in range(6)}
+    assert {e["id"] for e in events if e["ph"] == "b"} == {f"1/request-{i}" for i in range(6)}
 
 
 def test_a_browser_without_a_network_shows_the_page_as_it_was_written(bundle, tmp_path):

@@ -103,8 +103,8 @@ def test_the_device_is_idle_between_a_result_and_the_next_submission(tmp_path, a
     assert waited == ([] if ahead else [*range(1, 6), *range(7, 12)])
     for before, s in itertools.pairwise(steps):
         if s.idle_s:
-            host_s = before.seconds("finish") + s.seconds("schedule") + s.seconds("build")
-            assert s.idle_s == s.began_s - before.ended_s + host_s
+            submitted_s = s.began_s + s.seconds("schedule") + s.seconds("build")
+            assert s.idle_s == submitted_s - sum(before.slices["wait"])
     expected = sum(s.idle_s for s in steps) / sum(s.idle_s + s.seconds("device") for s in steps)
     assert summary(steps, {})["device_idle"] == expected
 

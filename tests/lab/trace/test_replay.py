@@ -256,6 +256,27 @@ def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_comp
         assert "has times without decisions: `ksana trace --record` records both" in shown and shown.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("step", {"rows": None}, "step has no field 'rows'"),
+        ("created", {"requests": None}, "created has no field 'requests'"),
+        ("recording", {"digest": None}, "line 1: recording has no field 'digest'"),
+        ("added", {"event": "gone"}, "recordings have no event 'gone'"),
+        ("added", {"event": ["gone"]}, "must be an event"),
+    ],
+)
+def test_a_broken_line_is_named_before_anything_is_replayed(tmp_path, capsys, kind, change, says):
+    record(tmp_path / "a")
+    path = tmp_path / "a" / recording.NAME
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    at = next(i for i, line in enumerate(lines) if line["event"] == kind)
+    lines[at] = {k: v for k, v in (lines[at] | change).items() if v is not None or k not in change}
+    path.write_text("\n".join(map(json.dumps, lines)))
+    shown = _fails(capsys, "replay", path)
+    assert f"{path}, line {at + 1}" in " ".join(shown.split()) and says in " ".join(shown.split())
+
+
 def test_a_recording_of_the_first_format_is_still_replayed(tmp_path):
     made, _ = record(tmp_path / "a")
     kept = ("event", "step", "rows", "blocks", "tokens", "num_preemptions", "began_s", "ended_s")

@@ -65,11 +65,12 @@ def test_a_request_waits_decodes_and_ends_and_one_without_an_end_goes_on_until_t
 
     events, _ = drawn(tmp_path, leave)
     begun, ended = ({(e["id"], e["name"]): e["ts"] for e in events if e["ph"] == ph} for ph in "be")
-    assert begun.keys() == ended.keys() == {(r, n) for r in ("done", "open") for n in (r, "waiting", "decoding")}
+    assert begun.keys() == ended.keys() == {(f"1/{r}", n) for r in ("done", "open") for n in (r, "waiting", "decoding")}
     for r in ("done", "open"):
-        assert begun[r, r] == begun[r, "waiting"] < ended[r, "waiting"] == begun[r, "decoding"] < ended[r, r]
+        whole, waiting, decoding = ((f"1/{r}", name) for name in (r, "waiting", "decoding"))
+        assert begun[whole] == begun[waiting] < ended[waiting] == begun[decoding] < ended[decoding] == ended[whole]
     last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
-    assert ended["open", "open"] == last > ended["done", "done"]
+    assert ended["1/open", "open"] == last > ended["1/done", "done"]
 
 
 def test_counters_follow_the_pool_and_the_queue(tmp_path):
@@ -79,6 +80,15 @@ def test_counters_follow_the_pool_and_the_queue(tmp_path):
     assert counted == [{"held": r.peak_blocks, "cached": r.cached_blocks} for r in records] and counted[0]["held"] > 0
     queues = [e["args"] for e in events if e["ph"] == "C" and e["name"] == "sequences"]
     assert queues == [{"running": r.num_running, "waiting": r.num_waiting} for r in records]
+
+
+def test_requests_of_two_engines_are_apart_though_they_have_the_same_ids(tmp_path):
+    with tracing(tmp_path, profile_steps=0):
+        for _ in range(2):
+            serve(make_engine())
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    begun = {(e["pid"], e["id"]) for e in events if e["ph"] == "b"}
+    assert len(begun) == len({request for _, request in begun}) == 6
 
 
 def test_every_engine_is_a_process_and_one_without_steps_has_only_its_names(tmp_path):
