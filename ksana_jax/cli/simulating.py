@@ -143,11 +143,10 @@ def fit(
     from ksana_jax.lab.recording import read
     from ksana_jax.lab.simulator.fit import fit as fitted
     from ksana_jax.lab.simulator.move_cost import Link
-    from ksana_jax.lab.simulator.step_times import Steps
 
     checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
     made = read(steps)
-    cost = fitted(Steps(made.header, made.records()), method=method)
+    cost = fitted(made.records(), made.header, method=method)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, json.dumps(cost.plain(), indent=1) + "\n")
     for phase, errors in cost.provenance["held_out"].items():

@@ -16,7 +16,7 @@ from ksana_jax.lab.simulator.cost import HostCost
 from ksana_jax.lab.simulator.fitted import DECODE, FEATURES, FittedCost, ShapeTimes, features, phase_of
 from ksana_jax.lab.simulator.move_cost import fit_moves
 from ksana_jax.lab.simulator.step_size import StepSize
-from ksana_jax.lab.simulator.step_times import Steps, device_seconds, sizes_of, usable
+from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of, usable
 
 # Steps that a phase needs, and the share of them that the error is measured on.
 MIN_STEPS, HELD_OUT = 200, 0.2
@@ -24,22 +24,26 @@ MIN_STEPS, HELD_OUT = 200, 0.2
 MIN_OF_SHAPE, MOST_RESIDUALS = 5, 50
 
 
-def fit(steps: Steps, *, method: str = "affine", seed: int = 0) -> FittedCost:
+def fit(
+    records: Sequence[StepRecord], about: Mapping[str, Any] | None = None, *, method: str = "affine", seed: int = 0
+) -> FittedCost:
     """Fits costs to recorded steps.
 
     Steps that compiled, moved blocks or were the first of their shape are left out. Phases are fitted by non-negative
     least squares on relative errors, and so are moves, to the times that were measured of moves alone (`move_times`).
 
     Args:
+      about: the engine and its machine, as the header of a recording has them; "moves" are the measured moves.
       method: see `FittedCost`. seed: of the choice of the steps that are held out.
 
     Raises:
       ConfigError: several steps shared a call, so that the time of one is unknown; or a phase has too few steps.
     """
-    if steps.about.get("config", {}).get("num_scheduler_steps", 1) > 1:
+    about = about or {}
+    if about.get("config", {}).get("num_scheduler_steps", 1) > 1:
         raise ConfigError("num_scheduler_steps is above 1: steps of one call have no times of their own")
-    alone = usable(steps.records)
-    measured = _measured(steps.records, alone)
+    alone = usable(records)
+    measured = _measured(records, alone)
     still = [(size, seconds) for size, seconds in measured if not _moves(size)]
     by_phase: dict[str, list[tuple[StepSize, float]]] = {}
     for size, seconds in still:
@@ -48,23 +52,23 @@ def fit(steps: Steps, *, method: str = "affine", seed: int = 0) -> FittedCost:
     for phase, found in sorted(by_phase.items()):
         if len(found) < MIN_STEPS:
             raise ConfigError(
-                f"{len(found)} {phase} steps of {len(steps.records):,} can be used, {MIN_STEPS} are needed: those that "
+                f"{len(found)} {phase} steps of {len(records):,} can be used, {MIN_STEPS} are needed: those that "
                 "compile, or are the first of their shape, are left out"
             )
         phases[phase] = _affine(found)
         errors[phase] = _held_out(found, method, seed)
     if not phases:
-        raise ConfigError(f"none of {len(steps.records):,} steps can be used: each compiled or was first of its shape")
+        raise ConfigError(f"none of {len(records):,} steps can be used: each compiled or was first of its shape")
     shapes = _shapes(still, phases)
-    host, num_host = _host(steps, alone)
-    moved = steps.about.get("moves", [])
+    host, num_host = _host(records, alone)
+    moved = about.get("moves", [])
     provenance = {
         "measured": True,
         "fitted": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "num_steps": {"recorded": len(steps.records), "used": len(still), "host": num_host},
+        "num_steps": {"recorded": len(records), "used": len(still), "host": num_host},
         "held_out": errors,
         "moves": f"measured: {len(moved):,}" if moved else "not measured: the engine had one tier, they take no time",
-        "steps": {name: value for name, value in steps.about.items() if name != "moves"},
+        "steps": {name: value for name, value in about.items() if name != "moves"},
     }
     return FittedCost(
         method=method, phases=phases, shapes=shapes, host=host, move=fit_moves(moved), provenance=provenance
@@ -150,9 +154,8 @@ def _held_out(found: Sequence[tuple[StepSize, float]], method: str, seed: int) -
     }
 
 
-def _host(steps: Steps, alone: Sequence[bool]) -> tuple[HostCost, int]:
+def _host(records: Sequence[StepRecord], alone: Sequence[bool]) -> tuple[HostCost, int]:
     """Fits the host's seconds to the rows of steps, and to whether they have chunks."""
-    records = steps.records
     found = [
         (1, record.num_decodes + record.num_chunks, record.num_chunks > 0, record.schedule_s + before.report_s)
         for before, record, ok in zip(records, records[1:], alone[1:], strict=False)

@@ -22,7 +22,7 @@ from ksana_jax.lab.simulator.one_engine import Served
 from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
-from ksana_jax.lab.simulator.step_times import Steps, device_seconds, sizes_of
+from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of
 from ksana_jax.serve.workload.base import WorkloadSettings
 from ksana_jax.serve.workload.items import WorkItem
 from ksana_jax.serve.workload.sessions import Sessions
@@ -176,7 +176,7 @@ def predict(
         runs.append((serve(engine, items), list(engine.records)))
         around.append(exercised(number + 1))
     measured = [Round(pair, *run) for pair, run in zip(itertools.pairwise(around), runs, strict=True)]
-    cost = fit(Steps({"config": engine.config.plain()}, [record for records in around for record in records]))
+    cost = fit([record for records in around for record in records], {"config": engine.config.plain()})
     return _compare(engine, items, cost, measured, seed)
 
 

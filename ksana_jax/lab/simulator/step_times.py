@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.scheduler.step.types import StepShape
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The steps of an engine, and what they ran on.
-
-    about: plain values: model, settings, device, versions, blocks of the pool and their bytes, when it was, other load.
-    """
-
-    about: Mapping[str, Any]
-    records: Sequence[StepRecord]
 
 
 def sizes_of(records: Sequence[StepRecord]) -> list[StepSize]:

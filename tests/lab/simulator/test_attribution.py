@@ -5,7 +5,7 @@ import pytest
 from ksana_jax.lab.simulator.attribution import before_chunks, chunk_seconds
 from ksana_jax.lab.simulator.fit import fit
 from ksana_jax.lab.simulator.run import simulate
-from ksana_jax.lab.simulator.step_times import Steps, device_seconds, sizes_of
+from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of
 from tests.lab.simulator.items import MODEL, config, drawn_items
 from tests.lab.simulator.test_costs import TRUE
 
@@ -36,7 +36,7 @@ def test_a_chunk_gets_the_time_back_that_the_step_before_it_was_seen_to_take():
 
 
 def test_costs_do_not_depend_on_how_often_chunks_come():
-    cost = fit(Steps({}, mixed_up(records_of(True))))
+    cost = fit(mixed_up(records_of(True)))
     for chunks in (True, False):
         sizes = [size for size in sizes_of(records_of(False)) if (size.num_chunked > 0) == chunks]
         total, true = (sum(map(of.seconds, sizes)) for of in (cost, TRUE))
@@ -62,6 +62,6 @@ def test_what_a_chunk_costs_the_step_after_it_is_found():
         longer.append(record._replace(ended_s=record.ended_s + late_s, began_s=record.began_s + late_s))
         if size.after_chunk and not size.num_chunked:
             longer[-1] = longer[-1]._replace(began_s=record.began_s + late_s - 0.003)
-    cost = fit(Steps({}, longer))
+    cost = fit(longer)
     assert cost.phases["decode"]["after_chunk"] == pytest.approx(0.003, rel=0.02)
     assert sum(map(cost.seconds, sizes_of(longer))) == pytest.approx(sum(device_seconds(longer)), rel=0.01)

@@ -15,7 +15,6 @@ from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_size import StepSize
-from ksana_jax.lab.simulator.step_times import Steps
 from ksana_jax.scheduler.step.types import Part, StepShape
 from tests.lab.simulator.items import MODEL, config, drawn_items
 
@@ -35,7 +34,7 @@ def recorded(count=280, rate=40.0, seed=0, cost=TRUE, **settings):
 
 
 def test_a_fit_finds_the_costs_that_steps_had():
-    cost = fit(Steps({}, recorded()))
+    cost = fit(recorded())
     errors = cost.provenance["held_out"]
     assert set(errors) == {"decode", "chunk"} and all(found["mape"] < 1e-3 for found in errors.values())
     assert cost.host.step_s == pytest.approx(1e-4, rel=1e-3) and cost.host.row_s == pytest.approx(1e-5, rel=1e-3)
@@ -44,7 +43,7 @@ def test_a_fit_finds_the_costs_that_steps_had():
 
 @pytest.mark.parametrize(("method", "true"), [("affine", TRUE), ("table", ByShape(host=HostCost(1e-4)))])
 def test_costs_fitted_on_one_workload_predict_another(method, true):
-    cost = fit(Steps({}, recorded(cost=true)), method=method)
+    cost = fit(recorded(cost=true), method=method)
     items = drawn_items(100, 60.0, seed=5)
     runs = [simulate(items, MODEL, config(), c).report() for c in (true, cost)]
     for name in ("e2e_s", "ttft_s", "tpot_s"):
@@ -58,7 +57,7 @@ def test_costs_of_moved_blocks_are_found():
         for way in ("saved", "loaded", "read")
         for size in (4096, 32768, 2**20)
     ]
-    cost = fit(Steps({"moves": moves}, recorded()))
+    cost = fit(recorded(), {"moves": moves})
     for way in WAYS:
         found, expected = getattr(cost.move, way), getattr(true, way)
         assert found.fixed_s == pytest.approx(expected.fixed_s, rel=1e-6, abs=1e-12)
@@ -99,7 +98,7 @@ def test_a_file_of_steps_and_one_of_costs_give_the_same_costs_again(tmp_path):
     recording.write(tmp_path / "steps.jsonl", {"model": "toy"}, map(recording.plain_record, records))
     made = recording.read(tmp_path / "steps.jsonl")
     assert made.records() == records and made.header["model"] == "toy"
-    cost = fit(Steps(made.header, made.records()))
+    cost = fit(made.records(), made.header)
     (tmp_path / "cost.json").write_text(json.dumps(cost.plain()))
     again = read_cost(tmp_path / "cost.json")
     assert json.dumps(again.plain()) == json.dumps(cost.plain())  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,23 +108,23 @@ def test_a_file_of_steps_and_one_of_costs_give_the_same_costs_again(tmp_path):
 
 def test_too_few_steps_are_an_error_with_the_numbers():
     with pytest.raises(ConfigError, match=r"\d+ chunk steps of \d+ can be used, 200 are needed"):
-        fit(Steps({}, recorded(20)))
+        fit(recorded(20))
 
 
 def test_steps_that_share_a_call_have_no_times_of_their_own():
     with pytest.raises(ConfigError, match="num_scheduler_steps is above 1"):
-        fit(Steps({"config": {"num_scheduler_steps": 4}}, recorded()))
+        fit(recorded(), {"config": {"num_scheduler_steps": 4}})
 
 
 def test_steps_that_compile_are_left_out():
     records = recorded()
     compiled = [r._replace(compiled=True, ended_s=r.ended_s + 5.0) if i == 70 else r for i, r in enumerate(records)]
     later = [r._replace(began_s=r.began_s + 5, ended_s=r.ended_s + 5) for r in compiled[71:]]
-    assert fit(Steps({}, [*compiled[:71], *later])).provenance["held_out"]["decode"]["mape"] < 1e-3
+    assert fit([*compiled[:71], *later]).provenance["held_out"]["decode"]["mape"] < 1e-3
 
 
 def test_shapes_that_were_not_measured_are_refused_above_a_share_of_the_time():
-    cost = fit(Steps({}, recorded(max_model_len=128)))
+    cost = fit(recorded(max_model_len=128))
     with pytest.raises(ConfigError, match=r"% of the time are steps of \d+ shapes that were not measured"):
         simulate(drawn_items(50, 60.0), MODEL, config(max_num_seqs=32, num_blocks=400), cost)
 
@@ -137,7 +136,7 @@ def test_noise_has_the_spread_of_the_measured_steps_and_follows_its_seed():
         more = 0.002 * rng.random()
         records.append(r._replace(began_s=r.began_s + shift, ended_s=r.ended_s + shift + more))
         shift += more
-    cost = fit(Steps({}, records))
+    cost = fit(records)
     items = drawn_items(100, 30.0, 3)
     plain, one, same, other = (simulate(items, MODEL, config(), cost, seed=s).report() for s in (None, 1, 1, 2))
     assert one == same != other
