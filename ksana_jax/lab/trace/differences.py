@@ -81,11 +81,11 @@ def first_difference(a: Sequence[Event], b: Sequence[Event], kinds: Sequence[str
 
 
 def other_settings(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
-    """Returns what differs between the engines of two recordings, by name."""
+    """Returns what differs between the engines of two recordings, by name; of what both describe."""
     left, right = (
         r.header["config"] | {k: v for k, v in r.header.items() if k not in ("config", "event")} for r in (a, b)
     )
-    found = {name: (left.get(name), right.get(name)) for name in left | right}
+    found = {name: (left[name], right[name]) for name in left if name in right}
     return {name: values for name, values in found.items() if values[0] != values[1]}
 
 

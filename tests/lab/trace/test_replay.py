@@ -296,7 +296,9 @@ def test_a_recording_of_the_first_format_is_still_replayed(tmp_path):
     header = {name: made.header[name] for name in names} | {"format": 1}
     recording.write(path := tmp_path / "b" / recording.NAME, header, [e for e in old if e["event"] != "request"])
     assert json.loads(path.read_text().splitlines()[0])["format"] == 1
-    assert replay(recording.read_decisions(path), make_engine(**SETTINGS)).difference is None
+    first = recording.read_decisions(path)
+    assert replay(first, make_engine(**SETTINGS)).difference is None
+    assert other_settings(first, made) == {"format": (1, 2)} and first_differences(first, made) == {}
 
 
 def _fails(capsys, *words):
