@@ -55,8 +55,9 @@ def outputs(recording: Recording) -> dict[str, list[int]]:
     """Returns the sampled tokens of each sequence."""
     found: dict[str, list[int]] = {}
     for step in recording.steps:
-        for name, token in step["tokens"].items():
-            found.setdefault(name, []).append(token)
+        for name, sampled in step["tokens"].items():
+            # With draft tokens, a step samples a run of tokens.
+            found.setdefault(name, []).extend(sampled if isinstance(sampled, list) else [sampled])
     return found
 
 

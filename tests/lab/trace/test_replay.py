@@ -18,11 +18,13 @@ from ksana_jax.lab.trace.differences import (
     other_requests,
     other_settings,
     other_tokens,
+    outputs,
 )
 from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.lab.trace.replay import check_model, make_llm, replay
 from tests.engine.small import make_llm as small_llm
 from tests.fakes import asking, make_engine, prompt_of, run, step
+from tests.guessing import ANSWERS
 
 SETTINGS = {"num_blocks": 12, "host_slots": 8, "caching": True, "preempt": "swap", "max_model_len": 40}
 
@@ -189,6 +191,20 @@ def test_other_tokens_are_found_by_sequence(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"sequences have other tokens; r0/0 from output token {at}: {old} and 60" in shown
     assert json.loads((tmp_path / "out/compare.json").read_text())["tokens"] == {"r0/0": at}
+
+
+def test_tokens_are_compared_one_by_one_where_draft_tokens_give_runs(tmp_path, monkeypatch):
+    def drive(engine):
+        engine.add_request(prompt_of(9), asking(16), request_id="r")
+        run(engine)
+
+    plain, _ = record(tmp_path / "a", drive)
+    monkeypatch.setitem(ANSWERS, prompt_of(9).tobytes(), [outputs(plain)["r/0"]])
+    right = {"speculative_config": DRAFTS["speculative_config"] | {"guesses": "right"}}
+    drafts, _ = record(tmp_path / "b", drive, **right)
+    assert len(drafts.steps) < len(plain.steps) and outputs(drafts)["r/0"][:16] == outputs(plain)["r/0"]
+    drafts.steps[2]["tokens"]["r/0"][1] = -1  # after a prompt's one token, and four of a step with three drafts
+    assert other_tokens(drafts, plain) == {"r/0": 1 + 4 + 1}
 
 
 def test_a_real_engine_samples_the_same_tokens_again_and_other_weights_are_refused(tmp_path):
