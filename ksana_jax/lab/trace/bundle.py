@@ -128,7 +128,7 @@ def _write(trace: Trace) -> None:
         engines.append(about | summary(recorder.steps, parts))
         events.append(recorder.plain())
         recording.write(trace.folder / f"engine-{recorder.number}" / recording.NAME, header, events[-1])
-    write_atomic(trace.folder / "timeline.json", json.dumps(timeline(events)) + "\n")
+    write_atomic(trace.folder / "timeline.json", timeline(events))
     write_summary(trace.folder, trace.command, trace.began, trace.log, engines=engines)
 
 

@@ -5,6 +5,8 @@ Source: "Trace Event Format" of the Chromium project; slices (X), asynchronous s
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +15,8 @@ from ksana_jax.lab.recording import Event, events_of
 HOST, DEVICE = 1, 2
 
 
-def timeline(engines: Sequence[Sequence[Event]]) -> dict[str, Any]:
-    """Returns the timeline of recorded engines as the content of a JSON file.
+def timeline(engines: Sequence[Sequence[Event]]) -> str:
+    """Returns the timeline of recorded engines as the text of a JSON file, an event a line.
 
     An engine is a process, the host's phases and the device's steps are its threads, a request is an asynchronous
     slice. Times are microseconds from the first event.
@@ -22,17 +24,20 @@ def timeline(engines: Sequence[Sequence[Event]]) -> dict[str, Any]:
     Args:
       engines: events of each.
     """
+    return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, _events(engines))) + "\n]}\n"
+
+
+def _events(engines: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
     rows = [(events_of("step", events), events_of("request", events)) for events in engines]
     begins = [step["slices"]["schedule"][0] for steps, _ in rows for step in steps]
     begins += [request["arrival_s"] for _, requests in rows for request in requests]
-    begin_s, found = min(begins, default=0.0), []
+    begin_s = min(begins, default=0.0)
     for number, (steps, requests) in enumerate(rows, 1):
         last_s = sum(steps[-1]["slices"]["finish"]) if steps else begin_s
-        for event in (*_names(number), *_steps(steps), *_requests(number, requests, last_s)):
+        for event in itertools.chain(_names(number), _steps(steps), _requests(number, requests, last_s)):
             if "ts" in event:
                 event["ts"] = _microseconds(event["ts"] - begin_s)
-            found.append({"pid": number, **event})
-    return {"displayTimeUnit": "ms", "traceEvents": found}
+            yield {"pid": number, **event}
 
 
 def _microseconds(seconds: float) -> float:
