@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.layers import soft_capped
-from ksana_jax.models.params import Params, sink_logits
+from ksana_jax.models.params import Params
 from ksana_jax.models.rope import layer_ropes
-from ksana_jax.models.transformer import Attend, forward, logits
+from ksana_jax.models.transformer import Attend, forward, logits, sink_logits
 
 
 def dense_attend(params: Params, length: int, *, config: ModelConfig, max_len: int | None = None) -> Attend:

@@ -125,11 +125,6 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
     return shapes
 
 
-def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
-    """Returns the logits [N] that a layer's softmax has besides its scores, learned or 0, or None if it has none."""
-    return jnp.zeros(spec.num_heads, jnp.float32) if spec.sinks == "zero" else params.sink_logits
-
-
 def param_shapes(config: ModelConfig) -> Params:
     """Returns the shape of every weight, as a Params whose leaves are tuples of int.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import LayerSpec
+from ksana_jax.core.layer_spec import AttentionSpec, LayerSpec
 from ksana_jax.models.layers import Linear, linear, soft_capped
 from ksana_jax.models.operators import XLA_OPERATORS, Operators
 from ksana_jax.models.params import LayerParams, Params
@@ -83,6 +83,11 @@ def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: 
 
 
 @jax.named_scope("logits")
+def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
+    """Returns the logits [N] that a layer's softmax has besides its scores, learned or 0, or None if it has none."""
+    return jnp.zeros(spec.num_heads, jnp.float32) if spec.sinks == "zero" else params.sink_logits
+
+
 def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
     """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.patterns import FAR, SINK_POSITIONS, PatternArrays
+from ksana_jax.core.patterns import FAR
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.kv_write import CEILING, Queries
 from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.ops.sealed_pool import SealedCache
 from ksana_jax.ops.sources import Source, sources
 
 # Keys of a row, and queries of different rows, that are looked at together: few enough for the processor's own caches.
@@ -22,52 +22,6 @@ from ksana_jax.ops.sources import Source, sources
 # 30 ms in groups of 8, 26 ms in groups of 2; pieces of 64 to 128 tokens made no difference, of 256 it was 33 ms.
 PIECE_TOKENS = 96
 GROUP_QUERIES = 2
-
-CEILING = SINK_POSITIONS.index("ceiling")
-
-
-class Queries(NamedTuple):
-    """A step's queries, scaled and rotated.
-
-    q: [T, N, H], rotated at their own positions. q_sink: rotated as repositioned sinks want them, in whatever form an
-      implementation reads; None where no sinks are repositioned.
-    """
-
-    q: jax.Array
-    q_sink: jax.Array | None
-
-
-def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float) -> tuple[Queries, KVCache]:
-    """Rotates q [T, N, H] and k [T, K, H], stores k and v [T, K, H] at the batch's slots.
-
-    Args:
-      angles: of the batch's positions, from `Rope.angles`. scale: factor of the queries.
-
-    Returns:
-      The queries, those for sinks [T, N, H] rotated at `sink_query_position` of sink 0; and the cache.
-    """
-    rope = context.rope
-    unrotated = cache.unrotated_keys or (context.observer is not None and context.observer.unrotated_keys)
-    k = k if unrotated else rope.rotate(k, angles)
-    if isinstance(cache, SealedCache):
-        cache = _write_exactly(k, v, cache, context)
-    else:
-        cache = cache.write(context.layer, context.batch.slots, k, v)
-    q = q * scale
-    q_sink = None
-    if context.num_repositioned_sinks:
-        q_sink = rope.rotate(q, rope.angles(sink_query_position(context.pattern, context.batch.positions, 0)))
-    return Queries(rope.rotate(q, angles), q_sink), cache
-
-
-def _write_exactly(k, v, cache: SealedCache, context: AttentionContext) -> SealedCache:
-    """Stores k and v [T, K, H], and encodes the blocks that are full now."""
-    assert context.residual is not None
-    for x, (at, batch) in zip((k, v), context.residual, strict=True):
-        cache = cache.write_side(at, batch.slots, x)
-    (k_at, k_batch), (v_at, v_batch) = context.residual
-    exact = k_batch.full_blocks, v_batch.full_blocks
-    return cache.seal(context.layer, (k_at, v_at), context.batch.full_blocks, exact, context.features)
 
 
 class Attended(NamedTuple):
@@ -384,13 +338,3 @@ def _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles: _Tiles, source: Source, context:
     chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
     scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
     return jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)
-
-
-def sink_query_position(pattern: PatternArrays, positions, sink):
-    """Returns the positions from which queries look at a repositioned sink; shapes broadcast.
-
-    StreamingLLM's stand at one place for all sinks, LM-Infinite's at `sink_ceiling` from each. Where the keys of all
-    sinks are turned back to position 0, that is sink 0.
-    """
-    in_cache = jnp.minimum(positions, pattern.num_sinks + pattern.window - 1)
-    return jnp.where(pattern.sink_position == CEILING, pattern.sink_ceiling + sink, in_cache)

@@ -14,7 +14,8 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.operator_settings import ATTENTION_GROUP
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.ops.attention import Attended, ragged_paged_attention, write
+from ksana_jax.ops.attention import Attended, ragged_paged_attention
+from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.scheduler.step.types import StepShape

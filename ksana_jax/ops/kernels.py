@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.patterns import SINK_POSITIONS, PatternArrays
-from ksana_jax.ops.attention import (
-    Attended,
-    AttentionContext,
-    PartialAttention,
-    Queries,
-    merge,
-    normalised,
-    sink_query_position,
-    write,
-)
+from ksana_jax.ops.attention import Attended, PartialAttention, merge, normalised
+from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.kv_write import Queries, sink_query_position, write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.scheduler.step.types import StepArrays, StepShape

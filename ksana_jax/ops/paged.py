@@ -12,7 +12,7 @@ from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
-from ksana_jax.ops.attention import AttentionContext
+from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
@@ -24,7 +24,7 @@ class PagedLayer(NamedTuple):
 
     angles: of its rope at the step's text positions.
     pattern: its numbers, int32 scalars: traced, so that changing a window does not compile again.
-    sink_logits: [N] of its heads (`models.params.sink_logits`), or None.
+    sink_logits: [N] of its heads (`models.transformer.sink_logits`), or None.
     observer: None where nothing is evicted.
     at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
     residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.

@@ -21,9 +21,9 @@ from ksana_jax.core.patterns import FULL, PatternArrays
 from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import LayerParams, Params, sink_logits
+from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.models.rope import Rope
-from ksana_jax.models.transformer import embedded, final_norm, run_layers
+from ksana_jax.models.transformer import embedded, final_norm, run_layers, sink_logits
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import PagedLayer, paged_attend

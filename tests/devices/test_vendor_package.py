@@ -9,7 +9,8 @@ from tests.devices.children import child
 from tests.machine import loopback_plugin
 
 MODULE = """
-from ksana_jax.ops.attention import ragged_paged_attention, write
+from ksana_jax.ops.attention import ragged_paged_attention
+from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.implementations import Implementation
 
 calls = []

@@ -19,9 +19,11 @@ from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.methods.eviction.keyformer import Keyformer
 from ksana_jax.methods.eviction.snapkv import SnapKV
 from ksana_jax.models.rope import make_rope
-from ksana_jax.ops.attention import AttentionContext, Queries, ragged_paged_attention, write
+from ksana_jax.ops.attention import ragged_paged_attention
+from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
+from ksana_jax.ops.kv_write import Queries, write
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements

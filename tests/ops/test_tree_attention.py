@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.patterns import FAR, AttentionPattern
-from ksana_jax.ops.attention import Queries, ragged_paged_attention
+from ksana_jax.ops.attention import ragged_paged_attention
 from ksana_jax.ops.context import AttentionContext
+from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.drafts import Drafts
