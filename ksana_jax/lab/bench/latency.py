@@ -94,6 +94,7 @@ class Latency(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the prompt length, a line per batch."""
+        from ksana_jax.lab.experiments.figures import legend
         from ksana_jax.lab.experiments.tasks.row_figure import draw_lines
 
         measured = [row for row in rows if row.values]
@@ -103,7 +104,7 @@ class Latency(Bench):
             axes.set_yscale("log")
             axes.set_ylabel(label)
         below.set_xlabel("prompt (tokens)")
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend(figure, above, ncols=3)
 
 
 def make_llm(model: str, **settings: Any) -> LLM:

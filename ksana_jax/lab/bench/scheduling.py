@@ -166,7 +166,7 @@ class Scheduling(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws the median latency over the throughput, a line per method, and the latency of a request alone."""
-        from ksana_jax.lab.experiments.figures import line_style
+        from ksana_jax.lab.experiments.figures import legend, line_style
 
         axes = figure.subplots()
         curves, floor = _curves(rows)
@@ -179,7 +179,7 @@ class Scheduling(Bench):
         axes.set_yscale("log")
         axes.set_xlabel("requests/s")
         axes.set_ylabel("median latency per output token (ms)")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, axes)
 
 
 def serve(

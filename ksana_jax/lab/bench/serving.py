@@ -246,7 +246,7 @@ class Serving(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the rate, a line per percentile."""
-        from ksana_jax.lab.experiments.figures import line_style
+        from ksana_jax.lab.experiments.figures import legend, line_style
 
         measured = [row for row in rows if row.values]
         numeric = all(row.point["rate"] != AT_ONCE for row in measured)
@@ -259,7 +259,7 @@ class Serving(Bench):
                 axes.plot(x, [ms for _, ms in points], marker="o", label=label, **line_style(index))
             axes.set_ylabel(f"{name.upper()} (ms)")
         below.set_xlabel("requests/s")
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend(figure, above, ncols=3)
 
 
 def _rates(text: str) -> list[float | str]:

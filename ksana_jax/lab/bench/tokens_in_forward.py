@@ -129,7 +129,7 @@ class TokensInForward(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws tokens/s above and GFLOP/s below over the tokens of a step; dotted lines are the knees."""
-        from ksana_jax.lab.experiments.figures import line_style
+        from ksana_jax.lab.experiments.figures import legend, line_style
         from ksana_jax.lab.experiments.tasks.row_figure import draw_lines
 
         measured = [row for row in rows if row.values]
@@ -146,7 +146,7 @@ class TokensInForward(Bench):
             axes.xaxis.set_major_formatter("{x:g}")
             axes.set_ylabel(label)
         below.set_xlabel("tokens of a step")
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend(figure, above, ncols=3)
 
 
 class Line(NamedTuple):

@@ -75,8 +75,24 @@ def log_ticks(*axes: Axis) -> None:
     for axis in axes:
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1.0,) if high > 30 * low else (1.0, 2.0, 5.0)))
+        plain_numbers(axis)
+
+
+def plain_numbers(*axes: Axis) -> None:
+    """Labels the major ticks of an axis with plain numbers, and no others."""
+    for axis in axes:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
+
+
+def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
+    """Puts the labels of some axes above a figure, equal ones once; nothing if there are none."""
+    found: dict[str, Any] = {}
+    for some in axes:
+        handles, labels = some.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(found.values(), found, loc="outside upper center", ncols=ncols)
 
 
 def bars(

@@ -22,18 +22,10 @@ from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.dotted import merge
-from ksana_jax.lab.experiments.figures import COLOURS
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-    number,
-)
+from ksana_jax.lab.experiments.figures import COLOURS, legend
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,16 +124,13 @@ class Agreement(BaseTask):
         return result
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        def percent(value: float) -> str:
-            return f"{100 * value:.1f}"
-
         def small(value: float) -> str:
             return f"{value:.1e}" if value else "0"
 
         return [
-            Column("differ", "texts that differ, %", percent, exact=True),
+            Column("differ", "texts that differ, %", percent(), exact=True),
             Column("earliest", "first other token", number(0), exact=True),
-            Column("bits", "same bits, %", percent, exact=True),
+            Column("bits", "same bits, %", percent(), exact=True),
             Column("mean_difference", "mean difference", small, exact=True),
             Column("max_difference", "largest", small, exact=True),
             Column("gain", "time, ×", number(2)),
@@ -150,16 +139,14 @@ class Agreement(BaseTask):
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         lengths = sorted({m["output_tokens"] for r in rows for t in r.trials for m in t if m["metric"] == "setting"})
-        said = [
+        return [
             "Each row compares an engine with another one that has the settings `against`, on the same prompts.",
             f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of "
             "a seed, counted from 0, mean over the seeds that have one.",
             "Same bits, mean, largest: of log-probabilities of generated tokens, as long as both sides have the same.",
             "Time, CPU time: that of the other engine / that of this one, in alternating runs.",
+            *compilation_note(rows),
         ]
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        return said
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         measured = [r for r in rows if r.trials]
@@ -194,9 +181,8 @@ class Agreement(BaseTask):
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlabel("difference, mean to largest")
-        shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
         if len(points) > 1:
-            figure.legend(shown.values(), shown, loc="outside upper center", ncols=2)
+            legend(figure, axes)
 
 
 def _point(row: ResultRow) -> str:

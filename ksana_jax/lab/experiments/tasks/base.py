@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, not_finite
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.results import kib as kib  # for tasks outside the package
+from ksana_jax.lab.experiments.tasks.results import number as number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
 # Metadata of a setting that lists input files of the task. Paths in a YAML file are relative to its folder. File names
 # are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents.
 INPUT_FILES = {"files": True}
-
-
-def number(digits: int) -> Callable[[float], str]:
-    """Returns a formatter with the given number of decimals and commas between thousands."""
-    return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else not_finite(value)
-
-
-def kib(value: float) -> str:
-    return number(1)(value / 1024).removesuffix(".0")
 
 
 def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:

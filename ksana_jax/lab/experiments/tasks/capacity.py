@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.figures import line_style, log_ticks
-from ksana_jax.lab.experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.lab.experiments.figures import legend, line_style, log_ticks
+from ksana_jax.lab.experiments.tasks.base import TrialContext
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, extremes, number
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation
 from ksana_jax.lab.simulator.capacity import Search
 from ksana_jax.lab.simulator.slo import SLO, percentile
@@ -107,9 +108,9 @@ class CapacitySearch(SimulatedTask):
         """Gives the ratio of the largest to the smallest rate for each objective."""
         said = []
         for column in self.columns(rows):
-            found = [(rate, row) for row in rows if (rate := row.mean(column.key))]
+            found = [row for row in rows if row.mean(column.key)]
             if len(found) > 1:
-                (low, worst), (high, best) = min(found, key=lambda f: f[0]), max(found, key=lambda f: f[0])
+                (low, worst), (high, best) = extremes(found, column.key)
                 said.append(
                     f"{column.key.removeprefix('rate, ')}: {best.name} {high:.3g}, {high / low:.3g} times {worst.name}"
                 )
@@ -126,8 +127,7 @@ class CapacitySearch(SimulatedTask):
         metric, _, percent = name.rpartition("_p")
         axes.set(xscale="log", yscale="log", xlabel="requests/s", ylabel=f"{metric.replace('_', ' ')}, p{percent} (s)")
         log_ticks(axes.xaxis, axes.yaxis)
-        if rows:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, axes)
 
 
 def _measured(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:

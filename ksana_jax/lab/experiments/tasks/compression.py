@@ -8,8 +8,7 @@ from typing import Any
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.lab.experiments.tasks.base import kib
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.experiments.tasks.results import ResultRow, kib
 
 # What has to be equal for two rows to differ by their cache alone; the engine's settings should differ little.
 _SAME = ("model", "load_format", "settings", "inputs")

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.lab.experiments import noise, text_files, texts
-from ksana_jax.lab.experiments.figures import byte_unit, line_style
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
+from ksana_jax.lab.experiments.figures import byte_unit, legend, line_style
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
     ResultRow,
-    TrialContext,
-    check_counts,
+    compilation_note,
+    extremes,
     kib,
+    milliseconds,
     number,
+    preemption_note,
 )
 
 if TYPE_CHECKING:
@@ -139,12 +140,9 @@ class Generate(BaseTask):
         return result
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        def milliseconds(value: float) -> str:
-            return f"{value * 1000:,.1f}"
-
         return [
-            Column("ttft_s", "TTFT, ms", milliseconds, "min"),
-            Column("tpot_s", "TPOT, ms", milliseconds, "min"),
+            Column("ttft_s", "TTFT, ms", milliseconds(), "min"),
+            Column("tpot_s", "TPOT, ms", milliseconds(), "min"),
             Column("tokens_per_s", "output tokens/s", number(0), "max"),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
             Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
@@ -162,36 +160,30 @@ class Generate(BaseTask):
             if earlier
             else "maximum held after a step that generates tokens, with the requests that it ends"
         )
-        said = [
+        return [
             "TTFT and TPOT: means over requests that all arrive at once.",
             f"Live KV: {live}; peak KV: maximum held within a step. Rows at once: most requests that ran in a step.",
+            *compilation_note(rows),
+            *preemption_note(rows, "num_preemptions"),
         ]
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        if any((r.mean("num_preemptions") or 0) > 0 for r in rows):
-            said.append("Some rows preempted requests because their pool was full.")
-        return said
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [(speed, r) for r in rows if (speed := r.mean("tokens_per_s"))]
-        if not measured:
+        if not (found := extremes(rows, "tokens_per_s")):
             return ""
-        fastest, row = max(measured, key=lambda m: m[0])
+        (slowest, last), (fastest, row) = found
+        measured = [r for r in rows if r.mean("tokens_per_s") is not None]
         if len(measured) == 1:
             return f"{row.name!r} has {fastest:,.0f} output tokens/s."
-        slowest, last = min(measured, key=lambda m: m[0])
         if caveat := noise.caveat(row, last, "tokens_per_s"):
             said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({caveat})"
         else:
-            equals = [r for _, r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
+            equals = [r for r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
             said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s, {fastest / slowest:.2f} times "
             said += f"{last.name!r}" + (f" ({noise.others(len(equals))} within the noise)" if equals else "")
-        peaks = [(peak, r) for _, r in measured if (peak := r.mean("peak_kv_bytes"))]
-        if peaks:
-            (least, small), (most, large) = min(peaks, key=lambda p: p[0]), max(peaks, key=lambda p: p[0])
-            if small is not large and least < most:
-                said += f"; {small.name!r} needs the least KV, {kib(least)} KiB at its peak"
-                said += f", {large.name!r} the most, {kib(most)} KiB"
+        if (peaks := extremes(measured, "peak_kv_bytes")) and peaks[0][0] < peaks[1][0]:
+            (least, small), (most, large) = peaks
+            said += f"; {small.name!r} needs the least KV, {kib(least)} KiB at its peak"
+            said += f", {large.name!r} the most, {kib(most)} KiB"
         return said + "."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
@@ -210,8 +202,7 @@ class Generate(BaseTask):
         below.set_xlabel("time (s)")
         for axes in (above, below):
             axes.set_ylim(bottom=0)
-        if above.lines:
-            figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, above)
 
 
 def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]:

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-    kib,
-    number,
-)
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number
 from ksana_jax.lab.experiments.text_files import content_digest
 
 

@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.figures import COLOURS, bars
-from ksana_jax.lab.experiments.tasks.base import (
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-    number,
-)
+from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.paired import caveat, forced, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,9 +134,7 @@ class HostEmbedding(BaseTask):
             "Rows: concurrent sequences, mean over steps. Tokens/s: output tokens, medians of alternating runs.",
             "KsanaLLM's article reports +10 % throughput for an embedding of 11.8 % of the parameters.",
         ]
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        return said
+        return said + compilation_note(rows)
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         said = []
@@ -171,8 +162,7 @@ class HostEmbedding(BaseTask):
         axes.axhline(0, color="0.2", linewidth=0.6)
         axes.set_xticks(range(len(done)), [r.name for r in done])
         axes.set_ylabel("with the embedding on the host (%)")
-        if done:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        legend(figure, axes, ncols=3)
 
 
 def _with_embedding_on_host(llm: LLM) -> LLM:

@@ -21,18 +21,11 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.request import MAX_BEAM_WIDTH, MAX_N
 from ksana_jax.lab.experiments import text_files, texts
-from ksana_jax.lab.experiments.figures import integer_ticks, line_style
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-    number,
-)
+from ksana_jax.lab.experiments.figures import integer_ticks, legend
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.paired import caveat, forced, of_side, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
+from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,15 +109,12 @@ class MemorySharing(BaseTask):
         return result
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        def percent(value: float) -> str:
-            return f"{100 * value:.1f}"
-
         return [
             Column("mean_running_with", "rows at once", number(1)),
             Column("mean_blocks", "blocks held", number(1)),
             Column("mean_unshared", "unshared count", number(1)),
-            Column("saved", "saved, %", percent, "max"),
-            Column("saved_at_peak", "saved at peak, %", percent, "max"),
+            Column("saved", "saved, %", percent(), "max"),
+            Column("saved_at_peak", "saved at peak, %", percent(), "max"),
             Column("requests_per_s_without", "requests/s apart", number(2)),
             Column("requests_per_s_with", "requests/s shared", number(2)),
             Column("tokens_per_s_without", "tokens/s apart", number(0)),
@@ -135,7 +125,7 @@ class MemorySharing(BaseTask):
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         sizes = {size for r in rows if (size := r.mean("num_blocks"))}
         pools = [number(0)(size) for size in sorted(sizes)]
-        said = [
+        return [
             f"Both sides have the same pool: {' or '.join(pools) or '?'} blocks.",
             "Blocks held: in use within a step, mean over steps; unshared count: blocks that the rows of the step "
             "would hold without sharing; peak: the step with the highest unshared count.",
@@ -143,10 +133,8 @@ class MemorySharing(BaseTask):
             "made). Gain: seconds apart / seconds shared, in alternating runs; with width 1, both are the same.",
             "vLLM's paper (OPT-13B on an A100, arrivals at random) saved 6.1-9.8 % with parallel sampling and "
             "37.6-55.2 % with beams on Alpaca, 16.2-30.5 % and 44.3-66.3 % on ShareGPT.",
+            *compilation_note(rows),
         ]
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        return said
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         said = []
@@ -170,18 +158,14 @@ class MemorySharing(BaseTask):
         above, below = figure.subplots(2, 1, sharex=True)
         for index, (label, members) in enumerate(_by_label(rows).items()):
             widths = [_width(r) for r in members]
-            for axes, key, scale in ((above, "saved", 100), (below, "gain", 1)):
-                means = [scale * (r.mean(key) or 0.0) for r in members]
-                spread = [scale * (r.sd(key) or 0.0) for r in members]
-                bars = spread if any(spread) else None
-                axes.errorbar(widths, means, bars, label=label, marker="o", capsize=2, **line_style(index))
+            for axes, key, scale in ((above, "saved", 0.01), (below, "gain", 1)):
+                draw_means(axes, widths, [(r, key) for r in members], index, label, scale)
         integer_ticks(below, [_width(r) for r in rows if r.trials])
         below.axhline(1, color="0.6", linewidth=0.6)
         above.set_ylabel("blocks saved (%)")
         below.set_ylabel("throughput gained (×)")
         below.set_xlabel("samples or beams of a request")
-        if above.containers:
-            figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, above)
 
 
 def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[int]]:

@@ -26,15 +26,8 @@ from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.models import training_context
 from ksana_jax.lab.experiments.oracle import foreseen
 from ksana_jax.lab.experiments.tasks import perplexity_figure, perplexity_report
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-)
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax.lab.experiments.figures import byte_unit, has_positive, line_style
+from ksana_jax.lab.experiments.figures import byte_unit, has_positive, legend, line_style, plain_numbers
 from ksana_jax.lab.experiments.tasks.perplexity_report import (
     front,
     is_labelled_grid,
@@ -35,8 +35,8 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
         _at_equal_bytes(figure, measured)
         return
     if len(measured) > 1 and all(row.label and not row.point and _num_buckets(row) < 3 for row in measured):
-        _over_bytes(figure.subplots(), measured)
-        figure.legend(loc="outside upper center", ncols=2)
+        _over_bytes(axes := figure.subplots(), measured)
+        legend(figure, axes)
         return
     above, below = figure.subplots(2, 1, sharex=True)
     if _is_grid(measured):
@@ -47,11 +47,8 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if has_positive(below, "y"):  # a window of one token holds nothing between steps
         below.set_yscale("log", base=2)
     below.set_ylabel(f"live KV ({_unit(measured)[1]})")
-    for axis in (above.yaxis, below.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
-    if above.lines or above.containers:
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    plain_numbers(above.yaxis, below.yaxis)
+    legend(figure, above)
 
 
 def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
@@ -80,10 +77,8 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     for axes in (above, below):
         _logarithmic(axes)
         axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
-    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        plain_numbers(axes.xaxis, axes.yaxis)
+    legend(figure, above)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -114,9 +109,7 @@ def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel(f"live KV ({unit})")
     axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
+    plain_numbers(axes.xaxis, axes.yaxis)
 
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from ksana_jax.lab.experiments import noise
-from ksana_jax.lab.experiments.tasks.base import Column, Measurement, ResultRow, kib, number
 from ksana_jax.lab.experiments.tasks.compression import foresees, full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers
 
 

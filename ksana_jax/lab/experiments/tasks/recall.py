@@ -20,18 +20,9 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks import recall_figure
-from ksana_jax.lab.experiments.tasks.base import (
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    asked_of,
-    check_counts,
-    kib,
-    number,
-)
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, asked_of, check_counts
 from ksana_jax.lab.experiments.tasks.compression import full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, percent
 from ksana_jax.lab.recall import Example, check_example, make_example
 
 if TYPE_CHECKING:
@@ -280,5 +271,4 @@ def _chance(value: float) -> str:
     return f"{100 * value:.3f}".rstrip("0").rstrip(".")
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f}"
+_percent = percent(0)

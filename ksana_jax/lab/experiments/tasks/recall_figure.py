@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.lab.experiments.figures import line_style
-from ksana_jax.lab.experiments.tasks.base import number
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.experiments.figures import legend
+from ksana_jax.lab.experiments.tasks.results import ResultRow, number
+from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,12 +94,9 @@ def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Seque
     numbers = all(isinstance(value, (int, float)) for value in values)
     x = list(values) if numbers else list(range(len(values)))
     above, below = figure.subplots(2, 1, sharex=True)
-    for axes, key, scale in ((above, "accuracy", 100.0), (below, "logprob", 1.0)):
+    for axes, key, scale in ((above, "accuracy", 0.01), (below, "logprob", 1.0)):
         for index, row in enumerate(rows):
-            means = [_mean(row, f"{key}_{value}") * scale for value in values]
-            spread = [(row.sd(f"{key}_{value}") or 0.0) * scale for value in values]
-            bars = spread if any(spread) else None
-            axes.errorbar(x, means, bars, label=row.name, marker="o", capsize=2, **line_style(index))
+            draw_means(axes, x, [(row, f"{key}_{value}") for value in values], index, row.name, scale)
     chance = [_mean(rows[0], f"chance_{value}") * 100 for value in values]
     above.plot(x, chance, color="#999999", linewidth=0.8, linestyle=":", label="chance")
     above.set_ylabel("correct (%)")
@@ -107,7 +104,7 @@ def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Seque
     below.set_ylabel("nats per answer token")
     below.set_xlabel(option)
     below.set_xticks(x, [str(value) for value in values])
-    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    legend(figure, above)
 
 
 def _mean(row: ResultRow | None, key: str) -> float:

@@ -35,6 +35,25 @@ def not_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
 
 
+def number(digits: int) -> Callable[[float], str]:
+    """Returns a formatter with the given number of decimals and commas between thousands."""
+    return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else not_finite(value)
+
+
+def percent(digits: int = 1) -> Callable[[float], str]:
+    """Returns a formatter of fractions as percentages."""
+    return lambda value: f"{100 * value:.{digits}f}"
+
+
+def milliseconds(digits: int = 1) -> Callable[[float], str]:
+    """Returns a formatter of seconds as milliseconds."""
+    return lambda value: f"{1000 * value:,.{digits}f}"
+
+
+def kib(value: float) -> str:
+    return number(1)(value / 1024).removesuffix(".0")
+
+
 def mean(values: Sequence[float]) -> float:
     """Returns the mean; infinite or NaN if the sum is."""
     try:
@@ -85,3 +104,23 @@ class ResultRow:
         """Returns the standard deviation over samples; None for fewer than two."""
         values = self.values.get(key, ())
         return deviation(values) if len(values) > 1 else None
+
+
+def extremes(rows: Sequence[ResultRow], key: str) -> list[tuple[float, ResultRow]]:
+    """Returns the lowest and the highest mean of a summary key, each with its row; empty if no row has one."""
+    found = [(value, row) for row in rows if (value := row.mean(key)) is not None]
+    return [choose(found, key=lambda pair: pair[0]) for choose in (min, max)] if found else []
+
+
+def compilation_note(rows: Sequence[ResultRow]) -> list[str]:
+    """Returns a note if something was compiled while a row was timed."""
+    return ["Times of some rows include compilation."] * _any_above_0(rows, "compiled_while_timed")
+
+
+def preemption_note(rows: Sequence[ResultRow], key: str) -> list[str]:
+    """Returns a note if requests of a row were preempted. key: of their number in the summary."""
+    return ["Some rows preempted requests because their pool was full."] * _any_above_0(rows, key)
+
+
+def _any_above_0(rows: Sequence[ResultRow], key: str) -> bool:
+    return any((row.mean(key) or 0) > 0 for row in rows)

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax.lab.experiments.figures import COLOURS, log_ticks
-from ksana_jax.lab.experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
-from ksana_jax.lab.experiments.tasks.simulate import milliseconds, percent
+from ksana_jax.lab.experiments.figures import COLOURS, legend, log_ticks
+from ksana_jax.lab.experiments.tasks.base import TrialContext
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds, number, percent
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
 from ksana_jax.lab.simulator.fleet import NETWORK_S
 
@@ -45,14 +45,14 @@ class Route(SimulatedTask):
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
             Column("requests_per_s", "requests/s", number(2)),
-            Column("ttft_p50_s", "TTFT p50, ms", milliseconds, "min"),
-            Column("ttft_p90_s", "TTFT p90, ms", milliseconds),
-            Column("ttft_p99_s", "TTFT p99, ms", milliseconds),
-            Column("tpot_p50_s", "TPOT p50, ms", milliseconds),
-            Column("e2e_p50_s", "E2E p50, ms", milliseconds),
-            Column("hit_rate", "hit rate, %", percent),
+            Column("ttft_p50_s", "TTFT p50, ms", milliseconds(), "min"),
+            Column("ttft_p90_s", "TTFT p90, ms", milliseconds()),
+            Column("ttft_p99_s", "TTFT p99, ms", milliseconds()),
+            Column("tpot_p50_s", "TPOT p50, ms", milliseconds()),
+            Column("e2e_p50_s", "E2E p50, ms", milliseconds()),
+            Column("hit_rate", "hit rate, %", percent()),
             Column("imbalance", "max / mean load", number(2)),
-            Column("utilisation", "busy, %", percent),
+            Column("utilisation", "busy, %", percent()),
             Column("preemptions", "preemptions", number(0)),
         ]
 
@@ -98,10 +98,7 @@ class Route(SimulatedTask):
             axes.set_title(label, fontsize=6)
         figure.supylabel("TTFT p50 (ms)", fontsize=7)
         figure.supxlabel("hit rate (%)", fontsize=7)
-        shown = {}
-        for axes in panels:
-            shown |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=3)
+        legend(figure, *panels, ncols=3)
 
 
 def _ratios(row: ResultRow, base: ResultRow, key: str, above: float) -> list[float]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.lab.experiments.figures import COLOURS, bars, integer_ticks, line_style
+from ksana_jax.lab.experiments.figures import COLOURS, bars, integer_ticks, legend, line_style
 from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
             draw_lines(axes, measured, column.key)
             axes.set_ylabel(column.title)
         panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
-        if any(label for _, label in zip(*panels[0].get_legend_handles_labels(), strict=True)):
-            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, panels[0])
         return
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for index, (axes, column) in enumerate(zip(panels, shown, strict=True)):
@@ -56,13 +55,21 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
         lines[", ".join([row.label] * bool(row.label) + others)].append(row)
     for index, (label, members) in enumerate(lines.items()):
         members.sort(key=lambda row: row.point[last])
-        means = [(math.nan if (mean := row.mean(key)) is None else mean) / scale for row in members]
-        spread = [(row.sd(key) or 0.0) / scale for row in members]
-        x = [row.point[last] for row in members]
-        axes.errorbar(
-            x, means, spread if any(spread) else None, label=label, marker="o", capsize=2, **line_style(index)
-        )
+        draw_means(axes, [row.point[last] for row in members], [(row, key) for row in members], index, label, scale)
     integer_ticks(axes, [row.point[last] for row in rows])
+
+
+def draw_means(
+    axes: Axes, x: Sequence[Any], found: Sequence[tuple[ResultRow, str]], index: int, label: str, scale: float = 1
+) -> None:
+    """Draws the index-th line of a panel: means of summary keys, and their deviations if there are any.
+
+    Args:
+      found: for each x a row and a key; a row without it leaves a gap. scale: size of the axis' unit.
+    """
+    means = [(math.nan if (mean := row.mean(key)) is None else mean) / scale for row, key in found]
+    spread = [(row.sd(key) or 0.0) / scale for row, key in found]
+    axes.errorbar(x, means, spread if any(spread) else None, label=label, marker="o", capsize=2, **line_style(index))
 
 
 def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:

@@ -16,18 +16,9 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    asked_of,
-    check_counts,
-    kib,
-)
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, asked_of, check_counts
 from ksana_jax.lab.experiments.tasks.compression import full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, percent
 from ksana_jax.lab.experiments.text_files import candidates, digest
 from ksana_jax.lab.recall.question import Given
 from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, Prompt, check_prompt, make_prompt, score
@@ -238,5 +229,4 @@ def _scores(trials: Sequence[Sequence[Measurement]]) -> dict[str, list[float]]:
     return {task: list(scores.values()) for task, scores in found.items()}
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
+_percent = percent()

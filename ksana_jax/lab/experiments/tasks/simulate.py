@@ -9,21 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.figures import log_ticks
-from ksana_jax.lab.experiments.tasks.base import Column, Measurement, ResultRow, TrialContext, number
+from ksana_jax.lab.experiments.figures import legend, log_ticks
+from ksana_jax.lab.experiments.tasks.base import TrialContext
+from ksana_jax.lab.experiments.tasks.results import (
+    Column,
+    Measurement,
+    ResultRow,
+    extremes,
+    milliseconds,
+    number,
+    percent,
+)
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def milliseconds(value: float) -> str:
-    return f"{value * 1000:,.1f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}"
 
 
 class Simulate(SimulatedTask):
@@ -46,13 +47,13 @@ class Simulate(SimulatedTask):
         found = [
             Column("requests_per_s", "requests/s", number(2)),
             Column("output_tokens_per_s", "output tokens/s", number(0)),
-            Column("ttft_p50_s", "TTFT p50, ms", milliseconds, "min"),
-            Column("ttft_p90_s", "TTFT p90, ms", milliseconds),
-            Column("ttft_p99_s", "TTFT p99, ms", milliseconds),
-            Column("tpot_p50_s", "TPOT p50, ms", milliseconds),
-            Column("e2e_p50_s", "E2E p50, ms", milliseconds),
-            Column("hit_rate", "hit rate, %", percent),
-            Column("utilisation", "busy, %", percent),
+            Column("ttft_p50_s", "TTFT p50, ms", milliseconds(), "min"),
+            Column("ttft_p90_s", "TTFT p90, ms", milliseconds()),
+            Column("ttft_p99_s", "TTFT p99, ms", milliseconds()),
+            Column("tpot_p50_s", "TPOT p50, ms", milliseconds()),
+            Column("e2e_p50_s", "E2E p50, ms", milliseconds()),
+            Column("hit_rate", "hit rate, %", percent()),
+            Column("utilisation", "busy, %", percent()),
             Column("preemptions", "preemptions", number(0)),
         ]
         # What is always 0, or cannot be, says nothing.
@@ -60,10 +61,9 @@ class Simulate(SimulatedTask):
         return [c for c in found if c.key not in optional or any(row.mean(c.key) for row in rows)]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [(ttft, row) for row in rows if (ttft := row.mean("ttft_p50_s")) is not None]
-        if len(measured) < 2:
+        if sum(row.mean("ttft_p50_s") is not None for row in rows) < 2:
             return ""
-        (least, fast), (most, slow) = min(measured, key=lambda m: m[0]), max(measured, key=lambda m: m[0])
+        (least, fast), (most, slow) = extremes(rows, "ttft_p50_s")
         return (
             f"Median TTFT from {least * 1000:,.1f} ms with {fast.name!r} to {most * 1000:,.1f} ms with {slow.name!r}."
         )
@@ -85,4 +85,4 @@ class Simulate(SimulatedTask):
                 axes.set_yscale("log")
                 log_ticks(axes.yaxis)
         panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, panels[0])

@@ -14,7 +14,8 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.lab.experiments.identity import canonical
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask
+from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 from ksana_jax.lab.experiments.text_files import content_digest
 from ksana_jax.lab.simulator import fleet, request_level
 from ksana_jax.lab.simulator.chains import Chains

@@ -20,18 +20,11 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import text_files, texts
-from ksana_jax.lab.experiments.figures import integer_ticks, line_style
+from ksana_jax.lab.experiments.figures import integer_ticks, legend
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
-    Column,
-    Measurement,
-    ResultRow,
-    TrialContext,
-    check_counts,
-    number,
-)
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, number, percent
+from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,7 +137,7 @@ class SinkStrength(BaseTask):
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         count = max((len([k for k in row.values if k.startswith("sink_")]) for row in rows), default=0)
         return [
-            *(Column(f"sink_{k}", f"Sink_{k}, %", lambda value: f"{100 * value:.1f}") for k in range(1, count + 1)),
+            *(Column(f"sink_{k}", f"Sink_{k}, %", percent()) for k in range(1, count + 1)),
             Column("received", "attention to the first position", number(3)),
             Column("most_received", "in the layer with the most", number(3)),
             Column("value_norm_ratio", "norm of its value / median", number(2)),
@@ -177,10 +170,7 @@ class SinkStrength(BaseTask):
             layers = range(len([m for m in row.trials[0] if m["metric"] == "layer"]))
             num_layers = max(num_layers, len(layers))
             for axes, key in ((above, "received"), (below, "value_norm_ratio")):
-                found = [(row.mean(f"{key}_layer_{n}"), row.sd(f"{key}_layer_{n}")) for n in layers]
-                means, spread = [m or 0.0 for m, _ in found], [s or 0.0 for _, s in found]
-                bars = spread if any(spread) else None
-                axes.errorbar(layers, means, bars, label=row.name, marker="o", capsize=2, **line_style(index))
+                draw_means(axes, layers, [(row, f"{key}_layer_{n}") for n in layers], index, row.name)
         for num_tokens in {m["num_tokens"] for row in measured for m in row.trials[0] if m["metric"] == "texts"}:
             above.axhline(_uniform(num_tokens), color="#999999", linewidth=0.8, linestyle=":", label="uniform")
         below.axhline(1.0, color="#999999", linewidth=0.8, linestyle=":")
@@ -190,7 +180,7 @@ class SinkStrength(BaseTask):
         integer_ticks(below, range(num_layers))
         for axes in (above, below):
             axes.set_ylim(bottom=0)
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, above)
 
 
 @functools.lru_cache(maxsize=1)

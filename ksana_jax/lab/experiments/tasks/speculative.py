@@ -24,17 +24,17 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.models import fingerprint
-from ksana_jax.lab.experiments.tasks.base import (
-    INPUT_FILES,
-    BaseTask,
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import Side, caveat, forced, of_side, pairs
+from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
     ResultRow,
-    TrialContext,
-    check_counts,
+    compilation_note,
+    extremes,
     number,
+    percent,
 )
-from ksana_jax.lab.experiments.tasks.paired import Side, caveat, forced, of_side, pairs
 from ksana_jax.lab.experiments.tasks.speculative_prompts import PROMPTS
 from ksana_jax.scheduler.speculative import read_speculative
 
@@ -163,17 +163,17 @@ class Speculative(BaseTask):
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
-            Column("acceptance_rate", "accepted, %", _percent),
+            Column("acceptance_rate", "accepted, %", percent()),
             Column("acceptance_length", "acceptance length", number(2)),
             Column("per_forward", "tokens/forward", number(2)),
-            Column("drafting", "drafting, % of a step", _percent),
+            Column("drafting", "drafting, % of a step", percent()),
             Column("tokens_per_s_without", "tokens/s off", number(0)),
             Column("tokens_per_s_with", "tokens/s on", number(0)),
             Column("formula", "formula, ×", number(2)),
             Column("gain", "speed-up, ×", number(2), "max"),
             Column("gain_least", "least", number(2)),
             Column("gain_most", "most", number(2)),
-            Column("same", "same texts, %", _percent, exact=True),
+            Column("same", "same texts, %", percent(), exact=True),
             *(
                 Column(f"nll_{side}", f"nats/token {title}", number(3))
                 for side, title in (("without", "off"), ("with", "on"))
@@ -192,15 +192,12 @@ class Speculative(BaseTask):
         ]
         if any(row.mean("nll_with") is not None for row in rows):
             said.append("Nats/token: of the texts of both sides under the model that was to write them.")
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        return said
+        return said + compilation_note(rows)
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [(gain, row) for row in rows if (gain := row.mean("gain")) is not None]
-        if not measured:
+        if not (found := extremes(rows, "gain")):
             return ""
-        (least, slow), (most, fast) = min(measured, key=lambda m: m[0]), max(measured, key=lambda m: m[0])
+        (least, slow), (most, fast) = found
         said = [
             f"{gain:.2f} ({'; '.join(filter(None, [row.name, caveat(row)]))})"
             for gain, row in ([(most, fast)] if fast is slow else [(most, fast), (least, slow)])
@@ -329,7 +326,3 @@ def _same(measurements: Sequence[Measurement]) -> float | None:
         a == b for one, other in zip(*sides, strict=True) for a, b in zip(one["digests"], other["digests"], strict=True)
     ]
     return statistics.fmean(found) if found else None
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"

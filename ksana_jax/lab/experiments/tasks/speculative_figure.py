@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.lab.experiments.figures import COLOURS, line_style
+from ksana_jax.lab.experiments.figures import COLOURS, legend, line_style
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_bars, draw_lines
 
@@ -58,9 +58,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if key == "batch_size":
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter("{x:g}")
-    handles, labels = above.get_legend_handles_labels()
-    if any(labels):
-        figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    legend(figure, above)
 
 
 def _draw_quality(figure: Figure, rows: Sequence[ResultRow]) -> None:

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.tasks.base import (
-    BaseTask,
+from ksana_jax.lab.experiments.figures import legend, plain_numbers
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import forced
+from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
     ResultRow,
-    TrialContext,
-    check_counts,
+    compilation_note,
+    extremes,
     kib,
+    milliseconds,
     number,
 )
-from ksana_jax.lab.experiments.tasks.paired import forced
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
 
 if TYPE_CHECKING:
@@ -87,11 +89,8 @@ class WindowLatency(BaseTask):
         return result | {"speedup": result["recomputed_s"] / result["streamed_s"]}
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        def milliseconds(value: float) -> str:
-            return f"{value * 1000:,.1f}"
-
         return [
-            *(Column(f"{side}_s", f"{_TITLES[side]}, ms/token", milliseconds) for side in _SIDES),
+            *(Column(f"{side}_s", f"{_TITLES[side]}, ms/token", milliseconds()) for side in _SIDES),
             Column("speedup", "times faster", number(1)),
             *(Column(f"{side}_kv_bytes", f"{_TITLES[side]}, KV, KiB", kib, exact=True) for side in _SIDES),
         ]
@@ -100,19 +99,16 @@ class WindowLatency(BaseTask):
         return next(column for column in self.columns(rows) if column.key == "speedup")
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        said = [
+        return [
             "Both sides of a row ran in turn on one engine, for one request. ms/token: mean over generated tokens, "
             "without the prompt of the streamed side. KV: maximum held within a step that generates a token.",
+            *compilation_note(rows),
         ]
-        if any((r.mean("compiled_while_timed") or 0) > 0 for r in rows):
-            said.append("Times of some rows include compilation.")
-        return said
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [(speedup, row) for row in rows if (speedup := row.mean("speedup"))]
-        if not measured:
+        if not (found := extremes(rows, "speedup")):
             return ""
-        (least, slow), (most, fast) = min(measured, key=lambda m: m[0]), max(measured, key=lambda m: m[0])
+        (least, slow), (most, fast) = found
         said = f"A token takes {most:,.1f} times less time than by recomputation with {fast.name!r}"
         return f"{said}, {least:,.1f} times less with {slow.name!r}." if fast is not slow else f"{said}."
 
@@ -132,13 +128,11 @@ class WindowLatency(BaseTask):
             draw_lines(axes, lines, suffix, scale)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=base)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("")
+            plain_numbers(axes.xaxis, axes.yaxis)
         above.set_ylabel("ms per token")
         below.set_ylabel("KV (MiB)")
         below.set_xlabel(list(measured[0].point)[-1].rpartition(".")[2] + " (tokens)")
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+        legend(figure, above)
 
 
 def _measured(llm: LLM, work: Callable[[], float]) -> Measurement:
