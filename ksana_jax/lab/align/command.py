@@ -65,12 +65,9 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
 
 def draw_prompts(llm: LLM, texts: Texts) -> list[list[int]]:
     """Cuts held-out texts into prompts; draws random tokens for a model without a tokenizer."""
-    from ksana_jax.lab.experiments.texts import cut_prompts
+    from ksana_jax.lab.experiments.texts import prompts_for
 
-    if llm.tokenizer is not None:
-        return cut_prompts([], llm.tokenizer, texts.num_prompts, texts.prompt_tokens, texts.seed)
-    shape = texts.num_prompts, texts.prompt_tokens
-    return np.random.default_rng(texts.seed).integers(0, llm.model_config.vocab_size, shape).tolist()
+    return prompts_for(llm, [], texts.num_prompts, texts.prompt_tokens, texts.seed)
 
 
 def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.text_files import candidates
+
+if TYPE_CHECKING:
+    from ksana_jax import LLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +122,10 @@ def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: Cut, se
     )
 
 
-def check_model(model: str, files: Sequence[str], number: int, cut: Cut, setting: str) -> None:
-    """Does `check_number` before the model is loaded; accepts a model without a tokenizer."""
-    if (tokenizer := tokenizer_of(model)) is not None:
-        check_number(files, tokenizer, number, cut, setting)
+def check_config(config: Mapping[str, Any], number: int, cut: Cut, setting: str) -> None:
+    """Does `check_number` with a trial's model and `texts`, before that is loaded; it may lack a tokenizer."""
+    if (tokenizer := tokenizer_of(config["model"])) is not None:
+        check_number(config["settings"]["texts"], tokenizer, number, cut, setting)
 
 
 def _count(length: int, tokenizer: Any, cut: Cut) -> int:
@@ -175,3 +178,15 @@ def cut_prompts(files: Sequence[str], tokenizer: Any, num_prompts: int, num_toke
             return found[:num_prompts]
     check_number(files, tokenizer, num_prompts, cut, "the number of prompts")
     raise AssertionError("what is counted can be cut")
+
+
+def prompts_for(llm: LLM, files: Sequence[str], num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Cuts texts into prompts for an engine, see `cut_prompts`; draws random tokens for a model without a tokenizer."""
+    if llm.tokenizer is not None:
+        return cut_prompts(files, llm.tokenizer, num_prompts, num_tokens, seed)
+    return random_prompts(llm, num_prompts, num_tokens, seed)
+
+
+def random_prompts(llm: LLM, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    shape = num_prompts, num_tokens
+    return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, shape).tolist()

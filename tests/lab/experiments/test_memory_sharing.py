@@ -7,7 +7,7 @@ import pytest
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.tasks.memory_sharing import SharingSettings, make_prompts
+from ksana_jax.lab.experiments.texts import prompts_for
 from tests.lab.experiments.runs import reported
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
@@ -81,10 +81,9 @@ def test_the_sentence_leaves_out_rows_that_cannot_share(measured):
 
 def test_a_model_without_a_tokenizer_gets_random_tokens():
     llm = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=50))
-    settings = SharingSettings(width=2, num_rows=6, prompt_tokens=7)
-    prompts = np.array(make_prompts(settings, llm, seed=0))
+    prompts = np.array(prompts_for(llm, [], num_prompts=3, num_tokens=7, seed=0))
     assert prompts.shape == (3, 7) and 0 <= prompts.min() and prompts.max() < 50
-    assert (prompts != make_prompts(settings, llm, seed=1)).any()
+    assert (prompts != prompts_for(llm, [], num_prompts=3, num_tokens=7, seed=1)).any()
 
 
 @pytest.mark.parametrize(

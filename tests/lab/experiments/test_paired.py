@@ -3,7 +3,7 @@
 import pytest
 
 from ksana_jax.lab.experiments.tasks.base import ResultRow
-from ksana_jax.lab.experiments.tasks.paired import caveat, of_side, pairs, speeds
+from ksana_jax.lab.experiments.tasks.paired import caveat, of_side, pairs, speeds, twin
 
 
 class Side:
@@ -81,3 +81,29 @@ def test_the_gain_is_that_of_the_median_pair_and_not_of_the_median_times():
     assert result["tokens_per_s_without"] == pytest.approx(60 / 4)
     assert result["requests_per_s_with"] == pytest.approx(6)
     assert [m["pair"] for m in of_side(runs, "with")] == [0, 1, 2]
+
+
+class Engine:
+    """An engine that only has patterns."""
+
+    def __init__(self, patterns):
+        self.patterns = patterns
+
+    def set_pattern(self, patterns):
+        self.patterns = patterns
+
+
+def test_both_engines_of_a_trial_have_its_patterns():
+    engine = Engine("full")
+    other = twin(engine, "drafts", lambda: Engine(engine.patterns))
+    engine.set_pattern("window")
+    assert twin(engine, "drafts", pytest.fail) is other and other.patterns == "window"
+
+
+def test_an_engine_keeps_one_twin_or_all_of_them():
+    engine = Engine("full")
+    first = twin(engine, "a", lambda: Engine("full"))
+    twin(engine, "b", lambda: Engine("full"))
+    assert twin(engine, "a", pytest.fail) is first
+    twin(engine, "c", lambda: Engine("full"), newest_only=True)
+    assert twin(engine, "a", lambda: Engine("full")) is not first

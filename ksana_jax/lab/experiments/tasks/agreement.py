@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import statistics
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,16 @@ from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.figures import COLOURS, legend
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import forced, of_side, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import (
+    PairedTask,
+    check_no_shared_folder,
+    forced,
+    of_side,
+    speeds,
+    timed,
+    twin,
+)
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 
 if TYPE_CHECKING:
@@ -34,8 +41,6 @@ if TYPE_CHECKING:
 
 # Of a logarithmic axis; float32 has a resolution of 6e-8 near 1.
 LEAST_DRAWN = 1e-9
-# The other engines of an engine, by `against`, kept as long as it is.
-_OTHERS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -60,46 +65,39 @@ class AgreementSettings:
     num_pairs: int = 1
 
 
-class Agreement(BaseTask):
+class Agreement(PairedTask):
     """The task `agreement`. See the module's docstring."""
 
     Settings = AgreementSettings
-
-    def max_model_len(self, settings: AgreementSettings) -> int:
-        return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: AgreementSettings) -> dict[str, str]:
         return {"texts": text_files.digest(settings.texts)}
 
     def check(self, config: Mapping[str, Any]) -> None:
-        check_counts(config, "num_texts", "prompt_tokens", "output_tokens", "num_pairs")
+        super().check(config)
+        check_counts(config, "num_texts")
         settings, names = AgreementSettings(**config["settings"]), [f.name for f in dataclasses.fields(EngineConfig)]
         for name in settings.against:
             if name not in names:
                 raise ConfigError(f"settings.against.{name}: no such setting; the nearest is {nearest(name, names)!r}")
         EngineConfig(**merge(config["engine"], settings.against))
-        if config["engine"]["disk_cache_dir"] is not None:
-            raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
+        check_no_shared_folder(config)
         if config["engine"]["kv_eviction"] is not None:
             raise ConfigError("engine.kv_eviction is set, must be null: trials would change it in one engine alone")
-        texts.check_model(
-            config["model"], settings.texts, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts"
-        )
+        texts.check_config(config, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = AgreementSettings(**trial.config["settings"]), trial.llm
         other = other_engine(trial, settings.against)
-        prompts = [{"prompt_token_ids": ids} for ids in make_prompts(settings, llm, trial.seed)]
+        drawn = texts.prompts_for(llm, settings.texts, settings.num_texts, settings.prompt_tokens, trial.seed)
+        prompts = [{"prompt_token_ids": ids} for ids in drawn]
         params = forced(settings.output_tokens, temperature=0)
         yield {"metric": "setting", **{k: v for k, v in dataclasses.asdict(settings).items() if k != "texts"}}
 
         def serve(engine: LLM, salt: str) -> Measurement:
             return timed(engine, prompts, [params] * len(prompts))
 
-        sides = functools.partial(serve, other), functools.partial(serve, llm)
-        for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
-            yield measurement
-            trial.progress(done / (2 * settings.num_pairs + 1))
+        yield from self.measure(trial, functools.partial(serve, other), functools.partial(serve, llm))
         scored = [engine.generate(list(prompts), dataclasses.replace(params, logprobs=0)) for engine in (other, llm)]
         for text, (a, b) in enumerate(zip(*scored, strict=True)):
             yield {"metric": "text", "text": text, **compare(*(_completion(o) for o in (a, b)))}
@@ -193,23 +191,14 @@ def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
     """Returns the engine to compare the trial's with."""
     from ksana_jax import LLM
 
-    llm, key = trial.llm, json.dumps(dict(against), sort_keys=True)
-    known = _OTHERS.setdefault(llm, {})
-    if key not in known:
-        sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
-        settings = merge(trial.config["engine"], sinks, against)
-        model, load_format = trial.config["model"], trial.config["load_format"]
-        known[key] = LLM(model, load_format=load_format, pattern=llm.patterns, **settings)
-    known[key].set_pattern(llm.patterns)
-    return known[key]
+    llm, config = trial.llm, trial.config
+    sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
+    settings = merge(config["engine"], sinks, against)
 
+    def make() -> LLM:
+        return LLM(config["model"], load_format=config["load_format"], pattern=llm.patterns, **settings)
 
-def make_prompts(settings: AgreementSettings, llm: LLM, seed: int) -> list[list[int]]:
-    """Returns num_texts prompts of prompt_tokens each."""
-    count, length = settings.num_texts, settings.prompt_tokens
-    if llm.tokenizer is None:
-        return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
-    return texts.cut_prompts(settings.texts, llm.tokenizer, count, length, seed)
+    return twin(llm, json.dumps(dict(against), sort_keys=True), make)
 
 
 def _completion(output: Any) -> tuple[list[int], np.ndarray]:

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ksana_jax.lab.experiments import noise, text_files, texts
 from ksana_jax.lab.experiments.figures import byte_unit, legend, line_style
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
@@ -78,13 +76,7 @@ class Generate(BaseTask):
         settings = GenerateSettings(**config["settings"])
         if settings.random_prompts:
             return
-        texts.check_model(
-            config["model"],
-            settings.texts,
-            settings.num_prompts,
-            texts.Cut(settings.prompt_tokens),
-            "settings.num_prompts",
-        )
+        texts.check_config(config, settings.num_prompts, texts.Cut(settings.prompt_tokens), "settings.num_prompts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
@@ -207,10 +199,9 @@ class Generate(BaseTask):
 
 def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]:
     """Returns the token ids of each prompt."""
-    if not settings.random_prompts:
-        return texts.cut_prompts(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, seed)
-    shape = settings.num_prompts, settings.prompt_tokens
-    return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, shape).tolist()
+    if settings.random_prompts:
+        return texts.random_prompts(llm, settings.num_prompts, settings.prompt_tokens, seed)
+    return texts.cut_prompts(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, seed)
 
 
 def _params(settings: GenerateSettings, seed: int):

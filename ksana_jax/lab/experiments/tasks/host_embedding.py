@@ -18,8 +18,8 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import caveat, forced, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, forced, speeds, timed, with_changes
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number
 
 if TYPE_CHECKING:
@@ -50,13 +50,10 @@ class HostEmbeddingSettings:
     planned_context: int = 1024
 
 
-class HostEmbedding(BaseTask):
+class HostEmbedding(PairedTask):
     """The task `host_embedding`. See the module's docstring."""
 
     Settings = HostEmbeddingSettings
-
-    def max_model_len(self, settings: HostEmbeddingSettings) -> int:
-        return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: HostEmbeddingSettings) -> dict[str, str]:
         from ksana_jax.lab.experiments.models import fingerprint
@@ -67,7 +64,8 @@ class HostEmbedding(BaseTask):
         from ksana_jax.runner.planner.devices import find_device
 
         settings, engine = HostEmbeddingSettings(**config["settings"]), config["engine"]
-        check_counts(config, "num_requests", "prompt_tokens", "output_tokens", "num_pairs", "planned_context")
+        super().check(config)
+        check_counts(config, "num_requests", "planned_context")
         find_device(settings.planned_device)
         if engine["embedding_device"] != "device" or engine["num_blocks"] is None:
             raise ConfigError("engine.num_blocks must be set, and engine.embedding_device must be 'device'")
@@ -85,10 +83,7 @@ class HostEmbedding(BaseTask):
         def serve(llm: LLM, _salt: str) -> Measurement:
             return timed(llm, prompts, params)
 
-        sides = functools.partial(serve, on_device), functools.partial(serve, on_host)
-        for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
-            yield measurement
-            trial.progress(done / (2 * settings.num_pairs))
+        yield from self.measure(trial, functools.partial(serve, on_device), functools.partial(serve, on_host))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes planned_* and blocks_*, KV blocks of a side; more_*, "with" / "without" - 1; share, the embedding's
@@ -167,14 +162,8 @@ class HostEmbedding(BaseTask):
 
 def _with_embedding_on_host(llm: LLM) -> LLM:
     """Returns an engine with the same weights and device memory, with its embedding on the host."""
-    from ksana_jax import LLM
-
     pool_bytes = llm.num_blocks * llm.block_bytes + llm.runner.params.embed.nbytes
-    settings = dataclasses.asdict(llm.config) | {
-        "embedding_device": "host",
-        "num_blocks": pool_bytes // llm.block_bytes,
-    }
-    return LLM.from_params(llm.model_config, llm.runner.params, pattern=llm.patterns, **settings)
+    return with_changes(llm, embedding_device="host", num_blocks=pool_bytes // llm.block_bytes)
 
 
 def _memory(on_device: LLM, on_host: LLM) -> dict[str, Any]:

@@ -11,26 +11,24 @@ Source of the question: vLLM, arXiv:2309.06180, section 6.3; blocks saved are co
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.request import MAX_BEAM_WIDTH, MAX_N
 from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.figures import integer_ticks, legend
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import caveat, forced, of_side, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, forced, of_side, speeds, timed
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ksana_jax import LLM
 
 METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 
@@ -59,13 +57,10 @@ class SharingSettings:
     num_pairs: int = 1
 
 
-class MemorySharing(BaseTask):
+class MemorySharing(PairedTask):
     """The task `memory_sharing`. See the module's docstring."""
 
     Settings = SharingSettings
-
-    def max_model_len(self, settings: SharingSettings) -> int:
-        return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: SharingSettings) -> dict[str, str]:
         return {"texts": text_files.digest(settings.texts)}
@@ -75,27 +70,25 @@ class MemorySharing(BaseTask):
         checks.require(checks.one_of("settings.method", settings.method, METHODS), error=ConfigError)
         width = f"settings.width of method {settings.method}"
         checks.require(checks.integer(width, settings.width, 1, METHODS[settings.method]), error=ConfigError)
-        check_counts(config, "num_rows", "prompt_tokens", "output_tokens", "num_pairs")
+        super().check(config)
+        check_counts(config, "num_rows")
         if settings.num_rows % settings.width:
             raise ConfigError(f"settings.num_rows is {settings.num_rows}, must be a multiple of width {settings.width}")
-        count = settings.num_rows // settings.width
-        setting = "settings.num_rows / settings.width"
-        texts.check_model(config["model"], settings.texts, count, texts.Cut(settings.prompt_tokens), setting)
+        count, cut = settings.num_rows // settings.width, texts.Cut(settings.prompt_tokens)
+        texts.check_config(config, count, cut, "settings.num_rows / settings.width")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = SharingSettings(**trial.config["settings"]), trial.llm
-        prompts = make_prompts(settings, llm, trial.seed)
+        count, length = settings.num_rows // settings.width, settings.prompt_tokens
+        prompts = texts.prompts_for(llm, settings.texts, count, length, trial.seed)
         yield {"metric": "setting", **{k: v for k, v in dataclasses.asdict(settings).items() if k != "texts"}}
 
-        def apart(salt: str) -> Measurement:
-            return timed(llm, *_apart(prompts, settings, trial.seed, salt))
+        def serve(rows: list[list[int]], width: int, salt: str) -> Measurement:
+            return timed(llm, *_requests(rows, dataclasses.replace(settings, width=width), trial.seed, salt))
 
-        def together(salt: str) -> Measurement:
-            return timed(llm, *_together(prompts, settings, trial.seed, salt))
-
-        for done, measurement in enumerate(pairs(apart, together, settings.num_pairs, trial.seed), start=1):
-            yield measurement
-            trial.progress(done / (2 * settings.num_pairs))
+        rows = [ids for ids in prompts for _ in range(settings.width)]
+        sides = functools.partial(serve, rows, 1), functools.partial(serve, prompts, settings.width)
+        yield from self.measure(trial, *sides)
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes saved, 1 - blocks held / unshared count, both summed over steps; saved_at_peak, in the step with the
@@ -168,25 +161,11 @@ class MemorySharing(BaseTask):
         legend(figure, above)
 
 
-def make_prompts(settings: SharingSettings, llm: LLM, seed: int) -> list[list[int]]:
-    """Returns num_rows / width prompts of prompt_tokens each."""
-    count, length = settings.num_rows // settings.width, settings.prompt_tokens
-    if llm.tokenizer is None:
-        return np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (count, length)).tolist()
-    return texts.cut_prompts(settings.texts, llm.tokenizer, count, length, seed)
-
-
-def _together(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):
+def _requests(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):
     """Returns prompts and parameters of requests with `width` rows each."""
     how = {"n": settings.width} | ({"beam_width": settings.width} if settings.method == "beam" else {})
     given = [{"prompt_token_ids": ids, "cache_salt": f"{salt} {i}"} for i, ids in enumerate(prompts)]
     return given, [forced(settings.output_tokens, seed=1000 * seed + i, **how) for i in range(len(prompts))]
-
-
-def _apart(prompts: list[list[int]], settings: SharingSettings, seed: int, salt: str):
-    """Returns prompts and parameters of the same rows as requests of one row each."""
-    rows = [ids for ids in prompts for _ in range(settings.width)]
-    return _together(rows, dataclasses.replace(settings, width=1), seed, salt)
 
 
 def _width(row: ResultRow) -> int:

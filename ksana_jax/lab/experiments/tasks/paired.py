@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.experiments.noise import NUM_DEVIATIONS
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
 
+# The other engines of an engine by a key, kept as long as it is: trials that share one also share the others' steps.
+_TWINS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
+
 Side = Literal["without", "with"]
 
 # Maximum number of times a pair is run until it no longer compiles.
 _MAX_ATTEMPTS = 4
+
+
+class PairedTask(BaseTask):
+    """Base of tasks that time two sides on requests of `prompt_tokens` and `output_tokens`, `num_pairs` times each."""
+
+    def max_model_len(self, settings: Any) -> int:
+        return settings.prompt_tokens + settings.output_tokens
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        check_counts(config, "prompt_tokens", "output_tokens", "num_pairs")
+
+    def measure(
+        self, trial: TrialContext, without: Callable[[str], Measurement], with_: Callable[[str], Measurement]
+    ) -> Iterator[Measurement]:
+        """Yields the runs of both sides, see `pairs`, and reports how many are done."""
+        num_pairs = trial.config["settings"]["num_pairs"]
+        for done, measurement in enumerate(pairs(without, with_, num_pairs, trial.seed), start=1):
+            yield measurement
+            trial.progress(done / (2 * num_pairs))
+
+
+def check_no_shared_folder(config: Mapping[str, Any]) -> None:
+    if config["engine"]["disk_cache_dir"] is not None:
+        raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
+
+
+def twin(llm: LLM, key: str, make: Callable[[], LLM], *, newest_only: bool = False) -> LLM:
+    """Returns another engine to compare an engine with, which gets the same patterns.
+
+    Args:
+      make: opens it, unless the engine has one of this key already. newest_only: drops those of other keys first.
+    """
+    known = _TWINS.setdefault(llm, {})
+    if key not in known:
+        if newest_only:
+            known.clear()
+        known[key] = make()
+    known[key].set_pattern(llm.patterns)
+    return known[key]
+
+
+def with_changes(llm: LLM, **changes: Any) -> LLM:
+    """Returns an engine with the same weights, and settings that differ from an engine's by some changes."""
+    from ksana_jax import LLM
+
+    settings = dataclasses.asdict(llm.config) | changes
+    given = {"pattern": llm.patterns, "tokenizer": llm.tokenizer}
+    return LLM.from_params(llm.model_config, llm.runner.params, **given, **settings)
 
 
 def forced(output_tokens: int, **given: Any) -> SamplingParams:

@@ -143,7 +143,7 @@ class Perplexity(BaseTask):
                 raise ConfigError("settings.method 'recompute' supports pattern.window and no other field of it")
             if settings.sampled_per_bucket < 1:
                 raise ConfigError("settings.method 'recompute' needs settings.sampled_per_bucket of 1 or more")
-        texts.check_model(config["model"], settings.texts, settings.num_texts, settings.cut, "settings.num_texts")
+        texts.check_config(config, settings.num_texts, settings.cut, "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PerplexitySettings(**trial.config["settings"]), trial.llm

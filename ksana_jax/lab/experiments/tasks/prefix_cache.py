@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,18 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import caveat, forced, of_side, pairs, speeds, timed
+from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import (
+    PairedTask,
+    caveat,
+    check_no_shared_folder,
+    forced,
+    of_side,
+    speeds,
+    timed,
+    twin,
+    with_changes,
+)
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -36,9 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-
-# The engine without a cache, kept as long as the one with: trials that share one also share the other's compiled steps.
-_TWINS: weakref.WeakKeyDictionary[LLM, LLM] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -61,22 +67,19 @@ class PrefixSettings:
     num_pairs: int = 1
 
 
-class PrefixCache(BaseTask):
+class PrefixCache(PairedTask):
     """The task `prefix_cache`. See the module's docstring."""
 
     Settings = PrefixSettings
 
-    def max_model_len(self, settings: PrefixSettings) -> int:
-        return settings.prompt_tokens + settings.output_tokens
-
     def check(self, config: Mapping[str, Any]) -> None:
-        check_counts(config, "num_requests", "prompt_tokens", "output_tokens", "num_prefixes", "num_pairs")
+        super().check(config)
+        check_counts(config, "num_requests", "num_prefixes")
         shared = config["settings"]["shared_percent"]
         checks.require(checks.integer("settings.shared_percent", shared, 0, 100), error=ConfigError)
         if not config["engine"]["enable_prefix_caching"]:
             raise ConfigError("engine.enable_prefix_caching is false, must be true: there is nothing to compare")
-        if config["engine"]["disk_cache_dir"] is not None:
-            raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
+        check_no_shared_folder(config)
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PrefixSettings(**trial.config["settings"]), trial.llm
@@ -88,10 +91,7 @@ class PrefixCache(BaseTask):
         def serve(engine: LLM, salt: str) -> Measurement:
             return timed(engine, [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts], params)
 
-        sides = functools.partial(serve, plain), functools.partial(serve, llm)
-        for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
-            yield measurement
-            trial.progress(done / (2 * settings.num_pairs))
+        yield from self.measure(trial, functools.partial(serve, plain), functools.partial(serve, llm))
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes gain, seconds without / seconds with; and hit_rate, fraction of prompt tokens found in the cache."""
@@ -149,15 +149,8 @@ class PrefixCache(BaseTask):
 
 def without_cache(llm: LLM) -> LLM:
     """Returns an engine with the same weights and settings but without prefix cache and shared-prefix attention."""
-    from ksana_jax import LLM
-
-    if llm not in _TWINS:
-        settings = dataclasses.asdict(llm.config)
-        settings |= {"enable_prefix_caching": False, "shared_prefix_attention": False}
-        _TWINS[llm] = LLM.from_params(llm.model_config, llm.runner.params, pattern=llm.patterns, **settings)
-    twin = _TWINS[llm]
-    twin.set_pattern(llm.patterns)
-    return twin
+    changes = {"enable_prefix_caching": False, "shared_prefix_attention": False}
+    return twin(llm, "without cache", lambda: with_changes(llm, **changes))
 
 
 def make_prompts(settings: PrefixSettings, vocab_size: int, seed: int) -> list[list[int]]:

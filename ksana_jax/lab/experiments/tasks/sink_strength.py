@@ -81,9 +81,7 @@ class SinkStrength(BaseTask):
         )
         if config["pattern"] is not None or config["layer_patterns"]:
             raise ConfigError("task 'sink_strength' measures the model's own attention: leave pattern unset")
-        texts.check_model(
-            config["model"], settings.texts, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts"
-        )
+        texts.check_config(config, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         from ksana_jax.models.sinks import sink_measures, sink_strength

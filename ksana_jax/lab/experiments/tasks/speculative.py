@@ -14,7 +14,6 @@ import functools
 import hashlib
 import statistics
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.models import fingerprint
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import Side, caveat, forced, of_side, pairs
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, Side, caveat, forced, of_side, twin, with_changes
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-
-# The newest engine that drafts, with its setting, of each engine that does not.
-_TWINS: weakref.WeakKeyDictionary[LLM, tuple[str, LLM]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -82,13 +78,10 @@ class SpeculativeSettings:
         return self.batch_size * self.num_batches
 
 
-class Speculative(BaseTask):
+class Speculative(PairedTask):
     """The task `speculative`. See the module's docstring."""
 
     Settings = SpeculativeSettings
-
-    def max_model_len(self, settings: SpeculativeSettings) -> int:
-        return settings.prompt_tokens + settings.output_tokens
 
     def inputs(self, settings: SpeculativeSettings) -> dict[str, str]:
         found = {"texts": text_files.digest(settings.texts)}
@@ -97,7 +90,8 @@ class Speculative(BaseTask):
         return found
 
     def check(self, config: Mapping[str, Any]) -> None:
-        check_counts(config, "batch_size", "num_batches", "output_tokens", "num_pairs")
+        super().check(config)
+        check_counts(config, "batch_size", "num_batches")
         check_counts(config, "prompt_tokens", least=32)
         check_counts(config, "traffic", "preloaded", least=0)
         settings = SpeculativeSettings(**config["settings"])
@@ -108,9 +102,7 @@ class Speculative(BaseTask):
         if (most := config["engine"]["max_num_seqs"]) < settings.batch_size:
             raise ConfigError(f"settings.batch_size is {settings.batch_size}, engine.max_num_seqs is {most}")
         needed = settings.num_requests + settings.traffic + settings.preloaded
-        texts.check_model(
-            config["model"], settings.texts, needed, texts.Cut(settings.prompt_tokens), "the number of requests"
-        )
+        texts.check_config(config, needed, texts.Cut(settings.prompt_tokens), "the number of requests")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, plain = SpeculativeSettings(**trial.config["settings"]), trial.llm
@@ -128,11 +120,10 @@ class Speculative(BaseTask):
             measured, written["with" if llm is drafting else "without"] = _timed(llm, asked, settings, trial.seed, salt)
             return measured
 
-        sides, runs = (functools.partial(serve, plain), functools.partial(serve, drafting)), []
-        for done, measurement in enumerate(pairs(*sides, settings.num_pairs, trial.seed), start=1):
+        runs = []
+        for measurement in self.measure(trial, functools.partial(serve, plain), functools.partial(serve, drafting)):
             runs.append(measurement)
             yield measurement
-            trial.progress(done / (2 * settings.num_pairs))
         if not _lossless(settings):
             for side, outputs in written.items():
                 yield {"metric": "quality", "side": side, "nll": _nll(plain, asked, outputs)}
@@ -217,18 +208,14 @@ _COUNTS = ("num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_
 def with_drafts(plain: LLM, speculative_config: Mapping[str, Any], params: Sequence[Any]) -> LLM:
     """Returns an engine with the same weights and settings that drafts. One that chooses how long drafts are by the
     seconds of steps measures them first, as servers do; params: of its requests."""
-    from ksana_jax import LLM
 
-    key = repr(sorted(speculative_config.items()))
-    if _TWINS.get(plain, ("", None))[0] != key:
-        settings = dataclasses.asdict(plain.config) | {"speculative_config": dict(speculative_config)}
-        made = LLM.from_params(
-            plain.model_config, plain.runner.params, pattern=plain.patterns, tokenizer=plain.tokenizer, **settings
-        )
+    def make() -> LLM:
+        made = with_changes(plain, speculative_config=dict(speculative_config))
         if (method := read_speculative(speculative_config)) is not None and method.adaptive == "goodput":
             made.warm_up(sampling_params=params)
-        _TWINS[plain] = (key, made)
-    return _TWINS[plain][1]
+        return made
+
+    return twin(plain, repr(sorted(speculative_config.items())), make, newest_only=True)
 
 
 def _requests(settings: SpeculativeSettings, llm: LLM, seed: int) -> tuple[list, list, list]:
