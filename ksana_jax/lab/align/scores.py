@@ -20,6 +20,7 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
+from ksana_jax.lab.experiments.asking import forced, token_scores
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -81,9 +82,7 @@ def read(path: Path) -> Scores:
 
 def generated(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> list[list[int]]:
     """Returns prompts with their greedy continuations of some numbers of tokens."""
-    from ksana_jax import SamplingParams
-
-    greedy = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for n in num_tokens if n]
+    greedy = [forced(n, temperature=0) for n in num_tokens if n]
     asked = [{"prompt_token_ids": list(p)} for p, n in zip(prompts, num_tokens, strict=True) if n]
     made = iter(llm.generate(asked, greedy) if asked else ())
     found = []
@@ -94,14 +93,8 @@ def generated(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: Sequence[i
 
 def scored(llm: LLM, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Returns the log-probabilities of all tokens of texts but their first, computed as those of prompts."""
-    from ksana_jax import SamplingParams
-
-    asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    found = []
-    for ids, output in zip(texts, llm.generate([{"prompt_token_ids": list(t)} for t in texts], asked), strict=True):
-        entries = (output.check().prompt_logprobs or [])[1:]
-        found.append(np.array([(e or {})[t].logprob for e, t in zip(entries, ids[1:], strict=True)]))
-    return found
+    found = token_scores(llm, [{"prompt_token_ids": list(text)} for text in texts])
+    return [np.array([score.logprob for score in scores]) for scores in found]
 
 
 def first_other_tokens(a: Scores, b: Sequence[Sequence[int]]) -> dict[int, int]:

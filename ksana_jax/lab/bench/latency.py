@@ -11,6 +11,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP, model_path
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
@@ -55,12 +56,10 @@ class Latency(Bench):
     def measure(self, case: Case) -> Measurement:
         import numpy as np
 
-        from ksana_jax import SamplingParams
-
         batch, prompt = case.point["batch"], case.point["prompt"]
         rng = np.random.default_rng(self.seed)
         prompts = rng.integers(3, self.llm.model_config.vocab_size, (batch, prompt))
-        params = SamplingParams(temperature=0, max_tokens=self.output_tokens, ignore_eos=True, detokenize=False)
+        params = forced(self.output_tokens, temperature=0)
         self.llm.clear_records()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
         metrics = [output.check().metrics for output in outputs]

@@ -16,6 +16,7 @@ from ksana_jax.core.processor import num_cores
 from ksana_jax.core.sources import MODEL_HELP, model_path
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.peers import PEERS
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
@@ -235,9 +236,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple
     Counts: steps, num_blocks, block_bytes, the implementation of attention; running is the mean number of requests that
     ran while others waited for room, None if none waited.
     """
-    from ksana_jax import SamplingParams
-
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    params = [forced(n, temperature=0) for n in lengths]
     requests = [{"prompt_token_ids": p} for p in prompts]
     llm.clear_records()
     began = time.perf_counter()

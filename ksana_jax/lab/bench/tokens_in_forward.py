@@ -16,6 +16,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import decode_seconds, make_llm, milliseconds
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
@@ -80,11 +81,9 @@ class TokensInForward(Bench):
     def _serve(self, llm: LLM, rows: int, max_tokens: int) -> list[RequestOutput]:
         import numpy as np
 
-        from ksana_jax import SamplingParams
-
         vocab_size, shape = llm.model_config.vocab_size, (max(self.tokens), self.context + 1)
         prompts = np.random.default_rng(self.seed).integers(3, vocab_size, shape, np.int32)
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = forced(max_tokens, temperature=0)
         return [o.check() for o in llm.generate([{"prompt_token_ids": ids} for ids in prompts[:rows]], params)]
 
     def measure(self, case: Case) -> Measurement:

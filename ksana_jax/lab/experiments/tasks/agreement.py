@@ -20,13 +20,13 @@ import numpy as np
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.figures import COLOURS, legend
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.paired import (
     PairedTask,
     check_no_shared_folder,
-    forced,
     of_side,
     speeds,
     timed,

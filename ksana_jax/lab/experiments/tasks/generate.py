@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.lab.experiments import noise, text_files, texts
+from ksana_jax.lab.experiments.asking import forced, run_warm
 from ksana_jax.lab.experiments.figures import byte_unit, legend, line_style
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.results import (
@@ -81,19 +81,18 @@ class Generate(BaseTask):
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm
         prompts = _prompts(settings, llm, trial.seed)
-        compiled_before, compiled = llm.num_compilations, 0
-        # Repeated if the first run compiled, so that compilation is not timed.
-        for _ in range(2):
-            llm.clear_records()
-            before, began = llm.num_compilations, time.perf_counter()
+        compiled_before = llm.num_compilations
+        count, sampling = settings.output_tokens, {"temperature": settings.temperature, "seed": trial.seed}
+        params = forced(count, min_tokens=count, **sampling)
+
+        def serve() -> list[RequestOutput]:
             # Each run has its own salt, so prefix cache hits come from this run only.
             salt = uuid.uuid4().hex
-            salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
-            outputs = llm.generate(salted, _params(settings, trial.seed))
-            seconds, compiled = time.perf_counter() - began, llm.num_compilations - before
+            outputs = llm.generate([{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts], params)
             trial.progress(0.5)
-            if not compiled:
-                break
+            return outputs
+
+        outputs, seconds, compiled = run_warm(llm, serve)
         for output in outputs:
             yield _request(output.check())
         yield {
@@ -202,20 +201,6 @@ def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]
     if settings.random_prompts:
         return texts.random_prompts(llm, settings.num_prompts, settings.prompt_tokens, seed)
     return texts.cut_prompts(settings.texts, llm.tokenizer, settings.num_prompts, settings.prompt_tokens, seed)
-
-
-def _params(settings: GenerateSettings, seed: int):
-    from ksana_jax import SamplingParams
-
-    count = settings.output_tokens
-    return SamplingParams(
-        max_tokens=count,
-        min_tokens=count,
-        ignore_eos=True,
-        temperature=settings.temperature,
-        seed=seed,
-        detokenize=False,
-    )
 
 
 def _request(output: RequestOutput) -> Measurement:

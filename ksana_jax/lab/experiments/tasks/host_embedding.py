@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
 from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, forced, speeds, timed, with_changes
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, speeds, timed, with_changes
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.request import MAX_BEAM_WIDTH, MAX_N
 from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import integer_ticks, legend
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, forced, of_side, speeds, timed
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, of_side, speeds, timed
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 

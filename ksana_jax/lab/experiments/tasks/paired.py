@@ -75,13 +75,6 @@ def with_changes(llm: LLM, **changes: Any) -> LLM:
     return LLM.from_params(llm.model_config, llm.runner.params, **given, **settings)
 
 
-def forced(output_tokens: int, **given: Any) -> SamplingParams:
-    """Returns parameters for an output of exactly output_tokens tokens, without text."""
-    from ksana_jax import SamplingParams
-
-    return SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, **given)
-
-
 def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> Measurement:
     """Serves prompts that all arrive at once; measures seconds, tokens, steps, blocks and prefix cache hits.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments.asking import run_warm, token_scores
 from ksana_jax.lab.experiments.models import training_context
 from ksana_jax.lab.experiments.oracle import foreseen
 from ksana_jax.lab.experiments.tasks import perplexity_figure, perplexity_report
@@ -165,12 +166,13 @@ class Perplexity(BaseTask):
                 raise ConfigError(
                     f"{len(group[0].ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
                 )
-            timed = _Timed(llm)
             if streams:
-                with foreseen(llm, group[0].ids) if foresees else contextlib.nullcontext():
-                    found = timed(_stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens)
+                work = functools.partial(_stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens)
             else:
-                found = timed(_recompute, llm, group[0].ids, trial.config["pattern"]["window"], samples[0])
+                window = trial.config["pattern"]["window"]
+                work = functools.partial(_recompute, llm, group[0].ids, window, samples[0])
+            with foreseen(llm, group[0].ids) if streams and foresees else contextlib.nullcontext():
+                found, seconds, compiled = run_warm(llm, work)
             num_scored = 0
             for excerpt, sample, log_probs in zip(group, samples, found, strict=True):
                 positions, subset = sample, "sampled"
@@ -187,8 +189,8 @@ class Perplexity(BaseTask):
                 "text": group[0].name,
                 "num_texts": len(group),
                 "num_scored": num_scored,
-                "seconds": timed.seconds,
-                "compiled_while_timed": timed.compiled,
+                "seconds": seconds,
+                "compiled_while_timed": compiled,
             }
             yield {"metric": "kv", "text": group[0].name, **_kv_alone(llm, trial, group, samples)}
             trial.progress((begin + len(group)) / len(chosen))
@@ -223,49 +225,16 @@ class Perplexity(BaseTask):
         perplexity_figure.draw(figure, rows)
 
 
-class _Timed:
-    """Times a function; runs it again if the first run compiled, so that compilation is not timed.
-
-    compiled: compilations in the timed run; 0 unless the second run compiled too.
-    """
-
-    def __init__(self, llm: LLM):
-        self._llm = llm
-        self.seconds = math.nan
-        self.compiled = 0
-
-    def __call__(self, work: Callable[..., list[np.ndarray]], *args: Any) -> list[np.ndarray]:
-        result = self._once(work, *args)
-        return self._once(work, *args) if self.compiled else result
-
-    def _once(self, work: Callable[..., list[np.ndarray]], *args: Any) -> list[np.ndarray]:
-        self._llm.clear_records()
-        before, began = self._llm.num_compilations, time.perf_counter()
-        result = work(*args)
-        self.seconds = time.perf_counter() - began
-        self.compiled = self._llm.num_compilations - before
-        return result
-
-
 def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:
     """Returns for each text the log-probabilities [len(ids) - 1] of ids[1:], given the tokens that the cache still
     holds."""
-    from ksana_jax import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     prompts = [
         {"prompt_token_ids": ids}
         if num_context is None
         else {"prompt_token_ids": ids[:num_context], "question_token_ids": ids[num_context:]}
         for ids in group
     ]
-    outputs = llm.generate(prompts, params)
-    return [_scores(output.check().prompt_logprobs, ids) for output, ids in zip(outputs, group, strict=True)]
-
-
-def _scores(entries: Any, ids: list[int]) -> np.ndarray:
-    assert entries is not None and len(entries) == len(ids)
-    return np.array([entries[t][ids[t]].logprob for t in range(1, len(ids))])
+    return [np.array([score.logprob for score in found]) for found in token_scores(llm, prompts)]
 
 
 def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> list[np.ndarray]:

@@ -17,13 +17,13 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
 from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.paired import (
     PairedTask,
     caveat,
     check_no_shared_folder,
-    forced,
     of_side,
     speeds,
     timed,

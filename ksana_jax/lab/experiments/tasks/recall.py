@@ -18,6 +18,7 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
+from ksana_jax.lab.experiments.asking import forced, token_scores
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks import recall_figure
 from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, asked_of, check_counts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
+    from ksana_jax.core.request import Logprob
 
 
 @dataclasses.dataclass
@@ -220,33 +222,17 @@ def _digest(example: Example) -> str:
 def _answers(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[int]]:
     """Returns the greedy tokens for each example, as many as its answer has."""
     asked = [asked_of(e.prompt_ids, e.num_question, ask) for e in examples]
-    outputs = llm.generate(asked, [_greedy(e) for e in examples])
+    counts = [len(e.answer_ids) for e in examples]
+    outputs = llm.generate(asked, [forced(count, min_tokens=count, temperature=0.0) for count in counts])
     return [list(output.check().outputs[0].token_ids) for output in outputs]
 
 
-def _greedy(example: Example):
-    from ksana_jax import SamplingParams
-
-    count = len(example.answer_ids)
-    return SamplingParams(max_tokens=count, min_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
-
-
-def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Any]]:
+def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Logprob]]:
     """Returns the `Logprob` of each answer token of each example."""
-    from ksana_jax import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     # What is scored comes after the eviction from the text, or from text and question.
     asked = [len(e.answer_ids) + (e.num_question if ask == "after" else 0) for e in examples]
     prompts = [asked_of(e.prompt_ids + e.answer_ids, n, "after") for e, n in zip(examples, asked, strict=True)]
-    outputs = llm.generate(prompts, params)
-    found = []
-    for example, output in zip(examples, outputs, strict=True):
-        entries = output.check().prompt_logprobs
-        assert entries is not None
-        scored = zip(entries[len(example.prompt_ids) :], example.answer_ids, strict=True)
-        found.append([entry[token] for entry, token in scored if entry is not None])
-    return found
+    return [scores[-len(e.answer_ids) :] for e, scores in zip(examples, token_scores(llm, prompts), strict=True)]
 
 
 def _kv(llm: LLM, example: Example, ask: str) -> dict[str, Any]:

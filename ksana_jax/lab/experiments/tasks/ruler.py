@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
+from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, asked_of, check_counts
 from ksana_jax.lab.experiments.tasks.compression import full_row, is_compressed, kv_said
@@ -212,10 +213,8 @@ def _answers(llm: LLM, prompts: Sequence[Prompt], ask: str) -> list[str]:
 
 
 def _held_bytes(llm: LLM, prompt: Prompt, ask: str) -> int:
-    from ksana_jax import SamplingParams
-
     llm.clear_records()
-    params = SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    params = forced(8, min_tokens=8, temperature=0.0)
     (output,) = llm.generate([asked_of(prompt.ids, prompt.num_question, ask)], params)
     output.check()
     return int(llm.records[-1].live_blocks) * llm.block_bytes

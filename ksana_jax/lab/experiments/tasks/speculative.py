@@ -22,9 +22,10 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments.asking import forced, token_scores
 from ksana_jax.lab.experiments.models import fingerprint
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, Side, caveat, forced, of_side, twin, with_changes
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, Side, caveat, of_side, twin, with_changes
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -267,17 +268,9 @@ def _timed(
 
 def _nll(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
     """Returns the mean nats per token of outputs after prompts under a model, but for their last tokens."""
-    from ksana_jax import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    whole = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs, strict=True)]
-    losses = []
-    for prompt, text, scored in zip(
-        prompts, whole, llm.generate(prompt_token_ids=whole, sampling_params=params), strict=True
-    ):
-        entries = scored.check().prompt_logprobs or []
-        losses += [-entries[at][text[at]].logprob for at in range(len(prompt), len(text))]  # pyright: ignore
-    return statistics.fmean(losses)
+    whole = [{"prompt_token_ids": [*p, *output[:-1]]} for p, output in zip(prompts, outputs, strict=True)]
+    scored = zip(prompts, token_scores(llm, whole), strict=True)
+    return statistics.fmean(-score.logprob for prompt, scores in scored for score in scores[len(prompt) - 1 :])
 
 
 def _counted(llm: LLM) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.experiments.asking import forced, run_warm
 from ksana_jax.lab.experiments.figures import legend, plain_numbers
 from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import forced
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -137,14 +137,7 @@ class WindowLatency(BaseTask):
 
 def _measured(llm: LLM, work: Callable[[], float]) -> Measurement:
     """Runs work that returns its seconds per token; again if that compiled something."""
-    token_s, compiled = 0.0, 0
-    for _ in range(2):
-        llm.clear_records()
-        before = llm.num_compilations
-        token_s = work()
-        compiled = llm.num_compilations - before
-        if not compiled:
-            break
+    token_s, _, compiled = run_warm(llm, work)
     # A step that generates a token ends a prompt or computes one token; of the streamed side, its prompt is left out.
     records = list(llm.records)
     decodes = [r for r in records if r.num_tokens == 1] or records
