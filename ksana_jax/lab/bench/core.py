@@ -20,7 +20,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
 from ksana_jax.lab.bench.machine import Compilations, Load
 from ksana_jax.lab.experiments.tasks.base import Results
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, of_metric
 
 if TYPE_CHECKING:
     from ksana_jax.lab.experiments.records import Records
@@ -121,11 +121,10 @@ class Bench(Results):
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         """Says how it was measured, and where and when one should not believe it."""
-        found = [m for row in rows for trial in row.trials for m in trial]
-        turns = [m for m in found if m["metric"] == "repetition"]
+        machines, turns = of_metric(rows, "machine"), of_metric(rows, "repetition")
         absent: dict[str, dict[str, None]] = {}
         for row in rows:
-            for m in (m for trial in row.trials for m in trial if m["metric"] == "absent"):
+            for m in of_metric([row], "absent"):
                 absent.setdefault(m["reason"], {})[row.label or row.name] = None
         said = [f"{'; '.join(names)}: {reason}." for reason, names in absent.items()]
         if not turns:
@@ -138,24 +137,20 @@ class Bench(Results):
             else "One repetition."
         )
         compiled = sum(m["compilations"] for m in turns)
-        warm = "".join([f" of {m['warm_up_s']:,.0f} s" for m in found if m["metric"] == "machine"][:1])
+        warm = "".join([f" of {m['warm_up_s']:,.0f} s" for m in machines[:1]])
         said.append(
             f"{compiled} compilations after a warm-up{warm}; repetitions with one of them are left out."
             if compiled
             else f"No compilation after a warm-up{warm}."
         )
-        return [*said, *_machine_notes(found, turns)]
+        return [*said, *_machine_notes(machines, turns)]
 
 
 _BOOKKEEPING = ("turn", "compilations", "load", "seconds")
 
 
-def _machine_notes(found: Sequence[Measurement], turns: Sequence[Measurement]) -> list[str]:
-    said = [
-        f"{m['cpu']}, {m['cores']} cores; Python {m['python']}, {m['packages']}."
-        for m in found
-        if m["metric"] == "machine"
-    ][:1]
+def _machine_notes(machines: Sequence[Measurement], turns: Sequence[Measurement]) -> list[str]:
+    said = [f"{m['cpu']}, {m['cores']} cores; Python {m['python']}, {m['packages']}." for m in machines[:1]]
     loads = [(m["load"], m["seconds"]) for m in turns if m["load"] is not None]
     if not loads:
         return [*said, "How busy the machine was is not known."]

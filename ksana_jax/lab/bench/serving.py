@@ -18,7 +18,7 @@ from ksana_jax.lab.bench.latency import make_llm, milliseconds
 from ksana_jax.lab.bench.serving_load import Sent, Target, send_all
 from ksana_jax.lab.bench.serving_targets import About, EngineTarget, HTTPTarget
 from ksana_jax.lab.experiments.dotted import dotlist
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, of_metric
 from ksana_jax.serve.server.settings import read_api_keys
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.base import WorkloadSettings
@@ -205,7 +205,7 @@ class Serving(Bench):
 
     def _limits(self, rows: Sequence[ResultRow]) -> Mapping[str, float]:
         """Returns the limits that rows were measured with."""
-        found = [m["report"].get("goodput") for row in rows for m in _turns(row)]
+        found = [m["report"].get("goodput") for m in of_metric(rows, "repetition")]
         return found[0]["limits"] if found and found[0] else {}
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
@@ -227,7 +227,7 @@ class Serving(Bench):
             "between pieces of an answer; E2E: to the last token. Over requests that have finished."
         ]
         for row in rows:
-            for m in _turns(row):
+            for m in of_metric([row], "repetition"):
                 failures = [f"{failure}." for failure in m["report"]["failures"]]
                 if m["void"]:
                     lag, most = m["send_lag_p99_s"] * 1000, MAX_LAG_S * 1000
@@ -236,7 +236,7 @@ class Serving(Bench):
                         "processor of its own."
                     )
                 said += [f"{row.name}: {failure}" for failure in failures]
-        loads = [m["workload"] for row in rows for m in _turns(row)]
+        loads = [m["workload"] for m in of_metric(rows, "repetition")]
         said += [f"{note}." for note in dict.fromkeys(note for load in loads for note in load["notes"])]
         if loads:
             said.append(f"Gaps and lengths from seed {loads[0]['seed']}; texts differ in every run.")
@@ -273,10 +273,6 @@ def _rates(text: str) -> list[float | str]:
             raise ConfigError(f"rate is {text!r}, must be positive numbers separated by commas, or inf")
         found.append(AT_ONCE if value == np.inf else value)
     return found
-
-
-def _turns(row: ResultRow) -> list[Measurement]:
-    return [m for trial in row.trials for m in trial if m["metric"] == "repetition"]
 
 
 def _rows(sent: Sent) -> dict[str, list[Any]]:

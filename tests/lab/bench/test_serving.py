@@ -13,6 +13,7 @@ from ksana_jax.lab.bench import command, core, serving
 from ksana_jax.lab.bench.serving import AT_ONCE, Serving
 from ksana_jax.lab.bench.serving_load import Arriving, RequestFailed, send_all
 from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, events
+from ksana_jax.lab.experiments.tasks.results import of_metric
 from ksana_jax.serve.workload import read_workload
 
 VOCAB = 100
@@ -266,7 +267,7 @@ def test_every_rate_has_the_same_requests_with_other_texts():
     records, _ = core.run(bench, repeats=2)
     report = command.report_of(bench, records)
     assert [row.point["rate"] for row in report.rows] == [50.0, 100.0, AT_ONCE]
-    turns = [m for row in report.rows for m in serving._turns(row)]
+    turns = of_metric(report.rows, "repetition")
     assert len({tuple(m["requests"]["num_prompt"]) for m in turns}) == 1 and len({m["seed"] for m in turns}) == 1
     slow, fast = turns[0]["requests"]["sent_s"], turns[2]["requests"]["sent_s"]
     assert np.array(slow) == pytest.approx(2 * np.array(fast), abs=1e-5)
@@ -364,7 +365,7 @@ def test_a_server_of_ours_gives_every_token_that_is_asked_for():
         bench = Serving(url=f"http://127.0.0.1:{server.port}", workload=SHORT, requests=8, rate="200", seed=1)
         records, _ = core.run(bench, 1)
         [row] = command.report_of(bench, records).rows
-        [turn] = serving._turns(row)
+        [turn] = of_metric([row], "repetition")
         wanted = [item.num_output for item in bench._made(1.0).items]
     assert turn["requests"]["num_output"] == wanted and turn["report"]["num_failed"] == 0
     assert turn["report"]["num_cached_tokens"] == 0  # texts differ from those that have warmed it up

@@ -24,15 +24,16 @@ from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.figures import COLOURS, legend
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.paired import (
-    PairedTask,
-    check_no_shared_folder,
-    of_side,
-    speeds,
-    timed,
-    twin,
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, of_side, speeds, timed, twin
+from ksana_jax.lab.experiments.tasks.results import (
+    Column,
+    Measurement,
+    ResultRow,
+    compilation_note,
+    number,
+    of_metric,
+    percent,
 )
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,7 +137,7 @@ class Agreement(PairedTask):
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        lengths = sorted({m["output_tokens"] for r in rows for t in r.trials for m in t if m["metric"] == "setting"})
+        lengths = sorted({m["output_tokens"] for m in of_metric(rows, "setting")})
         return [
             "Each row compares an engine with another one that has the settings `against`, on the same prompts.",
             f"{' or '.join(map(str, lengths))} greedy tokens per text; first other token: the earliest in any text of "
@@ -163,7 +164,7 @@ class Agreement(PairedTask):
         for row in measured:
             at = labels.index(row.label) + 0.5 * (points.index(_point(row)) + 0.5) / len(points) - 0.25
             colour, name = COLOURS[points.index(_point(row)) % len(COLOURS)], _point(row)
-            largest = max(max(m["max_difference"] for m in trial if m["metric"] == "text") for trial in row.trials)
+            largest = max(m["max_difference"] for m in of_metric([row], "text"))
             if not largest:
                 axes.plot([LEAST_DRAWN], [at], marker="|", color=colour, label=name)
                 continue

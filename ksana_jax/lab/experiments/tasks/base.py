@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -154,3 +155,16 @@ class BaseTask(Results):
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Checks the config; raises ConfigError if settings and pattern are incompatible."""
+
+
+class AskingTask(BaseTask):
+    """Base of tasks that ask questions: each gives a measurement "answer" with a "digest" of its text."""
+
+    measures_speed = False
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        """Returns a digest of the questions, so that rows asked the same ones are compared on each seed."""
+        if key == "live_kv_bytes":
+            return None
+        digests = [m["digest"] for m in measurements if m["metric"] == "answer"]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:12]

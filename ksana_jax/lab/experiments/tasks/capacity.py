@@ -6,7 +6,6 @@ Rates are bisected with the same requests and scaled gaps; see `ksana_jax.lab.si
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import legend, line_style, log_ticks
 from ksana_jax.lab.experiments.tasks.base import TrialContext
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, extremes, number
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, extremes, number, of_metric
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation
 from ksana_jax.lab.simulator.capacity import Search
 from ksana_jax.lab.simulator.slo import SLO, percentile
@@ -94,12 +93,12 @@ class CapacitySearch(SimulatedTask):
         return [Column(key, f"requests/s at {key.removeprefix('rate, ')}", number(3), "max") for key in keys]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        limits = dict.fromkeys((m["slo"], m["limits"]) for m in _measured(rows, "capacity"))
+        limits = dict.fromkeys((m["slo"], m["limits"]) for m in of_metric(rows, "capacity"))
         said = ["Objectives: " + "; ".join(f"{name}: {text}" for name, text in limits) + "."] if limits else []
-        if judged := [m["num_judged"] for m in _measured(rows, "capacity") if "num_judged" in m]:
+        if judged := [m["num_judged"] for m in of_metric(rows, "capacity") if "num_judged" in m]:
             said.append(f"Requests judged, after the warm-up: {min(judged):,}.")
         if len(rows) == 1:
-            found = [m for m in _measured(rows, "capacity") if m["rate"]]
+            found = [m for m in of_metric(rows, "capacity") if m["rate"]]
             said += [f"{m['slo']}: {_reason(m)}." for m in found[: len({m["slo"] for m in found})]]
         none = [f"{row.name}, {m['slo']}: {_reason(m)}" for row, m in _zeros(rows)]
         return said + ["No rate keeps the objectives: " + ". ".join(none) + "."] * bool(none)
@@ -130,15 +129,10 @@ class CapacitySearch(SimulatedTask):
         legend(figure, axes)
 
 
-def _measured(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:
-    trials = itertools.chain.from_iterable(row.trials for row in rows)
-    return [m for trial in trials for m in trial if m["metric"] == metric]
-
-
 def _reason(measured: Measurement) -> str:
     """Says at which rate the objectives were not kept, and why."""
     return f"at {measured['failed_rate']:,.3g} requests/s, {'; '.join(measured['reasons'])}"
 
 
 def _zeros(rows: Sequence[ResultRow]) -> list[tuple[ResultRow, Measurement]]:
-    return [(row, m) for row in rows for m in _measured([row], "capacity") if not m["rate"]]
+    return [(row, m) for row in rows for m in of_metric([row], "capacity") if not m["rate"]]

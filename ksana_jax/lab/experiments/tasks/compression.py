@@ -3,7 +3,7 @@ bytes, no quality."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ksana_jax.core.config import EngineConfig
@@ -45,6 +45,20 @@ def full_row(row: ResultRow, rows: Iterable[ResultRow]) -> ResultRow | None:
     full = [r for r in rows if r.config and not is_compressed(r)]
     same = [r for r in full if all(r.config.get(name) == row.config.get(name) for name in _SAME)]
     return min(same, key=lambda r: _num_differences(r, row), default=None)
+
+
+def best_and_full(
+    rows: Sequence[ResultRow], rank: Callable[[ResultRow], Any], compressed: Callable[[ResultRow], bool] = is_compressed
+) -> tuple[ResultRow, ResultRow | None]:
+    """Returns the best compressed row and the row with the full cache that it is compared with; without one of them,
+    the best row and None.
+
+    Args:
+      rows: at least one. rank: a key by which the best row is the smallest.
+    """
+    best = min(filter(compressed, rows), key=rank, default=None)
+    full = None if best is None else full_row(best, rows)
+    return (min(rows, key=rank), None) if best is None or full is None else (best, full)
 
 
 def kv_said(row: ResultRow, full: ResultRow | None = None) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
 from ksana_jax.lab.experiments.text_files import content_digest
 
 
@@ -117,14 +117,14 @@ class Harness(BaseTask):
         return next((tuple(m["samples"]) for m in measurements if m["metric"] == "score" and _key(m) == key), None)
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        scores = {_key(m): m for r in rows for trial in r.trials for m in trial if m["metric"] == "score"}
+        scores = {_key(m): m for m in of_metric(rows, "score")}
         return [
             *(Column(key, key, number(4), "max" if m["higher_is_better"] else "min") for key, m in scores.items()),
             Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        counts = {m["task"]: len(m["samples"]) for r in rows for t in r.trials for m in t if m["metric"] == "score"}
+        counts = {m["task"]: len(m["samples"]) for m in of_metric(rows, "score")}
         documents = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         return [f"Documents per seed: {documents}."] if counts else []
 

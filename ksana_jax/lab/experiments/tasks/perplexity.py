@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,13 +26,11 @@ from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
 from ksana_jax.lab.experiments.models import training_context
 from ksana_jax.lab.experiments.oracle import foreseen
-from ksana_jax.lab.experiments.tasks import perplexity_figure, perplexity_report
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.perplexity_report import PerplexityResults
+from ksana_jax.lab.experiments.tasks.results import Measurement
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ksana_jax import LLM
 
 
@@ -77,11 +75,10 @@ class PerplexitySettings:
         return texts.Cut(self.num_tokens, self.bos, self.stride)
 
 
-class Perplexity(BaseTask):
+class Perplexity(PerplexityResults, BaseTask):
     """The task `perplexity`. See the module's docstring."""
 
     Settings = PerplexitySettings
-    measures_speed = False
 
     def max_model_len(self, settings: PerplexitySettings) -> int:
         return settings.num_tokens + 1
@@ -201,28 +198,6 @@ class Perplexity(BaseTask):
             "count": llm.num_compilations - compiled_before,
             "in_all": llm.num_compilations,
         }
-
-    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        return perplexity_report.summarise(measurements)
-
-    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        return perplexity_report.sample(key, measurements)
-
-    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        return perplexity_report.columns(rows)
-
-    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
-        """Returns the column of perplexity at the last positions."""
-        return next((c for c in reversed(self.columns(rows)) if "ppl" in c.key), None)
-
-    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        return perplexity_report.notes(rows)
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        return perplexity_report.conclusion(rows)
-
-    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        perplexity_figure.draw(figure, rows)
 
 
 def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from ksana_jax.lab.experiments.tasks.perplexity_report import (
     perplexity,
     spans,
 )
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.experiments.tasks.results import ResultRow, of_metric
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
 
 if TYPE_CHECKING:
@@ -154,11 +154,10 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
 def bucket_nll(row: ResultRow, subset: str) -> dict[int, float]:
     """Returns {bucket: mean negative log-likelihood per token, in nats} over all texts and seeds."""
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for trial in row.trials:
-        for m in trial:
-            if m["metric"] == "nll" and m["subset"] == subset:
-                sums[m["bucket"]][0] += m["sum"]
-                sums[m["bucket"]][1] += m["count"]
+    for m in of_metric([row], "nll"):
+        if m["subset"] == subset:
+            sums[m["bucket"]][0] += m["sum"]
+            sums[m["bucket"]][1] += m["count"]
     return {bucket: total / count for bucket, (total, count) in sums.items()}
 
 

@@ -5,12 +5,150 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments import noise
-from ksana_jax.lab.experiments.tasks.compression import foresees, full_row, is_compressed, kv_said
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number
+from ksana_jax.lab.experiments.tasks.base import Results
+from ksana_jax.lab.experiments.tasks.compression import best_and_full, foresees, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class PerplexityResults(Results):
+    """What perplexity experiments make of their measurements: columns, notes, a sentence and a figure."""
+
+    measures_speed = False
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        """Computes one trial's summary.
+
+        ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
+        live_kv_bytes: held of a text after its last token. peak_kv_bytes: maximum within a step. kv_token_bytes: of one
+        token in all layers. tokens_per_s: tokens scored per second, compilation excluded.
+        """
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        speed, kv, result = [], [], {}
+        for m in measurements:
+            if m["metric"] == "nll":
+                prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
+                low, high = span(m["bucket"])
+                for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
+                    sums[key][0] += m["sum"]
+                    sums[key][1] += m["count"]
+            elif m["metric"] == "speed":
+                speed.append(m)
+            elif m["metric"] == "kv":
+                kv.append(m)
+            elif m["metric"] == "compilations":
+                result["num_compilations"] = m["count"]
+        result.update({key: perplexity(total / count) for key, (total, count) in sums.items()})
+        if speed:
+            result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
+            result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
+        if kv:
+            result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
+            if "token_bytes" in kv[0]:  # older records do not have it
+                result["kv_token_bytes"] = kv[0]["token_bytes"]
+        # Recomputation holds nothing between two tokens; its cost is its peak.
+        if streamed := [m for m in kv if m["method"] == "stream"]:
+            result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
+        return result
+
+    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
+        """Returns the texts and positions of a perplexity; None for other keys, whose values vary between repeats."""
+        for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
+            if key.startswith(prefix):
+                return _scored_places(measurements, subset)
+        return None
+
+    def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        digits = number(2)
+        shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
+        if sampled := spans(rows, "sampled_ppl_"):
+            shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
+        shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
+        shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+        if len({row.mean("kv_token_bytes") for row in rows} - {None}) > 1:
+            shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
+        return shown
+
+    def headline(self, rows: Sequence[ResultRow]) -> Column | None:
+        """Returns the column of perplexity at the last positions."""
+        return next((c for c in reversed(self.columns(rows)) if "ppl" in c.key), None)
+
+    def notes(self, rows: Sequence[ResultRow]) -> list[str]:
+        found = of_metric(rows, "nll")
+        if not found:
+            return []
+        names = {m.get("text_digest", m["text"]) for m in found}
+        count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
+        seeds = max(len(r.trials) for r in rows)
+        draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
+        # Earlier versions began each text with BOS, and did not record it.
+        bos = "; position 0 is BOS" if all(m.get("bos", True) for m in found) else ""
+        said = [
+            f"Perplexity by position in the text{bos}. Columns ppl score every position of the texts "
+            f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
+        ]
+        if count["sampled"]:
+            said.append(
+                f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, including "
+                "recomputation."
+            )
+            if any(method(r) == "recompute" for r in rows):
+                said.append(
+                    "In the figure, the curve of recomputation is that of the most similar row, plus their difference "
+                    "on the sample."
+                )
+        if draws > 1:
+            said.append(
+                f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are for one seed."
+            )
+        said += _repeats(rows)
+        said += _memory_notes(rows, self.columns(rows))
+        if equal_bytes := front(rows):
+            names = ", ".join(repr(row.name) for row in equal_bytes)
+            said.append(
+                f"Lowest mean perplexity at the last positions for their live KV or less (Pareto front): {names}."
+            )
+        for subset in ("all", "sampled"):
+            by_seed = zip(
+                *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
+            )
+            if any(len(set(places)) > 1 for places in by_seed):
+                said.append("NOT COMPARABLE: rows were scored on different positions or texts.")
+        return said
+
+    def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        """Compares the best compressed row with the full cache, at the last positions of the texts; without one of
+        them, it names the best row."""
+        if not (found := spans(rows, "ppl_")):
+            return ""
+        low, high = found[-1]
+        key = f"ppl_{low}_{high}"
+        scored = [r for r in rows if r.mean(key) is not None]
+        if not scored:
+            return ""
+        best, full = best_and_full(scored, _rank(key), _is_usable)
+        compressed = list(filter(_is_usable, scored))
+        said = f"At positions {low:,} to {high - 1:,} "
+        said += _alone(best, scored, key) if full is None else _against_full(best, full, compressed, key)
+        said += kv_said(best, full)
+        for row in rows:
+            theirs, ours = row.mean("sampled_ppl"), best.mean("sampled_ppl")
+            if method(row) == "recompute" and theirs and ours:
+                said += f"; on the sampled positions {row.name!r} has {_two(theirs)} against its {_two(ours)}"
+                break
+        return said + "."
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        from ksana_jax.lab.experiments.tasks.perplexity_figure import draw
+
+        draw(figure, rows)
 
 
 def span(bucket: int) -> tuple[int, int]:
@@ -19,53 +157,9 @@ def span(bucket: int) -> tuple[int, int]:
     return low, max(1, 2 * low)
 
 
-def summarise(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Computes one trial's summary.
-
-    ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-    live_kv_bytes: held of a text after its last token. peak_kv_bytes: maximum within a step. kv_token_bytes: of one
-    token in all layers. tokens_per_s: tokens scored per second, compilation excluded.
-    """
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    speed, kv, result = [], [], {}
-    for m in measurements:
-        if m["metric"] == "nll":
-            prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
-            low, high = span(m["bucket"])
-            for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
-                sums[key][0] += m["sum"]
-                sums[key][1] += m["count"]
-        elif m["metric"] == "speed":
-            speed.append(m)
-        elif m["metric"] == "kv":
-            kv.append(m)
-        elif m["metric"] == "compilations":
-            result["num_compilations"] = m["count"]
-    result.update({key: perplexity(total / count) for key, (total, count) in sums.items()})
-    if speed:
-        result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
-        result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
-    if kv:
-        result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
-        if "token_bytes" in kv[0]:  # older records do not have it
-            result["kv_token_bytes"] = kv[0]["token_bytes"]
-    # Recomputation holds nothing between two tokens; its cost is its peak.
-    if streamed := [m for m in kv if m["method"] == "stream"]:
-        result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
-    return result
-
-
 def perplexity(nll: float) -> float:
     """Returns the exponential of a mean negative log-likelihood; infinity if it overflows."""
     return math.exp(nll) if not nll > math.log(sys.float_info.max) else math.inf
-
-
-def sample(key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-    """Returns the texts and positions of a perplexity; None for other keys, whose values vary between repeats."""
-    for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
-        if key.startswith(prefix):
-            return _scored_places(measurements, subset)
-    return None
 
 
 def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
@@ -93,62 +187,9 @@ def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
     return sorted(tuple(int(n) for n in k.removeprefix(prefix).split("_")) for k in keys)  # pyright: ignore
 
 
-def columns(rows: Sequence[ResultRow]) -> list[Column]:
-    digits = number(2)
-    shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
-    if sampled := spans(rows, "sampled_ppl_"):
-        shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
-    shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
-    shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
-    if len({row.mean("kv_token_bytes") for row in rows} - {None}) > 1:
-        shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
-    return shown
-
-
-def notes(rows: Sequence[ResultRow]) -> list[str]:
-    found = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "nll"]
-    if not found:
-        return []
-    names = {m.get("text_digest", m["text"]) for m in found}
-    count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
-    seeds = max(len(r.trials) for r in rows)
-    draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
-    # Earlier versions began each text with BOS, and did not record it.
-    bos = "; position 0 is BOS" if all(m.get("bos", True) for m in found) else ""
-    said = [
-        f"Perplexity by position in the text{bos}. Columns ppl score every position of the texts "
-        f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
-    ]
-    if count["sampled"]:
-        said.append(
-            f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, including recomputation."
-        )
-        if any(method(r) == "recompute" for r in rows):
-            said.append(
-                "In the figure, the curve of recomputation is that of the most similar row, plus their difference on "
-                "the sample."
-            )
-    if draws > 1:
-        said.append(
-            f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are for one seed."
-        )
-    said += _repeats(rows)
-    said += _memory_notes(rows)
-    if equal_bytes := front(rows):
-        names = ", ".join(repr(row.name) for row in equal_bytes)
-        said.append(f"Lowest mean perplexity at the last positions for their live KV or less (Pareto front): {names}.")
-    for subset in ("all", "sampled"):
-        by_seed = zip(
-            *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
-        )
-        if any(len(set(places)) > 1 for places in by_seed):
-            said.append("NOT COMPARABLE: rows were scored on different positions or texts.")
-    return said
-
-
-def _memory_notes(rows: Sequence[ResultRow]) -> list[str]:
+def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[str]:
     """Explains the columns of KV."""
-    kv = [m for r in rows for trial in r.trials for m in trial if m["metric"] == "kv"]
+    kv = of_metric(rows, "kv")
     earlier = any(m["method"] == "stream" and "held_blocks" not in m for m in kv)
     said = ["Live KV: held of one text after its last token; peak KV: maximum held within a step, including its chunk."]
     if earlier:
@@ -156,7 +197,7 @@ def _memory_notes(rows: Sequence[ResultRow]) -> list[str]:
             "Live KV: maximum held of one text between steps, without its last chunk, as earlier versions recorded it; "
             "of a text of one step, its peak KV. Peak KV: maximum held within a step, including its chunk."
         ]
-    if any(c.key == "kv_token_bytes" for c in columns(rows)):
+    if any(c.key == "kv_token_bytes" for c in shown):
         exact = "exact tokens included"
         if earlier:
             exact = "its codes alone, as earlier versions recorded it"
@@ -214,45 +255,21 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
     return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
 
 
-def conclusion(rows: Sequence[ResultRow]) -> str:
-    """Compares the best compressed row with the full cache, at the last positions of the texts; without one of them, it
-    names the best row."""
-    if not (found := spans(rows, "ppl_")):
-        return ""
-    low, high = found[-1]
-    key = f"ppl_{low}_{high}"
-    scored = [r for r in rows if r.mean(key) is not None]
-    if not scored:
-        return ""
-    compressed = [r for r in scored if is_compressed(r) and not foresees(r)]
-    best = _best(compressed, key) if compressed else None
-    full = full_row(best, scored) if best is not None else None
-    said = f"At positions {low:,} to {high - 1:,} "
-    if best is None or full is None:
-        best = _best(scored, key)
-        said += _alone(best, scored, key)
-    else:
-        said += _against_full(best, full, compressed, key)
-    said += kv_said(best, full)
-    for row in rows:
-        theirs, ours = row.mean("sampled_ppl"), best.mean("sampled_ppl")
-        if method(row) == "recompute" and theirs and ours:
-            said += f"; on the sampled positions {row.name!r} has {_two(theirs)} against its {_two(ours)}"
-            break
-    return said + "."
-
-
 _two = number(2)
 
 
-def _best(rows: Sequence[ResultRow], key: str) -> ResultRow:
-    """Returns the row with the lowest perplexity; of those that are displayed equally, the first with the least KV."""
+def _is_usable(row: ResultRow) -> bool:
+    return is_compressed(row) and not foresees(row)
+
+
+def _rank(key: str) -> Callable[[ResultRow], tuple[bool, float, float]]:
+    """Orders rows from the lowest perplexity; of those that are displayed equally, that with the least KV is better."""
 
     def rank(row: ResultRow) -> tuple[bool, float, float]:
         value = row.mean(key) or 0.0
         return math.isnan(value), round(value, 2), row.mean("live_kv_bytes") or 0.0
 
-    return min(rows, key=rank)
+    return rank
 
 
 def _alone(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
@@ -284,4 +301,4 @@ def _within_noise(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
 
 def method(row: ResultRow) -> str:
     """Returns the method by which a row was scored; empty if it was not scored."""
-    return next((m["method"] for trial in row.trials for m in trial if m["metric"] == "kv"), "")
+    return next((m["method"] for m in of_metric([row], "kv")), "")

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,8 +21,8 @@ from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.asking import forced, token_scores
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks import recall_figure
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, asked_of, check_counts
-from ksana_jax.lab.experiments.tasks.compression import full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.base import AskingTask, TrialContext, asked_of, check_counts
+from ksana_jax.lab.experiments.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, percent
 from ksana_jax.lab.recall import Example, check_example, make_example
 
@@ -65,11 +65,10 @@ class RecallSettings:
         return {**self.options, **({self.swept[0]: value} if self.sweep else {})}
 
 
-class Recall(BaseTask):
+class Recall(AskingTask):
     """The task `recall`. See the module's docstring."""
 
     Settings = RecallSettings
-    measures_speed = False
 
     def max_model_len(self, settings: RecallSettings) -> int:
         return settings.num_tokens + 1
@@ -132,13 +131,6 @@ class Recall(BaseTask):
         held = kv["held_kv_bytes"] if "held_kv_bytes" in kv else kv["live_kv_bytes"]
         return result | ({} if held is None else {"live_kv_bytes": held})
 
-    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """Returns the digest of the examples, so that rows asked the same questions are compared on each seed."""
-        if key == "live_kv_bytes":
-            return None
-        digests = [m["digest"] for m in measurements if m["metric"] == "answer"]
-        return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:12]
-
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         option, values = recall_figure.swept(rows)
         swept = [Column(f"accuracy_{value}", f"{option} {value}, %", _percent, "max") for value in values]
@@ -191,9 +183,7 @@ class Recall(BaseTask):
             value = row.mean(key) or 0.0
             return math.isnan(value), -round(value, 2), row.mean("live_kv_bytes") or 0.0
 
-        compressed = min((row for row in measured if is_compressed(row)), key=rank, default=None)
-        full = None if compressed is None else full_row(compressed, measured)
-        best = min(measured, key=rank) if compressed is None or full is None else compressed
+        best, full = best_and_full(measured, rank)
         said += f"{full.name!r}: {shown(full)}{unit}; " if full is not None else ""
         said += f"{best.name!r}: {shown(best)}{unit}"
         said += f" ({caveat})" if full is not None and (caveat := noise.caveat(best, full, key)) else ""

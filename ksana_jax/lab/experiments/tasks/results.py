@@ -106,6 +106,11 @@ class ResultRow:
         return deviation(values) if len(values) > 1 else None
 
 
+def of_metric(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:
+    """Returns the measurements of one kind of all trials of some rows."""
+    return [m for row in rows for trial in row.trials for m in trial if m["metric"] == metric]
+
+
 def extremes(rows: Sequence[ResultRow], key: str) -> list[tuple[float, ResultRow]]:
     """Returns the lowest and the highest mean of a summary key, each with its row; empty if no row has one."""
     found = [(value, row) for row in rows if (value := row.mean(key)) is not None]

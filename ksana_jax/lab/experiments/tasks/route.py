@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments.figures import COLOURS, legend, log_ticks
-from ksana_jax.lab.experiments.tasks.base import TrialContext
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds, number, percent
-from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, number
+from ksana_jax.lab.experiments.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 from ksana_jax.lab.simulator.fleet import NETWORK_S
 
 if TYPE_CHECKING:
@@ -36,24 +35,12 @@ class Route(SimulatedTask):
 
     Settings = RouteSettings
 
-    def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        yield Simulation(trial.config, RouteSettings(**trial.config["settings"]), trial.seed).measure()
-
-    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        return numbers(measurements)
-
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
             Column("requests_per_s", "requests/s", number(2)),
-            Column("ttft_p50_s", "TTFT p50, ms", milliseconds(), "min"),
-            Column("ttft_p90_s", "TTFT p90, ms", milliseconds()),
-            Column("ttft_p99_s", "TTFT p99, ms", milliseconds()),
-            Column("tpot_p50_s", "TPOT p50, ms", milliseconds()),
-            Column("e2e_p50_s", "E2E p50, ms", milliseconds()),
-            Column("hit_rate", "hit rate, %", percent()),
+            *LATENCIES,
             Column("imbalance", "max / mean load", number(2)),
-            Column("utilisation", "busy, %", percent()),
-            Column("preemptions", "preemptions", number(0)),
+            *LOADS,
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import math
 import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ksana_jax.core import checks
@@ -17,8 +17,8 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, asked_of, check_counts
-from ksana_jax.lab.experiments.tasks.compression import full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, check_counts
+from ksana_jax.lab.experiments.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, percent
 from ksana_jax.lab.experiments.text_files import candidates, digest
 from ksana_jax.lab.recall.question import Given
@@ -58,11 +58,10 @@ class RulerSettings:
     depth: float | None = None
 
 
-class Ruler(BaseTask):
+class Ruler(AskingTask):
     """The task `ruler`. See the module's docstring."""
 
     Settings = RulerSettings
-    measures_speed = False
 
     def max_model_len(self, settings: RulerSettings) -> int:
         return settings.num_tokens
@@ -121,13 +120,6 @@ class Ruler(BaseTask):
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
         return {"score": statistics.fmean(scores.values()), **scores, "live_kv_bytes": kv["held_kv_bytes"]}
 
-    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """Returns the digest of the prompts, so that rows asked the same questions are compared on each seed."""
-        if key == "live_kv_bytes":
-            return None
-        digests = [m["digest"] for m in measurements if m["metric"] == "answer"]
-        return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:12]
-
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         tasks = list(dict.fromkeys(task for row in rows for task in _scores(row.trials)))
         return [
@@ -154,20 +146,18 @@ class Ruler(BaseTask):
         measured = [row for row in rows if row.mean("score") is not None]
         if not measured:
             return ""
-
-        compressed = max((row for row in measured if is_compressed(row)), key=_rank, default=None)
-        if compressed is None or (full := full_row(compressed, measured)) is None:
-            best = max(measured, key=_rank)
-            return f"{best.name!r}: {_percent(best.mean('score') or 0.0)} % of RULER's score{kv_said(best)}."
-        said = f"{full.name!r}: {_percent(full.mean('score') or 0.0)} % of RULER's score; "
-        said += f"{compressed.name!r}: {_percent(compressed.mean('score') or 0.0)} %"
-        said += f" ({caveat})" if (caveat := noise.caveat(compressed, full, "score")) else ""
-        return f"{said}{kv_said(compressed, full)}."
+        best, full = best_and_full(measured, _rank)
+        mine = f"{best.name!r}: {_percent(best.mean('score') or 0.0)} %"
+        if full is None:
+            return f"{mine} of RULER's score{kv_said(best)}."
+        said = f"{full.name!r}: {_percent(full.mean('score') or 0.0)} % of RULER's score; {mine}"
+        said += f" ({caveat})" if (caveat := noise.caveat(best, full, "score")) else ""
+        return f"{said}{kv_said(best, full)}."
 
 
 def _rank(row: ResultRow) -> tuple[float, float]:
-    """Returns a key by which the best row is the largest; of equal scores, that with the least KV is better."""
-    return row.mean("score") or 0.0, -(row.mean("live_kv_bytes") or 0.0)
+    """Returns a key by which the best row is the smallest; of equal scores, that with the least KV is better."""
+    return -(row.mean("score") or 0.0), row.mean("live_kv_bytes") or 0.0
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:

@@ -5,23 +5,14 @@ Its scheduler and its KV memory are those of the engine; only the time of steps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import legend, log_ticks
-from ksana_jax.lab.experiments.tasks.base import TrialContext
-from ksana_jax.lab.experiments.tasks.results import (
-    Column,
-    Measurement,
-    ResultRow,
-    extremes,
-    milliseconds,
-    number,
-    percent,
-)
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, extremes, number
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
-from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation, numbers
+from ksana_jax.lab.experiments.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,24 +28,12 @@ class Simulate(SimulatedTask):
         if config["settings"]["servers"] > 1:
             raise ConfigError("settings.servers: task 'simulate' has one server, task 'route' has several")
 
-    def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        yield Simulation(trial.config, SimulatedSettings(**trial.config["settings"]), trial.seed).measure()
-
-    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
-        return numbers(measurements)
-
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         found = [
             Column("requests_per_s", "requests/s", number(2)),
             Column("output_tokens_per_s", "output tokens/s", number(0)),
-            Column("ttft_p50_s", "TTFT p50, ms", milliseconds(), "min"),
-            Column("ttft_p90_s", "TTFT p90, ms", milliseconds()),
-            Column("ttft_p99_s", "TTFT p99, ms", milliseconds()),
-            Column("tpot_p50_s", "TPOT p50, ms", milliseconds()),
-            Column("e2e_p50_s", "E2E p50, ms", milliseconds()),
-            Column("hit_rate", "hit rate, %", percent()),
-            Column("utilisation", "busy, %", percent()),
-            Column("preemptions", "preemptions", number(0)),
+            *LATENCIES,
+            *LOADS,
         ]
         # What is always 0, or cannot be, says nothing.
         optional = ("hit_rate", "preemptions", "utilisation")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ksana_jax.core import checks
@@ -14,8 +14,16 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.lab.experiments.identity import canonical
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask
-from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext
+from ksana_jax.lab.experiments.tasks.results import (
+    Column,
+    Measurement,
+    ResultRow,
+    milliseconds,
+    number,
+    of_metric,
+    percent,
+)
 from ksana_jax.lab.experiments.text_files import content_digest
 from ksana_jax.lab.simulator import fleet, request_level
 from ksana_jax.lab.simulator.chains import Chains
@@ -34,6 +42,19 @@ from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
 from ksana_jax.serve.workload.report import RequestTimes, flat, summarise
 
+# Columns that simulations of one server and of several have.
+LATENCIES = (
+    Column("ttft_p50_s", "TTFT p50, ms", milliseconds(), "min"),
+    Column("ttft_p90_s", "TTFT p90, ms", milliseconds()),
+    Column("ttft_p99_s", "TTFT p99, ms", milliseconds()),
+    Column("tpot_p50_s", "TPOT p50, ms", milliseconds()),
+    Column("e2e_p50_s", "E2E p50, ms", milliseconds()),
+    Column("hit_rate", "hit rate, %", percent()),
+)
+LOADS = (
+    Column("utilisation", "busy, %", percent()),
+    Column("preemptions", "preemptions", number(0)),
+)
 ONE_ENGINE, BY_REQUEST, LIGHT = SERVERS = ("engine", "request_level", "light")
 
 
@@ -215,6 +236,13 @@ class SimulatedTask(BaseTask):
             found["workload"] = content_digest(path, "settings.workload.path")
         return found
 
+    def run(self, trial: TrialContext) -> Iterator[Measurement]:
+        yield Simulation(trial.config, self.Settings(**trial.config["settings"]), trial.seed).measure()
+
+    def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
+        [run] = [m for m in measurements if m["metric"] == "run"]
+        return {k: float(v) for k, v in run.items() if isinstance(v, (int, float))}
+
     def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
         """Rows with equal workloads and seeds serve the same requests."""
         return measurements[0]["sample"] if measurements else None
@@ -224,17 +252,10 @@ class SimulatedTask(BaseTask):
         found = [
             f"{row.name}, {m['sample']}: {'; '.join(m['failures'])}."
             for row in rows
-            for trial in row.trials
-            for m in trial
-            if m["metric"] == "run" and m["failures"]
+            for m in of_metric([row], "run")
+            if m["failures"]
         ]
         return found[:10] + [f"{len(found) - 10} more runs have failures."] * (len(found) > 10)
-
-
-def numbers(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Returns the numbers of a trial's run, for `summarise`."""
-    [run] = [m for m in measurements if m["metric"] == "run"]
-    return {k: float(v) for k, v in run.items() if isinstance(v, (int, float))}
 
 
 def cost_of(settings: SimulatedSettings, kv_cache_dtype: Any) -> Cost:

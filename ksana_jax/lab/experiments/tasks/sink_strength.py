@@ -23,7 +23,7 @@ from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.figures import integer_ticks, legend
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, number, percent
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, number, of_metric, percent
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class SinkStrength(BaseTask):
         return next(iter(self.columns(rows)), None)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        about = [m for row in rows for trial in row.trials for m in trial if m["metric"] == "texts"]
+        about = of_metric(rows, "texts")
         said = []
         for num_tokens, epsilon in sorted({(m["num_tokens"], m["epsilon"]) for m in about}):
             said.append(
