@@ -26,11 +26,14 @@ from ksana_jax.lab.experiments import text_files, texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
 from ksana_jax.lab.experiments.models import training_context
 from ksana_jax.lab.experiments.oracle import foreseen
+from ksana_jax.lab.experiments.tasks import perplexity_figure
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.perplexity_report import PerplexityResults
 from ksana_jax.lab.experiments.tasks.results import Measurement
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ksana_jax import LLM
 
 
@@ -198,6 +201,9 @@ class Perplexity(PerplexityResults, BaseTask):
             "count": llm.num_compilations - compiled_before,
             "in_all": llm.num_compilations,
         }
+
+    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
+        perplexity_figure.draw(figure, rows)
 
 
 def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:

@@ -6,7 +6,6 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.tasks.base import Results
@@ -14,12 +13,9 @@ from ksana_jax.lab.experiments.tasks.compression import best_and_full, foresees,
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 class PerplexityResults(Results):
-    """What perplexity experiments make of their measurements: columns, notes, a sentence and a figure."""
+    """What perplexity experiments make of their measurements: columns, notes and a sentence."""
 
     measures_speed = False
 
@@ -144,11 +140,6 @@ class PerplexityResults(Results):
                 said += f"; on the sampled positions {row.name!r} has {_two(theirs)} against its {_two(ours)}"
                 break
         return said + "."
-
-    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        from ksana_jax.lab.experiments.tasks.perplexity_figure import draw
-
-        draw(figure, rows)
 
 
 def span(bucket: int) -> tuple[int, int]:
