@@ -29,7 +29,7 @@ from ksana_jax.lab.experiments.oracle import foreseen
 from ksana_jax.lab.experiments.tasks import perplexity_figure
 from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
 from ksana_jax.lab.experiments.tasks.perplexity_report import PerplexityResults
-from ksana_jax.lab.experiments.tasks.results import Measurement
+from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
