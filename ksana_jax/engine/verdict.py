@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shlex
@@ -24,9 +25,8 @@ from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import array_dtype
-from ksana_jax.ops.implementations import implementations
-from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.ops.table import serving
 
 # Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
 NUM_ERRORS = 2
@@ -211,15 +211,10 @@ def serving_pairs(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
     """Returns the implementations that serve an engine and that its settings allow, in order of preference."""
     dtype = array_dtype(config.dtype).name
     needs = Requirements.of(model, layout, num_repositioned_sinks=config.max_repositioned_sinks or 0, query_dtype=dtype)
-    attention = [i.name for i in implementations() if i.unsupported(needs) is None]
-    capability = needs.compute_capability
-    linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.why_not(needs.platform, dtype, capability) is None]
-    asked = config.operators.attention, config.operators.linear
-    attention, linear = (
-        [name for name in names if wanted in ("auto", name)]
-        for names, wanted in zip((attention, linear), asked, strict=True)
-    )
-    return [Pair(a, b) for a in attention for b in linear]
+    found = serving(model, needs, dtype)
+    asked = {"attention": config.operators.attention, "linear": config.operators.linear}
+    names = ([i.name for i in found[operator] if name in ("auto", i.name)] for operator, name in asked.items())
+    return list(itertools.starmap(Pair, itertools.product(*names)))
 
 
 def preferred(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> tuple[EngineConfig, str | None]:

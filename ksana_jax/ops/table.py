@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.operator_settings import AUTO, OperatorSettings
@@ -38,21 +39,36 @@ def operator_table(
     Raises:
       ValueError: an implementation that is asked for does not serve.
     """
-    platform, kinds, rows = needs.platform, kinds_of(config), []
-    attention = choose(needs, settings.attention).name
-    for operator in ("attention", "kv_write"):  # each implementation of attention writes the pool that it reads
-        rows += [
-            OperatorRow(operator, i.name, i.needs, i.name == attention, i.unsupported(needs)) for i in implementations()
-        ]
-    capability = needs.compute_capability
-    linear = choose_linear(platform, dtype, settings.linear, compute_capability=capability).name
-    rows += [
-        OperatorRow("linear", i.name, i.needs, i.name == linear, i.why_not(platform, dtype, capability))
-        for i in LINEAR_IMPLEMENTATIONS
-    ]
-    norm = choose_norm(platform, dtype, kinds, settings.norm).name
-    rows += [
-        OperatorRow("norm", i.name, i.needs, i.name == norm, i.unsupported(platform, dtype, kinds))
-        for i in NORM_IMPLEMENTATIONS
+    attention, capability = choose(needs, settings.attention).name, needs.compute_capability
+    used = {
+        "attention": attention,
+        "kv_write": attention,
+        "linear": choose_linear(needs.platform, dtype, settings.linear, compute_capability=capability).name,
+        "norm": choose_norm(needs.platform, dtype, kinds_of(config), settings.norm).name,
+    }
+    rows = [
+        OperatorRow(operator, found.name, found.needs, found.name == used[operator], why)
+        for operator, found, why in _implementations(config, needs, dtype)
     ]
     return [*rows, OperatorRow("sampling", "xla", "", True, None)]
+
+
+def serving(config: ModelConfig, needs: Requirements, dtype: str) -> dict[str, list[Any]]:
+    """Returns the implementations that serve, by operator but for sampling, each in order of preference.
+
+    Args:
+      needs, dtype: as those of `operator_table`.
+    """
+    found: dict[str, list[Any]] = {}
+    for operator, implementation, why in _implementations(config, needs, dtype):
+        found.setdefault(operator, []).extend([implementation] * (why is None))
+    return found
+
+
+def _implementations(config: ModelConfig, needs: Requirements, dtype: str) -> Iterator[tuple[str, Any, str | None]]:
+    """Yields (operator, implementation, why it cannot serve)."""
+    platform, kinds, capability = needs.platform, kinds_of(config), needs.compute_capability
+    for operator in ("attention", "kv_write"):  # each implementation of attention writes the pool that it reads
+        yield from ((operator, i, i.unsupported(needs)) for i in implementations())
+    yield from (("linear", i, i.why_not(platform, dtype, capability)) for i in LINEAR_IMPLEMENTATIONS)
+    yield from (("norm", i, i.unsupported(platform, dtype, kinds)) for i in NORM_IMPLEMENTATIONS)

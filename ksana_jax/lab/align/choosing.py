@@ -15,18 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax import LLM, SamplingParams
+from ksana_jax import LLM
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, default_path, serving_pairs
 from ksana_jax.lab.align import scores
 from ksana_jax.lab.align.command import OPERATOR_TOKENS, Texts, draw_prompts, side_settings
-from ksana_jax.lab.align.each_operator import measure_operators
-from ksana_jax.lab.align.operator_times import shapes_timed
+from ksana_jax.lab.align.each_operator import measure_operators, shapes_timed
 from ksana_jax.lab.align.operators import run_operators
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.lab.bench.machine import Load
+from ksana_jax.lab.experiments.asking import forced
+from ksana_jax.lab.experiments.tasks.agreement import compare, completion
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import Params
@@ -90,29 +91,26 @@ def measure(
     Args:
       prompts: token ids of each text. num_tokens: to generate greedily after each.
     """
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    params = forced(num_tokens, temperature=0, logprobs=0)
     asked = [{"prompt_token_ids": list(p)} for p in prompts]
     outputs, seconds = {}, {pair: [] for pair in engines}
     for turn in range(1 + NUM_TIMED):
         for pair in list(engines)[:: 1 if turn % 2 else -1]:
             began = time.perf_counter()
-            outputs[pair] = [o.check().outputs[0] for o in engines[pair].generate(asked, params)]
+            outputs[pair] = engines[pair].generate(asked, params)
             seconds[pair].append(time.perf_counter() - began)
     found = []
-    for pair, completions in outputs.items():
-        agreed, apart = [], [np.zeros(0)]
-        for text, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            greedy, logprobs = (x[len(prompt) - 1 :] for x in reference(text, [*prompt, *completion.token_ids]))
-            made = np.array(
-                [s[t].logprob for s, t in zip(completion.logprobs or (), completion.token_ids, strict=True)]
-            )
-            other = np.flatnonzero(greedy != np.array(completion.token_ids))
-            agreed.append(int(other[0]) if len(other) else num_tokens)
-            apart.append(np.abs(made - logprobs)[: agreed[-1]])
-        differences = np.concatenate(apart)
-        mean, most = (float(f(differences)) if len(differences) else 0.0 for f in (np.mean, np.max))
+    for pair, served in outputs.items():
+        texts = []
+        for text, (prompt, output) in enumerate(zip(prompts, served, strict=True)):
+            tokens, logprobs = completion(output)
+            greedy, exact = (x[len(prompt) - 1 :] for x in reference(text, [*prompt, *tokens]))
+            texts.append(compare((greedy, exact), (tokens, logprobs)))
+        agreed = tuple(m["agreed"] for m in texts)
+        mean = sum(m["mean_difference"] * m["agreed"] for m in texts) / max(sum(agreed), 1)
+        most = max(m["max_difference"] for m in texts)
         speed = num_tokens * len(prompts) / statistics.median(seconds[pair][1:])
-        found.append(Measured(pair.attention, pair.linear, tuple(agreed), mean, most, speed))
+        found.append(Measured(pair.attention, pair.linear, agreed, mean, most, speed))
     return sorted(found, key=lambda m: list(engines).index(m.pair))
 
 

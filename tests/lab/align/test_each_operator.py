@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.lab.align import each_operator
-from ksana_jax.lab.align.each_operator import measure_operators, operator_errors
-from ksana_jax.lab.align.operator_times import shapes_timed
+from ksana_jax.lab.align.each_operator import measure_operators, operator_errors, shapes_timed
 from ksana_jax.lab.align.operators import run_operators
 from ksana_jax.models import layers
+from ksana_jax.ops import table
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, LinearImplementation
 from ksana_jax.ops.table import operator_table
 from tests.engine.small import SMALL, make_llm, model
@@ -36,7 +35,7 @@ def test_errors_of_all_that_serve_are_those_of_their_type(exact, monkeypatch):
     assert all(found[operator, "xla"] == 0 for operator in ("attention", "linear", "norm"))
     assert max(found.values()) < 1e-5
     config, params = model()
-    monkeypatch.setattr(each_operator, "LINEAR_IMPLEMENTATIONS", LINEAR_IMPLEMENTATIONS[-1:])
+    monkeypatch.setattr(table, "LINEAR_IMPLEMENTATIONS", LINEAR_IMPLEMENTATIONS[-1:])
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     rounded = operator_errors(LLM.from_params(config, half, dtype="bf16", **SMALL).runner, TOKENS, exact)
     assert all(1e-4 < error < 1e-2 for error in rounded.values())
@@ -47,7 +46,7 @@ def test_an_error_is_that_of_one_implementation(exact, monkeypatch):
         return layers.linear(x, w, b, dtype=dtype) * 1.01
 
     one = LinearImplementation("wrong", wrong, lambda platform, dtype: None)
-    monkeypatch.setattr(each_operator, "LINEAR_IMPLEMENTATIONS", (one, LINEAR_IMPLEMENTATIONS[-1]))
+    monkeypatch.setattr(table, "LINEAR_IMPLEMENTATIONS", (one, LINEAR_IMPLEMENTATIONS[-1]))
     found = operator_errors(make_llm().runner, TOKENS, exact)
     assert found["linear", "wrong"] == pytest.approx(0.01, rel=1e-4)
     assert max(error for key, error in found.items() if key != ("linear", "wrong")) < 1e-5

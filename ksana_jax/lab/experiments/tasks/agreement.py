@@ -37,6 +37,7 @@ from ksana_jax.lab.experiments.tasks.results import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
     from ksana_jax import LLM
 
@@ -101,7 +102,7 @@ class Agreement(PairedTask):
         yield from self.measure(trial, functools.partial(serve, other), functools.partial(serve, llm))
         scored = [engine.generate(list(prompts), dataclasses.replace(params, logprobs=0)) for engine in (other, llm)]
         for text, (a, b) in enumerate(zip(*scored, strict=True)):
-            yield {"metric": "text", "text": text, **compare(*(_completion(o) for o in (a, b)))}
+            yield {"metric": "text", "text": text, **compare(*(completion(o) for o in (a, b)))}
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes differ, the fraction of texts with other tokens; earliest, the first generated token, from 0, that
@@ -202,14 +203,14 @@ def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
     return twin(llm, json.dumps(dict(against), sort_keys=True), make)
 
 
-def _completion(output: Any) -> tuple[list[int], np.ndarray]:
+def completion(output: Any) -> tuple[list[int], np.ndarray]:
     """Returns the tokens of a request and their log-probabilities."""
     [completion] = output.check().outputs
     entries = zip(completion.logprobs, completion.token_ids, strict=True)
     return completion.token_ids, np.array([scores[token].logprob for scores, token in entries])
 
 
-def compare(a: tuple[Sequence[int], np.ndarray], b: tuple[Sequence[int], np.ndarray]) -> Measurement:
+def compare(a: tuple[ArrayLike, np.ndarray], b: tuple[ArrayLike, np.ndarray]) -> Measurement:
     """Compares tokens and log-probabilities [T] that two sides have generated after one prompt.
 
     Returns:
@@ -217,7 +218,7 @@ def compare(a: tuple[Sequence[int], np.ndarray], b: tuple[Sequence[int], np.ndar
       log-probabilities of these tokens.
     """
     others = np.flatnonzero(np.array(a[0]) != np.array(b[0]))
-    agreed = int(others[0]) if len(others) else len(a[0])
+    agreed = int(others[0]) if len(others) else len(a[1])
     apart = np.abs(a[1][:agreed] - b[1][:agreed])
     mean, most = (float(f(apart)) if agreed else 0.0 for f in (np.mean, np.max))
     return {"agreed": agreed, "same_bits": int(np.sum(apart == 0)), "mean_difference": mean, "max_difference": most}
