@@ -234,7 +234,7 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
 def _records(
     bench: Bench, cases: Sequence[Case], measured: Mapping[str, Sequence[Measurement]], environment: dict[str, Any]
 ) -> tuple[Records, str]:
-    from ksana_jax.lab.experiments.records import Records, record_line
+    from ksana_jax.lab.experiments.records import Records, records_text
 
     task = name_of(type(bench))
     settings = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}  # pyright: ignore[reportArgumentType]
@@ -244,12 +244,10 @@ def _records(
     rows = [{"label": case.label, "point": dict(case.point), "trials": [ids[case.name]]} for case in cases]
     name = f"bench-{type(bench).__module__.rpartition('.')[2].replace('_', '-')}"
     plan = {"name": name, "title": bench.title(), "task": task, "rows": rows}
-    records, lines = Records(plan=plan), [record_line("plan", **plan, time=time.time())]
-    for case_name, found in measured.items():
-        trial = ids[case_name]
-        start = {"trial": trial, "config": json.loads(texts[case_name]), "environment": environment}
-        records.starts[trial], records.done[trial] = start, [*found]
-        lines.append(record_line("start", **start))
-        lines += [record_line("measurement", trial=trial, **measurement) for measurement in found]
-        lines.append(record_line("done", trial=trial, num_measurements=len(found)))
-    return records, "".join(lines)
+    starts = {
+        ids[case]: {"trial": ids[case], "config": json.loads(texts[case]), "environment": environment}
+        for case in measured
+    }
+    done = {ids[case]: list(found) for case, found in measured.items()}
+    text = records_text(plan | {"time": time.time()}, zip(starts.values(), done.values(), strict=True))
+    return Records(plan=plan, done=done, starts=starts), text

@@ -94,16 +94,15 @@ class Latency(Bench):
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the prompt length, a line per batch."""
         from ksana_jax.lab.experiments.figures import legend
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_lines
+        from ksana_jax.lab.experiments.tasks.row_figure import draw_panels
 
         measured = [row for row in rows if row.values]
-        above, below = figure.subplots(2, 1, sharex=True)
-        for axes, key, label in ((above, "ttft_s", "TTFT (ms)"), (below, "tpot_s", "TPOT (ms)")):
-            draw_lines(axes, measured, key, 1e-3)
+        keys = [("ttft_s", "TTFT (ms)", 1e-3), ("tpot_s", "TPOT (ms)", 1e-3)]
+        panels = draw_panels(figure, measured, keys)
+        for axes in panels:
             axes.set_yscale("log")
-            axes.set_ylabel(label)
-        below.set_xlabel("prompt (tokens)")
-        legend(figure, above, ncols=3)
+        panels[-1].set_xlabel("prompt (tokens)")
+        legend(figure, panels[0], ncols=3)
 
 
 def make_llm(model: str, **settings: Any) -> LLM:

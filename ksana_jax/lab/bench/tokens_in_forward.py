@@ -129,21 +129,19 @@ class TokensInForward(Bench):
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws tokens/s above and GFLOP/s below over the tokens of a step; dotted lines are the knees."""
         from ksana_jax.lab.experiments.figures import legend, line_style
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_lines
+        from ksana_jax.lab.experiments.tasks.row_figure import draw_panels
 
         measured = [row for row in rows if row.values]
-        above, below = figure.subplots(2, 1, sharex=True)
-        draw_lines(above, measured, "tokens_per_s")
-        draw_lines(below, measured, "flop_per_s", 1e9)
+        keys = [("tokens_per_s", "tokens/s", 1.0), ("flop_per_s", "GFLOP/s", 1e9)]
+        above, below = draw_panels(figure, measured, keys)
         for index, found in enumerate(_lines(rows).values()):
             line = fit(found)
             if line is not None and line.knee > 0:
                 above.axvline(line.knee, color=line_style(index)["color"], linewidth=0.6, linestyle=":")
-        for axes, label in ((above, "tokens/s"), (below, "GFLOP/s")):
+        for axes in (above, below):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
-            axes.set_ylabel(label)
         below.set_xlabel("tokens of a step")
         legend(figure, above, ncols=3)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, write_atomic
 from ksana_jax.lab.experiments import plain_json
-from ksana_jax.lab.experiments.records import record_line
+from ksana_jax.lab.experiments.records import records_text
 from ksana_jax.lab.experiments.tasks.base import Results, number
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
@@ -233,12 +233,8 @@ def _text_of(bundle: Mapping[str, Any]) -> str:
         "rows": [{**row, "trials": [ids[case]]} for case, row in rows.items()],
         "time": calendar.timegm(time.strptime(bundle["started"], STARTED)),
     }
-    lines = [record_line("plan", **plan)]
-    for case, measurements in cases.items():
-        lines.append(record_line("start", trial=ids[case], config=configs[case], environment=about))
-        lines += [record_line("measurement", trial=ids[case], **m) for m in measurements]
-        lines.append(record_line("done", trial=ids[case], num_measurements=len(measurements)))
-    return "".join(lines)
+    starts = ({"trial": ids[case], "config": configs[case], "environment": about} for case in cases)
+    return records_text(plan, zip(starts, cases.values(), strict=True))
 
 
 def _by(measurements: Sequence[Measurement]) -> str:

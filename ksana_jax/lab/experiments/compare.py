@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ksana_jax.lab.experiments import dotted, noise
 from ksana_jax.lab.experiments.combine import check_comparable, names_of
 from ksana_jax.lab.experiments.identity import canonical, defining
-from ksana_jax.lab.experiments.report import read_planned, result_rows, summary
+from ksana_jax.lab.experiments.report import done_of, read_planned, result_rows, values_of
 from ksana_jax.lab.experiments.tasks import results_named
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
 from ksana_jax.lab.experiments.tasks.results import mean
@@ -116,23 +116,13 @@ class _Run:
     @classmethod
     def read(cls, folder: Path) -> _Run:
         records, plan = read_planned(folder)
-        task, name = results_named(plan["task"]), plan["task"]
-        configs: list[_Config | None] = []
-        values: list[dict[str, dict[Hashable, float]]] = []
-        environment: dict[str, Any] = {}
-        for row in plan["rows"]:
-            done = [trial for trial in row["trials"] if trial in records.done]
-            found: dict[str, dict[Hashable, float]] = {}
-            for trial in done:
-                seed = records.starts[trial].get("seed")
-                for key, value, sample in summary(task, name, trial, records.done[trial]):
-                    found.setdefault(key, {}).setdefault(("seed", seed) if sample is None else sample, value)
-            values.append(found)
-            config = records.starts[done[0]]["config"] if done else None
-            configs.append(None if config is None else _Config.of(config))
-            if done and not environment:
-                environment = dotted.flat(records.starts[done[0]].get("environment", {}))
-        return cls(name, task, result_rows(records, task), configs, values, environment)
+        task = results_named(plan["task"])
+        values = [values_of(row, records, task) for row in plan["rows"]]
+        firsts = [next(iter(done_of(row, records)), None) for row in plan["rows"]]
+        configs = [None if first is None else _Config.of(records.starts[first]["config"]) for first in firsts]
+        environments = (records.starts[first].get("environment") for first in firsts if first is not None)
+        environment = dotted.flat(next(filter(None, environments), {}))
+        return cls(plan["task"], task, result_rows(records, task), configs, values, environment)
 
 
 @dataclasses.dataclass(frozen=True)

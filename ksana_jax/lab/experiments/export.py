@@ -6,7 +6,7 @@ import csv
 import io
 from pathlib import Path
 
-from ksana_jax.lab.experiments.report import read_planned, summary
+from ksana_jax.lab.experiments.report import done_of, read_planned, summary
 from ksana_jax.lab.experiments.tables import csv_text
 from ksana_jax.lab.experiments.tasks import results_named
 
@@ -25,10 +25,9 @@ def export(folder: Path) -> str:
     task = results_named(name)
     found = []
     for row in plan["rows"]:
-        for trial in row["trials"]:
-            if trial in records.done:
-                left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
-                found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
+        for trial in done_of(row, records):
+            left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
+            found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
     point = list(plan["rows"][0]["point"]) if plan["rows"] else []
     keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
     text = io.StringIO()

@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -223,6 +223,18 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
 def record_line(kind: str, **fields: Any) -> str:
     """Returns one record as a line of a records file."""
     return plain_json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}) + "\n"
+
+
+def records_text(
+    plan: Mapping[str, Any], trials: Iterable[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
+) -> str:
+    """Returns the text of a records file of trials that are done: for each its start record and its measurements."""
+    lines = [record_line("plan", **plan)]
+    for start, measurements in trials:
+        lines.append(record_line("start", **start))
+        lines += [record_line("measurement", trial=start["trial"], **m) for m in measurements]
+        lines.append(record_line("done", trial=start["trial"], num_measurements=len(measurements)))
+    return "".join(lines)
 
 
 class RecordFile:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +112,36 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
     assert records.plan is not None
     rows = []
     for row in records.plan["rows"]:
-        done = {t: records.done[t] for t in row["trials"] if t in records.done}
-        values: dict[str, dict[Hashable, float]] = defaultdict(dict)
-        for trial, measurements in done.items():
-            for key, value, sample in summary(task, records.plan["task"], trial, measurements):
-                values[key].setdefault(_Own(trial) if sample is None else sample, value)
+        done, values = done_of(row, records), values_of(row, records, task)
         given = {key: list(found.values()) for key, found in values.items()}
-        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, _Own) for s in found)}
-        config = recorded_config(records.starts[next(iter(done))]) if done else {}
-        planned = len(row["trials"])
-        rows.append(ResultRow(row["label"], row["point"], planned, list(done.values()), given, samples, config))
+        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, Own) for s in found)}
+        config = recorded_config(records.starts[done[0]]) if done else {}
+        trials = [records.done[trial] for trial in done]
+        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config))
     return rows
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own:
-    """The sample of a trial that shares its sample with no other trial."""
+class Own:
+    """The sample of a trial that shares its sample with no other trial of its row."""
 
-    trial: str
+    seed: int | None
+
+
+def done_of(row: Mapping[str, Any], records: Records) -> list[str]:
+    """Returns the finished trials of a row of the plan."""
+    return [trial for trial in row["trials"] if trial in records.done]
+
+
+def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[str, dict[Hashable, float]]:
+    """Returns the numbers of a row of the plan by summary key and sample; of equal samples, the first one's."""
+    assert records.plan is not None
+    values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+    for trial in done_of(row, records):
+        own = Own(records.starts[trial].get("seed"))
+        for key, value, sample in summary(task, records.plan["task"], trial, records.done[trial]):
+            values[key].setdefault(own if sample is None else sample, value)
+    return values
 
 
 def summary(

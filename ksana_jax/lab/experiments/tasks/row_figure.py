@@ -26,11 +26,7 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
     if not shown or not measured:
         return
     if against_numbers(measured):
-        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, column in zip(panels, shown, strict=True):
-            draw_lines(axes, measured, column.key)
-            axes.set_ylabel(column.title)
-        panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
+        panels = draw_panels(figure, measured, [(column.key, column.title, 1) for column in shown])
         legend(figure, panels[0])
         return
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
@@ -44,6 +40,16 @@ def against_numbers(rows: Sequence[ResultRow]) -> bool:
     values = [list(row.point.values())[-1] for row in rows if row.point]
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     return len(numbers) == len(rows) and len(set(numbers)) > 1
+
+
+def draw_panels(figure: Figure, rows: Sequence[ResultRow], keys: Sequence[tuple[str, str, float]]) -> list[Axes]:
+    """Draws a panel of `draw_lines` for each (summary key, title, scale), one below the other; returns them."""
+    panels = list(figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0])
+    for axes, (key, title, scale) in zip(panels, keys, strict=True):
+        draw_lines(axes, rows, key, scale)
+        axes.set_ylabel(title)
+    panels[-1].set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
+    return panels
 
 
 def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1) -> None:

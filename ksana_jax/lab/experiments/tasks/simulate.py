@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import legend, log_ticks
 from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, extremes, number
-from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
+from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_panels
 from ksana_jax.lab.experiments.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 
 if TYPE_CHECKING:
@@ -56,12 +56,8 @@ class Simulate(SimulatedTask):
         cached = any(row.mean("hit_rate") for row in measured)
         keys = [("ttft_p50_s", "TTFT p50 (ms)", 1e-3), ("ttft_p90_s", "TTFT p90 (ms)", 1e-3)]
         keys += [("hit_rate", "hit rate (%)", 0.01)] if cached else []
-        panels = figure.subplots(len(keys), 1, sharex=True)
-        for axes, (key, title, scale) in zip(panels, keys, strict=True):
-            draw_lines(axes, measured, key, scale)
-            axes.set_ylabel(title)
-            if key.endswith("_s"):
-                axes.set_yscale("log")
-                log_ticks(axes.yaxis)
-        panels[-1].set_xlabel(list(measured[0].point)[-1].rpartition(".")[2])
+        panels = draw_panels(figure, measured, keys)
+        for axes in panels[:2]:  # of times
+            axes.set_yscale("log")
+            log_ticks(axes.yaxis)
         legend(figure, panels[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.lab.experiments.figures import COLOURS, legend, line_style
 from ksana_jax.lab.experiments.tasks.results import ResultRow
-from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_bars, draw_lines
+from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_bars, draw_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,13 +45,9 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
             axes.set_xlabel(title)
         right.axvline(1, color="0.2", linewidth=0.6)
         return
-    above, below = figure.subplots(2, 1, sharex=True)
     key = list(rows[0].point)[-1].rpartition(".")[2]
-    draw_lines(above, rows, "per_forward")
-    draw_lines(below, rows, "gain")
+    above, below = draw_panels(figure, rows, [("per_forward", "tokens/forward", 1), ("gain", "speed-up (×)", 1)])
     below.axhline(1, color="0.2", linewidth=0.6)
-    above.set_ylabel("tokens/forward")
-    below.set_ylabel("speed-up (×)")
     below.set_xlabel(_LABELS.get(key, key))
     if key == "num_speculative_tokens":
         _draw_formula(above, below, rows)

@@ -29,13 +29,15 @@ from ksana_jax.lab.experiments.tasks.results import (
     milliseconds,
     number,
 )
-from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_lines
+from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
 
+# Panels of the figure: title, scale and base of the logarithm, by the key of a side's number.
+_DRAWN = {"s": ("ms per token", 1e-3, 10), "kv_bytes": ("KV (MiB)", 2.0**20, 2)}
 _SIDES = ("streamed", "recomputed")
 _TITLES = {"streamed": "sinks + window", "recomputed": "recomputation"}
 
@@ -118,21 +120,18 @@ class WindowLatency(BaseTask):
         if not against_numbers(measured):
             super().draw(figure, rows)
             return
-        above, below = figure.subplots(2, 1, sharex=True)
-        for axes, suffix, scale, base in ((above, "s", 1e-3, 10), (below, "kv_bytes", 2.0**20, 2)):
-            lines = [
-                dataclasses.replace(row, label=_TITLES[side], values={suffix: row.values[f"{side}_{suffix}"]})
-                for side in _SIDES
-                for row in measured
-            ]
-            draw_lines(axes, lines, suffix, scale)
+        lines = [
+            dataclasses.replace(row, label=_TITLES[side], values={key: row.values[f"{side}_{key}"] for key in _DRAWN})
+            for side in _SIDES
+            for row in measured
+        ]
+        panels = draw_panels(figure, lines, [(key, title, scale) for key, (title, scale, _) in _DRAWN.items()])
+        for axes, (_, _, base) in zip(panels, _DRAWN.values(), strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=base)
             plain_numbers(axes.xaxis, axes.yaxis)
-        above.set_ylabel("ms per token")
-        below.set_ylabel("KV (MiB)")
-        below.set_xlabel(list(measured[0].point)[-1].rpartition(".")[2] + " (tokens)")
-        legend(figure, above)
+        panels[-1].set_xlabel(f"{panels[-1].get_xlabel()} (tokens)")
+        legend(figure, panels[0])
 
 
 def _measured(llm: LLM, work: Callable[[], float]) -> Measurement:
