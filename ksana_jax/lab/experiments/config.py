@@ -34,6 +34,7 @@ from ksana_jax.lab.experiments import dotted, text_files
 from ksana_jax.lab.experiments.identity import canonical, trial_id
 from ksana_jax.lab.experiments.models import fingerprint, num_layers
 from ksana_jax.lab.experiments.tasks import task_named
+from ksana_jax.lab.experiments.tasks.base import check_bounds
 from ksana_jax.lab.experiments.text_files import MissingInput
 from ksana_jax.lab.experiments.typed import explained, typed
 from ksana_jax.methods.presets import read_pattern
@@ -332,6 +333,7 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         config["layer_patterns"] = patterns
     elif patterns:
         [config["pattern"]] = patterns
+    check_bounds(task.Settings, config["settings"])
     task.check(config)  # before EngineConfig rejects a length that follows from the settings
     if config["engine"]["max_model_len"] is None:
         config["engine"]["max_model_len"] = task.max_model_len(settings)

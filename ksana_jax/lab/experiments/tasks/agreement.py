@@ -19,11 +19,11 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.plugins import nearest
-from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.figures import COLOURS, legend
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, of_side, speeds, timed, twin
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
@@ -60,11 +60,11 @@ class AgreementSettings:
     """
 
     against: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"engine": True})
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
-    num_texts: int = 16
-    prompt_tokens: int = 96
-    output_tokens: int = 96
-    num_pairs: int = 1
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
+    num_texts: int = int_field(16)
+    prompt_tokens: int = int_field(96)
+    output_tokens: int = int_field(96)
+    num_pairs: int = int_field(1)
 
 
 class Agreement(PairedTask):
@@ -72,12 +72,7 @@ class Agreement(PairedTask):
 
     Settings = AgreementSettings
 
-    def inputs(self, settings: AgreementSettings) -> dict[str, str]:
-        return {"texts": text_files.digest(settings.texts)}
-
     def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        check_counts(config, "num_texts")
         settings, names = AgreementSettings(**config["settings"]), [f.name for f in dataclasses.fields(EngineConfig)]
         for name in settings.against:
             if name not in names:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.lab.experiments import text_files
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.lab.experiments.tasks.results import kib as kib  # for tasks outside the package
 from ksana_jax.lab.experiments.tasks.results import number as number
@@ -21,21 +23,35 @@ if TYPE_CHECKING:
     from ksana_jax import LLM
 
 # Metadata of a setting that lists input files of the task. Paths in a YAML file are relative to its folder. File names
-# are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents.
+# are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents: it does for INPUT_TEXTS,
+# whose files are texts as in `experiments.text_files`.
 INPUT_FILES = {"files": True}
+INPUT_TEXTS = {**INPUT_FILES, "texts": True}
 
 
-def check_counts(config: Mapping[str, Any], *names: str, least: int = 1) -> None:
-    """Checks integer settings of a task; settings whose default is None may be None.
+def int_field(default: int | None, least: int = 1, most: int | None = None) -> Any:
+    """Declares a setting that is an integer from `least` to `most`, or null if that is its default."""
+    check = functools.partial(checks.integer, low=least, high=most, optional=default is None)
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def float_field(default: float | None, **bounds: float) -> Any:
+    """Declares a setting that is a number within bounds of `checks.number`, or null if that is its default."""
+    check = functools.partial(checks.number, **bounds, optional=default is None)
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def check_bounds(kind: type, settings: Mapping[str, Any]) -> None:
+    """Checks settings by the bounds with which `int_field` and `float_field` declare them.
+
+    Args:
+      kind: the task's dataclass.
 
     Raises:
-      ConfigError: a setting is less than `least`.
+      ConfigError: a setting is out of its bounds.
     """
-    settings = config["settings"]
-    found = (
-        checks.integer(f"settings.{name}", settings[name], least, optional=settings[name] is None) for name in names
-    )
-    checks.require(*found, error=ConfigError)
+    bounded = {field.name: field.metadata["check"] for field in dataclasses.fields(kind) if "check" in field.metadata}
+    checks.require(*(check(f"settings.{name}", settings[name]) for name, check in bounded.items()), error=ConfigError)
 
 
 def asked_of(ids: Sequence[int], num_question: int, ask: str) -> dict[str, Sequence[int]]:
@@ -151,10 +167,11 @@ class BaseTask(Results):
 
     def inputs(self, settings: Any) -> dict[str, str]:
         """Returns digests of the task's inputs, so that changed inputs make another trial."""
-        return {}
+        names = [field.name for field in dataclasses.fields(settings) if field.metadata.get("texts")]
+        return {name: text_files.digest(getattr(settings, name), f"settings.{name}") for name in names}
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Checks the config; raises ConfigError if settings and pattern are incompatible."""
+        """Checks the config beyond the bounds of its settings; raises ConfigError if it makes no trial."""
 
 
 class AskingTask(BaseTask):

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.figures import legend, line_style, log_ticks
-from ksana_jax.lab.experiments.tasks.base import TrialContext
+from ksana_jax.lab.experiments.tasks.base import TrialContext, float_field
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, extremes, number, of_metric
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation
 from ksana_jax.lab.simulator.capacity import Search
@@ -35,8 +34,8 @@ class CapacitySettings(SimulatedSettings):
     """
 
     slo: dict[str, Any] = dataclasses.field(default_factory=dict)
-    first_rate: float = 1.0
-    ratio: float = 1.02
+    first_rate: float = float_field(1.0, above=0)
+    ratio: float = float_field(1.02, above=1, high=2)
     curve: str = "ttft_p50"
 
 
@@ -48,11 +47,6 @@ class CapacitySearch(SimulatedTask):
     def check(self, config: Mapping[str, Any]) -> None:
         super().check(config)
         settings = CapacitySettings(**config["settings"])
-        checks.require(
-            checks.number("settings.first_rate", settings.first_rate, above=0),
-            checks.number("settings.ratio", settings.ratio, above=1, high=2),
-            error=ConfigError,
-        )
         if settings.rate is not None:
             raise ConfigError("settings.rate is what task 'capacity' searches: set first_rate")
         if not settings.slo:

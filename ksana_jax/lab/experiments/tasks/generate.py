@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.lab.experiments import noise, text_files, texts
+from ksana_jax.lab.experiments import noise, texts
 from ksana_jax.lab.experiments.asking import forced, run_warm
 from ksana_jax.lab.experiments.figures import byte_unit, legend, line_style
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -48,11 +48,11 @@ class GenerateSettings:
     temperature: 0 takes the most probable token.
     """
 
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
     random_prompts: bool = False
-    num_prompts: int = 8
-    prompt_tokens: int = 128
-    output_tokens: int = 64
+    num_prompts: int = int_field(8)
+    prompt_tokens: int = int_field(128)
+    output_tokens: int = int_field(64)
     temperature: float = 0.0
 
 
@@ -68,11 +68,7 @@ class Generate(BaseTask):
         settings = GenerateSettings(**config["settings"])
         return settings.num_prompts * (settings.prompt_tokens + settings.output_tokens)
 
-    def inputs(self, settings: GenerateSettings) -> dict[str, str]:
-        return {"texts": text_files.digest(settings.texts)}
-
     def check(self, config: Mapping[str, Any]) -> None:
-        check_counts(config, "num_prompts", "prompt_tokens", "output_tokens")
         settings = GenerateSettings(**config["settings"])
         if settings.random_prompts:
             return

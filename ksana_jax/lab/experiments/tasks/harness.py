@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
 from ksana_jax.lab.experiments.text_files import content_digest
 
@@ -34,8 +34,8 @@ class HarnessSettings:
     task_files: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     data: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     fewshot_data: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
-    num_fewshot: int | None = None
-    num_samples: int | None = None
+    num_fewshot: int | None = int_field(None, 0)
+    num_samples: int | None = int_field(None)
 
 
 class Harness(BaseTask):
@@ -51,8 +51,6 @@ class Harness(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = HarnessSettings(**config["settings"])
-        check_counts(config, "num_samples")
-        check_counts(config, "num_fewshot", least=0)
         if not settings.tasks:
             raise ConfigError("settings.tasks is empty: name at least one task of lm-evaluation-harness")
         for name in ("data", "fewshot_data"):

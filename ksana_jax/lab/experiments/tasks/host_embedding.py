@@ -19,7 +19,7 @@ import numpy as np
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
-from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, speeds, timed, with_changes
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number
 
@@ -41,14 +41,14 @@ class HostEmbeddingSettings:
     planned_context: tokens of each request in the plan.
     """
 
-    num_requests: int = 32
-    prompt_tokens: int = 64
-    output_tokens: int = 48
-    num_pairs: int = 1
+    num_requests: int = int_field(32)
+    prompt_tokens: int = int_field(64)
+    output_tokens: int = int_field(48)
+    num_pairs: int = int_field(1)
     planned_model: str = "configs/models/llama-2-13b-vocab300k"
     planned_device: str = "a100-40g"
     planned_dtype: str = "bf16"
-    planned_context: int = 1024
+    planned_context: int = int_field(1024)
 
 
 class HostEmbedding(PairedTask):
@@ -65,8 +65,6 @@ class HostEmbedding(PairedTask):
         from ksana_jax.runner.planner.devices import find_device
 
         settings, engine = HostEmbeddingSettings(**config["settings"]), config["engine"]
-        super().check(config)
-        check_counts(config, "num_requests", "planned_context")
         find_device(settings.planned_device)
         if engine["embedding_device"] != "device" or engine["num_blocks"] is None:
             raise ConfigError("engine.num_blocks must be set, and engine.embedding_device must be 'device'")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.request import MAX_BEAM_WIDTH, MAX_N
-from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import integer_ticks, legend
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import PairedTask, caveat, of_side, speeds, timed
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
@@ -49,13 +49,13 @@ class SharingSettings:
     num_pairs: timed runs of each side.
     """
 
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
     method: str = "sample"
     width: int = 4
-    num_rows: int = 48
-    prompt_tokens: int = 64
-    output_tokens: int = 128
-    num_pairs: int = 1
+    num_rows: int = int_field(48)
+    prompt_tokens: int = int_field(64)
+    output_tokens: int = int_field(128)
+    num_pairs: int = int_field(1)
 
 
 class MemorySharing(PairedTask):
@@ -63,16 +63,11 @@ class MemorySharing(PairedTask):
 
     Settings = SharingSettings
 
-    def inputs(self, settings: SharingSettings) -> dict[str, str]:
-        return {"texts": text_files.digest(settings.texts)}
-
     def check(self, config: Mapping[str, Any]) -> None:
         settings = SharingSettings(**config["settings"])
         checks.require(checks.one_of("settings.method", settings.method, METHODS), error=ConfigError)
         width = f"settings.width of method {settings.method}"
         checks.require(checks.integer(width, settings.width, 1, METHODS[settings.method]), error=ConfigError)
-        super().check(config)
-        check_counts(config, "num_rows")
         if settings.num_rows % settings.width:
             raise ConfigError(f"settings.num_rows is {settings.num_rows}, must be a multiple of width {settings.width}")
         count, cut = settings.num_rows // settings.width, texts.Cut(settings.prompt_tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.experiments.noise import NUM_DEVIATIONS
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ class PairedTask(BaseTask):
 
     def max_model_len(self, settings: Any) -> int:
         return settings.prompt_tokens + settings.output_tokens
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        check_counts(config, "prompt_tokens", "output_tokens", "num_pairs")
 
     def measure(
         self, trial: TrialContext, without: Callable[[str], Measurement], with_: Callable[[str], Measurement]

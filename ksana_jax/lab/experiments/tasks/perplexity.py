@@ -22,12 +22,12 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
 from ksana_jax.lab.experiments.models import training_context
 from ksana_jax.lab.experiments.oracle import foreseen
 from ksana_jax.lab.experiments.tasks import perplexity_figure
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.perplexity_report import PerplexityResults
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
@@ -62,15 +62,15 @@ class PerplexitySettings:
     """
 
     method: Literal["stream", "recompute"] = "stream"
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
-    num_texts: int = 3
-    texts_at_once: int = 1
-    num_tokens: int = 4096
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
+    num_texts: int = int_field(3)
+    texts_at_once: int = int_field(1)
+    num_tokens: int = int_field(4096, 2)
     bos: bool | None = None
     stride: int | None = None
-    bucket_tokens: int | None = None
-    sampled_per_bucket: int = 0
-    context_tokens: int | None = None
+    bucket_tokens: int | None = int_field(None)
+    sampled_per_bucket: int = int_field(0, 0)
+    context_tokens: int | None = int_field(None)
     save_tokens: bool = False
 
     @property
@@ -96,7 +96,7 @@ class Perplexity(PerplexityResults, BaseTask):
 
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
         # The excerpts that a seed draws have changed since the first stage.
-        return {"texts": text_files.digest(settings.texts), "excerpts": "disjoint"}
+        return super().inputs(settings) | {"excerpts": "disjoint"}
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = PerplexitySettings(**config["settings"])
@@ -106,7 +106,6 @@ class Perplexity(PerplexityResults, BaseTask):
                 f"engine.kv_eviction.prompts is {eviction.prompts!r}, which evicts only after a prompt and would not "
                 "act on scored tokens: set it to 'streamed', or give settings.context_tokens"
             )
-        check_counts(config, "num_texts", "texts_at_once", "bucket_tokens")
         if eviction is not None and eviction.needs_full_text and settings.texts_at_once > 1:
             raise ConfigError(
                 f"settings.texts_at_once is {settings.texts_at_once}, engine.kv_eviction.method "
@@ -114,14 +113,12 @@ class Perplexity(PerplexityResults, BaseTask):
             )
         if settings.texts_at_once > (most := config["engine"]["max_num_seqs"]):
             raise ConfigError(f"settings.texts_at_once is {settings.texts_at_once}, engine.max_num_seqs is {most}")
-        check_counts(config, "num_tokens", least=2)
         checks.require(
             checks.integer("settings.stride", settings.stride, 1, settings.num_tokens, optional=True), error=ConfigError
         )
         if settings.stride is not None and settings.sampled_per_bucket:
             raise ConfigError("settings.stride is given, but sampled positions may be in two overlapping excerpts")
         if (context := settings.context_tokens) is not None:
-            check_counts(config, "context_tokens")
             if eviction is not None and eviction.prompts == "streamed":
                 raise ConfigError(
                     "settings.context_tokens is given, but engine.kv_eviction.prompts is 'streamed', which evicts "
@@ -135,7 +132,6 @@ class Perplexity(PerplexityResults, BaseTask):
                 raise ConfigError(
                     "settings.context_tokens is given, but settings.method 'recompute' compresses nothing"
                 )
-        check_counts(config, "sampled_per_bucket", least=0)
         if settings.method == "recompute":
             pattern = config["pattern"] or {}
             if pattern.get("window") is None or config["layer_patterns"]:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.figures import COLOURS, bars, legend
-from ksana_jax.lab.experiments.tasks.base import TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import (
     PairedTask,
     caveat,
@@ -59,12 +58,12 @@ class PrefixSettings:
     num_pairs: timed runs of each side.
     """
 
-    num_requests: int = 32
-    prompt_tokens: int = 320
-    output_tokens: int = 24
-    shared_percent: int = 80
-    num_prefixes: int = 1
-    num_pairs: int = 1
+    num_requests: int = int_field(32)
+    prompt_tokens: int = int_field(320)
+    output_tokens: int = int_field(24)
+    shared_percent: int = int_field(80, 0, 100)
+    num_prefixes: int = int_field(1)
+    num_pairs: int = int_field(1)
 
 
 class PrefixCache(PairedTask):
@@ -73,10 +72,6 @@ class PrefixCache(PairedTask):
     Settings = PrefixSettings
 
     def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        check_counts(config, "num_requests", "num_prefixes")
-        shared = config["settings"]["shared_percent"]
-        checks.require(checks.integer("settings.shared_percent", shared, 0, 100), error=ConfigError)
         if not config["engine"]["enable_prefix_caching"]:
             raise ConfigError("engine.enable_prefix_caching is false, must be true: there is nothing to compare")
         check_no_shared_folder(config)

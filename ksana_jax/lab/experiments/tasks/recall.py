@@ -21,7 +21,7 @@ from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.asking import forced, token_scores
 from ksana_jax.lab.experiments.models import tokenizer_of
 from ksana_jax.lab.experiments.tasks import recall_figure
-from ksana_jax.lab.experiments.tasks.base import AskingTask, TrialContext, asked_of, check_counts
+from ksana_jax.lab.experiments.tasks.base import AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.experiments.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, percent
 from ksana_jax.lab.recall import Example, check_example, make_example
@@ -49,8 +49,8 @@ class RecallSettings:
     """
 
     kind: str = "needle"
-    num_tokens: int = 256
-    num_examples: int = 20
+    num_tokens: int = int_field(256)
+    num_examples: int = int_field(20)
     sweep: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     ask: Literal["with", "after"] = "with"
@@ -79,7 +79,6 @@ class Recall(AskingTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = RecallSettings(**config["settings"])
-        check_counts(config, "num_examples", "num_tokens")
         if len(settings.sweep) > 1:
             raise ConfigError(f"settings.sweep has {len(settings.sweep)} options, must have at most one")
         option, values = settings.swept

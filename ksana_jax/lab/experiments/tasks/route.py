@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments.figures import COLOURS, legend, log_ticks
+from ksana_jax.lab.experiments.tasks.base import float_field, int_field
 from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, number
 from ksana_jax.lab.experiments.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 from ksana_jax.lab.simulator.fleet import NETWORK_S
@@ -26,8 +27,8 @@ _MARKS = [{"color": COLOURS[i % 7], "marker": "os^vDPX<>*hp8d"[i]} for i in rang
 class RouteSettings(SimulatedSettings):
     """Fields of `settings` in a route experiment."""
 
-    servers: int = 4
-    network_s: float = NETWORK_S
+    servers: int = int_field(4, 1, 100_000)
+    network_s: float = float_field(NETWORK_S, low=0)
 
 
 class Route(SimulatedTask):

@@ -17,7 +17,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.experiments.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, percent
 from ksana_jax.lab.experiments.text_files import candidates, digest
@@ -50,8 +50,8 @@ class RulerSettings:
     """
 
     tasks: list[str] = dataclasses.field(default_factory=lambda: list(_WITHOUT_TEXT))
-    num_tokens: int = 1024
-    num_examples: int = 10
+    num_tokens: int = int_field(1024, 1, MAX_TOKENS)
+    num_examples: int = int_field(10)
     haystack: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
     chat: bool | None = None
     ask: Literal["with", "after"] = "with"
@@ -75,14 +75,9 @@ class Ruler(AskingTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = RulerSettings(**config["settings"])
-        check_counts(config, "num_examples")
         if not settings.tasks or len(set(map(repr, settings.tasks))) < len(settings.tasks):
             raise ConfigError(f"settings.tasks is {settings.tasks!r:.80}, must be a list of distinct tasks")
-        checks.require(
-            checks.integer("settings.num_tokens", settings.num_tokens, 1, MAX_TOKENS),
-            *(checks.one_of("settings.tasks", task, RULER_TASKS) for task in settings.tasks),
-            error=ConfigError,
-        )
+        checks.require(*(checks.one_of("settings.tasks", t, RULER_TASKS) for t in settings.tasks), error=ConfigError)
         if (reading := _reading(settings)) and not settings.haystack:
             raise ConfigError(
                 f"settings.haystack is empty, {reading[0]} needs a natural text: settings.haystack=[FOLDER] takes the "

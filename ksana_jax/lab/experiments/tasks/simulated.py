@@ -14,7 +14,7 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.lab.experiments.identity import canonical
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext
+from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, float_field, int_field
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -85,17 +85,17 @@ class SimulatedSettings:
     """
 
     workload: Any = "orca"
-    rate: float | None = None
-    pool_bytes: int | None = None
+    rate: float | None = float_field(None, above=0)
+    pool_bytes: int | None = int_field(None)
     cost: Any = dataclasses.field(default=None, metadata=INPUT_FILES)
     server: Literal["engine", "request_level", "light"] = ONE_ENGINE
-    servers: int = 1
+    servers: int = int_field(1, 1, 100_000)
     policy: Any = "min_ttft"
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
-    network_s: float = 0.0
+    network_s: float = float_field(0.0, low=0)
     noise: bool = False
     platform: str = "cpu"
-    warm_up: float = 0.1
+    warm_up: float = float_field(0.1, low=0, below=1)
 
 
 class Simulation:
@@ -201,14 +201,9 @@ class SimulatedTask(BaseTask):
     def check(self, config: Mapping[str, Any]) -> None:
         settings: SimulatedSettings = self.Settings(**config["settings"])
         checks.require(
-            checks.number("settings.rate", settings.rate, above=0, optional=True),
             checks.one_of("settings.server", settings.server, SERVERS),
-            checks.integer("settings.servers", settings.servers, 1, 100_000),
-            checks.number("settings.network_s", settings.network_s, 0),
             checks.boolean("settings.noise", settings.noise),
             checks.one_of("settings.platform", settings.platform, ("cpu", "gpu", "tpu")),
-            checks.number("settings.warm_up", settings.warm_up, 0, below=1),
-            checks.integer("settings.pool_bytes", settings.pool_bytes, optional=True),
             error=ConfigError,
         )
         _with_pool(_model(config), EngineConfig(**config["engine"]), settings.pool_bytes)

@@ -19,10 +19,10 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.figures import integer_ticks, legend
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, float_field, int_field
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, number, of_metric, percent
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
@@ -47,11 +47,11 @@ class SinkStrengthSettings:
     epsilon: attention above which a position counts as a sink.
     """
 
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
-    num_texts: int = 100
-    num_tokens: int = 64
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
+    num_texts: int = int_field(100)
+    num_tokens: int = int_field(64, 2)
     num_first: int = 4
-    epsilon: float = 0.3
+    epsilon: float = float_field(0.3, low=0, below=1)
 
 
 class SinkStrength(BaseTask):
@@ -67,18 +67,10 @@ class SinkStrength(BaseTask):
         settings = SinkStrengthSettings(**config["settings"])
         return settings.num_texts * settings.num_tokens
 
-    def inputs(self, settings: SinkStrengthSettings) -> dict[str, str]:
-        return {"texts": text_files.digest(settings.texts)}
-
     def check(self, config: Mapping[str, Any]) -> None:
         settings = SinkStrengthSettings(**config["settings"])
-        check_counts(config, "num_texts")
-        check_counts(config, "num_tokens", least=2)
-        checks.require(
-            checks.integer("settings.num_first", settings.num_first, 1, settings.num_tokens),
-            checks.number("settings.epsilon", settings.epsilon, 0, below=1),
-            error=ConfigError,
-        )
+        first = checks.integer("settings.num_first", settings.num_first, 1, settings.num_tokens)
+        checks.require(first, error=ConfigError)
         if config["pattern"] is not None or config["layer_patterns"]:
             raise ConfigError("task 'sink_strength' measures the model's own attention: leave pattern unset")
         texts.check_config(config, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts")

@@ -21,10 +21,10 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import text_files, texts
+from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import forced, token_scores
 from ksana_jax.lab.experiments.models import fingerprint
-from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import PairedTask, Side, caveat, of_side, twin, with_changes
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
@@ -64,15 +64,15 @@ class SpeculativeSettings:
         default_factory=lambda: {"method": "ngram", "num_speculative_tokens": 4}
     )
     prompts: str = "free"
-    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_FILES)
-    prompt_tokens: int = 128
-    output_tokens: int = 96
+    texts: list[str] = dataclasses.field(default_factory=list, metadata=INPUT_TEXTS)
+    prompt_tokens: int = int_field(128, 32)
+    output_tokens: int = int_field(96)
     temperature: float = 0.0
-    batch_size: int = 1
-    num_batches: int = 4
-    traffic: int = 0
-    preloaded: int = 0
-    num_pairs: int = 1
+    batch_size: int = int_field(1)
+    num_batches: int = int_field(4)
+    traffic: int = int_field(0, 0)
+    preloaded: int = int_field(0, 0)
+    num_pairs: int = int_field(1)
 
     @property
     def num_requests(self) -> int:
@@ -85,16 +85,12 @@ class Speculative(PairedTask):
     Settings = SpeculativeSettings
 
     def inputs(self, settings: SpeculativeSettings) -> dict[str, str]:
-        found = {"texts": text_files.digest(settings.texts)}
+        found = super().inputs(settings)
         if (model := settings.speculative_config.get("model")) is not None:
             found |= fingerprint(model, key="draft_model")
         return found
 
     def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        check_counts(config, "batch_size", "num_batches")
-        check_counts(config, "prompt_tokens", least=32)
-        check_counts(config, "traffic", "preloaded", least=0)
         settings = SpeculativeSettings(**config["settings"])
         checks.require(checks.one_of("settings.prompts", settings.prompts, tuple(PROMPTS)), error=ConfigError)
         read_speculative(settings.speculative_config)

@@ -18,7 +18,7 @@ import numpy as np
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.asking import forced, run_warm
 from ksana_jax.lab.experiments.figures import legend, plain_numbers
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, check_counts
+from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -50,8 +50,8 @@ class WindowLatencySettings:
     num_recomputed: tokens to generate by recomputing the window.
     """
 
-    num_streamed: int = 32
-    num_recomputed: int = 2
+    num_streamed: int = int_field(32, 2)
+    num_recomputed: int = int_field(2)
 
 
 class WindowLatency(BaseTask):
@@ -60,8 +60,6 @@ class WindowLatency(BaseTask):
     Settings = WindowLatencySettings
 
     def check(self, config: Mapping[str, object]) -> None:
-        check_counts(config, "num_streamed", least=2)
-        check_counts(config, "num_recomputed")
         pattern = config["pattern"]
         if not isinstance(pattern, Mapping) or pattern["window"] is None:
             raise ConfigError("task 'window_latency' needs pattern.window")
