@@ -7,6 +7,7 @@ difference is that operator's own. A further run of the second, left alone, show
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +110,16 @@ def run_operators(
     return Calls(dict(zip(names, inputs, strict=True)), dict(zip(names, outputs, strict=True)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Apart(Operators):
+    """Operators none of which is fused; an embedding that is packed is looked up as the engine does."""
+
+    given: Operators = dataclasses.field(kw_only=True)
+
+    def embed(self, embedding: Any, tokens: jax.Array) -> jax.Array:
+        return self.given.embed(embedding, tokens)
+
+
 class _Probe:
     """Records the calls of operators while they are traced, and replaces what goes in and comes out by what another
     engine has recorded, if it is given. Operators are named by their weights."""
@@ -130,7 +141,7 @@ class _Probe:
             norm = given.normaliser(spec)
             return lambda x, weight: self._call(weight, lambda x: norm(x, weight), x)
 
-        return Operators(linear, normaliser)
+        return _Apart(linear, normaliser, given=given)
 
     def attention(self, given: Implementation) -> Implementation:
         """Wraps attention, rotation and write of keys and values included."""

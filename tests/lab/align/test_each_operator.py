@@ -1,5 +1,7 @@
 """Implementations of operators measured one by one: errors against a float32 engine, times at steps of an engine."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,7 @@ from ksana_jax.ops import table
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, LinearImplementation
 from ksana_jax.ops.table import operator_table
 from tests.engine.small import SMALL, make_llm, model
+from tests.machine import native_products
 
 TOKENS = list(range(2, 18))
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -50,6 +53,19 @@ def test_an_error_is_that_of_one_implementation(exact, monkeypatch):
     found = operator_errors(make_llm().runner, TOKENS, exact)
     assert found["linear", "wrong"] == pytest.approx(0.01, rel=1e-4)
     assert max(error for key, error in found.items() if key != ("linear", "wrong")) < 1e-5
+
+
+@native_products
+def test_a_packed_embedding_is_looked_up_as_its_engine_does():
+    config, params = model()
+    tied, params = dataclasses.replace(config, tie_embeddings=True), params.replace(head=None)
+    exact, llm = (
+        LLM.from_params(tied, params, operators={"attention": "xla", "linear": name, "norm": "xla"}, **SMALL)
+        for name in ("xla", "packed")
+    )
+    found = operator_errors(llm.runner, TOKENS, run_operators(exact.runner, TOKENS))
+    assert found["linear", "packed"] < 1e-5
+    assert run_operators(llm.runner, TOKENS).outputs
 
 
 def test_times_are_measured_beside_an_engine_that_goes_on():
