@@ -134,8 +134,6 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
         )
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=auto_dtype(folder))
-    settings |= {"dtype": config.dtype}
-    settings.pop("operators", None)
     read = functools.partial(
         open_model, folder, load_format=opened["load_format"], seed=config.seed, quantization=config.quantization
     )
@@ -144,8 +142,8 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
 
     def open_engine(**names: str) -> LLM:
         operators = dataclasses.replace(config.operators, prefer="speed", **names)
-        given = {"pattern": opened["pattern"], "tokenizer": tokenizer, "operators": operators}
-        return LLM.from_params(model_config, params, **settings | given)
+        given = dataclasses.asdict(dataclasses.replace(config, operators=operators))
+        return LLM.from_params(model_config, params, pattern=opened["pattern"], tokenizer=tokenizer, **given)
 
     first = open_engine()
     # The first engine's config has the name of the products that were chosen.

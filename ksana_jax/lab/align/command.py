@@ -81,9 +81,7 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
     given = a if isinstance(a, Scores) else b if isinstance(b, Scores) else None
     if given is None:
         assert not isinstance(a, Scores)
-        prompts = draw_prompts(a, texts)
-        whole = scores.generated(a, prompts, [texts.num_tokens] * len(prompts))
-        given = Scores(whole, [len(p) for p in prompts], scores.scored(a, whole))
+        given = scores.of_engine(a, draw_prompts(a, texts), texts.num_tokens)
     left, right = (_of(side, given) for side in (a, b))
     operators: list[Compared] = []
     engines = [side for side in (a, b) if not isinstance(side, Scores)]
@@ -161,10 +159,8 @@ def align_and_show(
     if b is None:
         if out is None or isinstance(left, Scores):
             raise ConfigError("one side alone must be an engine, whose log-probabilities --out FILE.json writes")
-        prompts = draw_prompts(left, texts)
-        whole = scores.generated(left, prompts, [texts.num_tokens] * len(prompts))
-        Scores(whole, [len(p) for p in prompts], scores.scored(left, whole)).write(out)
-        print(f"{out}: {len(whole)} texts")
+        scores.of_engine(left, draw_prompts(left, texts), texts.num_tokens).write(out)
+        print(f"{out}: {texts.num_prompts} texts")
         return 0
     found = align(left, open_side(b, model), texts)
     print("\n".join(report(found)))

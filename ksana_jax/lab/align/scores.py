@@ -80,6 +80,12 @@ def read(path: Path) -> Scores:
     return found
 
 
+def of_engine(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Scores:
+    """Returns prompts with num_tokens tokens that an engine generates after each, and its log-probabilities of both."""
+    whole = generated(llm, prompts, [num_tokens] * len(prompts))
+    return Scores(whole, [len(prompt) for prompt in prompts], scored(llm, whole))
+
+
 def generated(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> list[list[int]]:
     """Returns prompts with their greedy continuations of some numbers of tokens."""
     greedy = [forced(n, temperature=0) for n in num_tokens if n]

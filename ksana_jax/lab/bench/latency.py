@@ -12,7 +12,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP, model_path
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,12 +74,12 @@ class Latency(Bench):
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
-            Column("ttft_s", "TTFT, ms", milliseconds),
+            Column("ttft_s", "TTFT, ms", milliseconds()),
             spread("ttft_s"),
-            Column("ttft_last_s", "TTFT last, ms", milliseconds),
-            Column("tpot_s", "TPOT, ms", milliseconds),
+            Column("ttft_last_s", "TTFT last, ms", milliseconds()),
+            Column("tpot_s", "TPOT, ms", milliseconds()),
             spread("tpot_s"),
-            Column("step_s", "decode step, ms", milliseconds),
+            Column("step_s", "decode step, ms", milliseconds()),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -124,7 +124,3 @@ def decode_seconds(records: Sequence[StepRecord], batch: int) -> float | None:
     pairs = zip(records, records[1:], alone, alone[1:], strict=False)
     between = [b.ended_s - a.ended_s for a, b, *both in pairs if all(both)]
     return float(np.median(between)) if between else None
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f}"

@@ -17,8 +17,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
-from ksana_jax.lab.bench.latency import make_llm, milliseconds
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.bench.latency import make_llm
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
 from ksana_jax.lab.simulator.request_level import packing
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class Scheduling(Bench):
             Column("requests_per_s", "requests/s", lambda value: f"{value:,.2f}"),
             Column("tokens_per_s", "output tokens/s", lambda value: f"{value:,.0f}"),
             spread("tokens_per_s"),
-            Column("latency_s", "latency per token p50, ms", milliseconds),
-            Column("latency_p90_s", "latency per token p90, ms", milliseconds),
+            Column("latency_s", "latency per token p50, ms", milliseconds()),
+            Column("latency_p90_s", "latency per token p90, ms", milliseconds()),
         ]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:

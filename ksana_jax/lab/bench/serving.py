@@ -14,11 +14,11 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
-from ksana_jax.lab.bench.latency import make_llm, milliseconds
+from ksana_jax.lab.bench.latency import make_llm
 from ksana_jax.lab.bench.serving_load import Sent, Target, send_all
 from ksana_jax.lab.bench.serving_targets import About, EngineTarget, HTTPTarget
 from ksana_jax.lab.experiments.dotted import dotlist
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, of_metric
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds, of_metric
 from ksana_jax.serve.server.settings import read_api_keys
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.base import WorkloadSettings
@@ -194,11 +194,11 @@ class Serving(Bench):
             found.append(Column("goodput_share", "meet the limits", lambda value: f"{value:.1%}"))
             found.append(Column("goodput_requests_per_s", "good requests/s", lambda value: f"{value:,.2f}"))
         for name, percents in _PERCENTS.items():
-            found += [Column(f"{name}_p{p}_s", f"{name.upper()} p{p}, ms", milliseconds) for p in percents]
+            found += [Column(f"{name}_p{p}_s", f"{name.upper()} p{p}, ms", milliseconds()) for p in percents]
         found.append(Column("hit_rate", "cached", lambda value: f"{value:.1%}"))
         if has("num_failed"):
             found.append(Column("num_failed", "failed", lambda value: f"{value:,.0f}"))
-        found.append(Column("send_lag_p99_s", "sent late p99, ms", milliseconds))
+        found.append(Column("send_lag_p99_s", "sent late p99, ms", milliseconds()))
         if has("void"):
             found.append(Column("void", "void", lambda value: "yes" if value else ""))
         return found

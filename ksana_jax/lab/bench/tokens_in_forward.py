@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
-from ksana_jax.lab.bench.latency import decode_seconds, make_llm, milliseconds
+from ksana_jax.lab.bench.latency import decode_seconds, make_llm
 from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ class TokensInForward(Bench):
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
-            Column("step_s", "step, ms", milliseconds),
+            Column("step_s", "step, ms", milliseconds()),
             Column("tokens_per_s", "tokens/s", lambda value: f"{value:,.0f}"),
             spread("tokens_per_s"),
             Column("flop_per_s", "GFLOP/s", lambda value: f"{value / 1e9:,.1f}"),

@@ -63,13 +63,13 @@ class InSystem:
         self.num, self._since = self.num + by, now
 
     def check(self, sojourn_s: float) -> None:
-        """Checks that all have left, and Little's law, L = lambda W within 1 %.
+        """Checks that no request is left, and Little's law, L = lambda W within 1 %.
 
         Args:
-          sojourn_s: the times of all requests from arrival to end, added up.
+          sojourn_s: seconds in the system, of all requests together.
 
         Raises:
-          AssertionError: with the numbers.
+          AssertionError: one of them does not hold, with the numbers.
         """
         assert self.num == 0, f"{self.num} requests are left"
         assert abs(self.area - sojourn_s) <= 0.01 * sojourn_s + 1e-9, (

@@ -60,13 +60,11 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     draw_lines(above, rows, ppl)
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        lines[row.label].append(((row.mean("live_kv_bytes") or math.nan) / size, row.mean(ppl) or math.nan))
+        lines[row.label].append(_point(row, ppl, size))
     for index, points in enumerate(lines.values()):
         below.plot(*zip(*sorted(points), strict=True), marker="o", **line_style(index))
-    ringed = [((row.mean("live_kv_bytes") or math.nan) / size, row.mean(ppl) or math.nan) for row in front(rows)]
-    below.plot(
-        *zip(*ringed, strict=True), marker="o", markersize=7, markerfacecolor="none", linestyle="", color="#888888"
-    )
+    ring = {"marker": "o", "markersize": 7, "markerfacecolor": "none", "linestyle": "", "color": "#888888"}
+    below.plot(*zip(*(_point(row, ppl, size) for row in front(rows)), strict=True), **ring)
     below.set_xscale("log", base=2)
     given = [row.point[key] for row in rows]
     if min(given) > 0 and max(given) >= 8 * min(given):
@@ -79,6 +77,11 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
         axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
         plain_numbers(axes.xaxis, axes.yaxis)
     legend(figure, above)
+
+
+def _point(row: ResultRow, ppl: str, unit_bytes: int) -> tuple[float, float]:
+    """Returns a row's live KV, in a unit, and its perplexity."""
+    return (row.mean("live_kv_bytes") or math.nan) / unit_bytes, row.mean(ppl) or math.nan
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -103,7 +106,7 @@ def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
     """Draws a point for each variant, its perplexity at the last positions over its live KV."""
     (low, high), (size, unit) = spans(rows, "ppl_")[-1], _unit(rows)
     for index, row in enumerate(rows):
-        x, y = (row.mean("live_kv_bytes") or math.nan) / size, row.mean(f"ppl_{low}_{high}") or math.nan
+        x, y = _point(row, f"ppl_{low}_{high}", size)
         style = {"color": line_style(index)["color"], "marker": "osD^v<>P*X"[index % 10]}
         axes.plot([x], [y], linestyle="", markersize=5, label=row.label, **style)
     axes.set_xscale("log", base=2)
