@@ -24,6 +24,7 @@ from ksana_jax.lab.simulator.sim_disk import SimDisk
 from ksana_jax.lab.simulator.step_size import SizeBuilder
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.serve.workload.report import RequestTimes
 
 if TYPE_CHECKING:
     from ksana_jax.serve.workload.items import WorkItem
@@ -47,6 +48,20 @@ class Served:
     num_preemptions: int = 0
     finish_reason: str | None = None
     error: str | None = None
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            self.item.index,
+            self.arrival_s,
+            self.first_token_s,
+            self.finished_s,
+            self.item.num_prompt,
+            self.num_output,
+            self.num_cached_tokens,
+            error=None if self.finish_reason in (None, "stop", "length") else self.finish_reason,
+            client=self.item.client,
+        )
 
 
 class SimEngine:

@@ -25,6 +25,7 @@ from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of
 from ksana_jax.serve.workload.base import WorkloadSettings
 from ksana_jax.serve.workload.items import WorkItem
+from ksana_jax.serve.workload.report import summarise
 from ksana_jax.serve.workload.sessions import Sessions
 from ksana_jax.serve.workload.synthetic import Synthetic
 
@@ -56,16 +57,13 @@ def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadS
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
     """Returns what is predicted of a run."""
-    times = [(s.arrival_s, s.first_token_s, s.finished_s) for s in served]
-    arrival, first, end = np.array(times).T
-    outputs = np.array([s.num_output for s in served])
-    tpot = ((end - first) / np.maximum(outputs - 1, 1))[outputs > 1]
+    report = summarise([one.times for one in served])
     return {
-        "E2E p50": float(np.percentile(end - arrival, 50)),
-        "E2E p90": float(np.percentile(end - arrival, 90)),
-        "TTFT p90": float(np.percentile(first - arrival, 90)),
-        "TPOT p50": float(np.percentile(tpot, 50)),
-        "output tokens/s": float(outputs.sum() / (end.max() - arrival.min())),
+        "E2E p50": report["e2e_s"]["p50"],
+        "E2E p90": report["e2e_s"]["p90"],
+        "TTFT p90": report["ttft_s"]["p90"],
+        "TPOT p50": report["tpot_s"]["p50"],
+        "output tokens/s": report["output_tokens_per_s"],
     }
 
 

@@ -94,20 +94,7 @@ class Run:
 
     def times(self) -> list[RequestTimes]:
         """Returns the requests as `workload.report` takes them, which a benchmark of a server fills too."""
-        return [
-            RequestTimes(
-                s.item.index,
-                s.arrival_s,
-                s.first_token_s,
-                s.finished_s,
-                s.item.num_prompt,
-                s.num_output,
-                s.num_cached_tokens,
-                error=None if s.finish_reason in (None, "stop", "length") else s.finish_reason,
-                client=s.item.client,
-            )
-            for s in self.served
-        ]
+        return [one.times for one in self.served]
 
     def report(self, limits: Limits | None = None) -> dict[str, Any]:
         """Returns `workload.report.summarise` of the requests, and what only a simulation knows; times in seconds.
