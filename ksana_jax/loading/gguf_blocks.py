@@ -2,8 +2,9 @@
 
 A block stores neighbouring values of a row as small integers with float16 scales. Letters: d, m are float16 scale and
 minimum, q packed integers, h their highest bits, s packed 6-bit (or smaller) scales of a superblock's sub-blocks.
-Source: ggml (ggml-common.h and ggml-quants.c). Values equal the package `gguf` bit for bit, which fixes the order of
-multiplications. MXFP4 is from the Open Compute Project, Microscaling Formats 1.0, section 5.
+Source: ggml (ggml-common.h and ggml-quants.c). Values equal the package `gguf` bit for bit: scales of sub-blocks times
+d, and these times codes, are exact in float32. MXFP4 is from the Open Compute Project, Microscaling Formats 1.0,
+section 5.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import ml_dtypes
 import numpy as np
 
 from ksana_jax.core.gguf_file import TYPES
-from ksana_jax.models.block_matrix import FORMS
+from ksana_jax.models.block_matrix import FORMS, ZERO
+from ksana_jax.native.shapes import BLOCK
+
+# Codes [blocks, values] of 8 bits, and scales and, if there are any, minima, of as many groups of them,
+# [blocks, groups]: float16 as stored, or float32.
+_Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
 # Types without blocks, whose values are stored as they are.
 FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Levels of IQ4_NL; and of MXFP4, twice the levels of E2M1, where gguf has no negative zero.
-IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-MXFP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+MXFP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
@@ -36,9 +42,12 @@ def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
     """
     if kind in FLOATS:
         return np.ascontiguousarray(blocks).view(FLOATS[kind])
-    apart = blocks.reshape(-1, _BLOCK_BYTES[kind])
     with np.errstate(over="ignore", invalid="ignore"):  # scales that are not finite; loading names the tensor
-        return _DECODERS[kind](apart).reshape(*blocks.shape[:-1], -1)
+        codes, scales, minima = _PARTS[kind](blocks.reshape(-1, _BLOCK_BYTES[kind]))
+        values = scales[..., None].astype(np.float32) * codes.reshape(*scales.shape, -1)
+        if minima is not None:
+            values += minima[..., None]
+    return values.reshape(*blocks.shape[:-1], -1)
 
 
 def apart(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -48,22 +57,31 @@ def apart(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
       kind: a type of `models.block_matrix.FORMS`. blocks: uint8 [rows, bytes], whole blocks.
 
     Returns:
-      codes [rows, blocks, bytes], and scales and, if there are any, minima [rows, blocks] in float16, as `BlockMatrix`
-      has them.
+      Codes, scales and, if there are any, minima, as `BlockMatrix` has them.
     """
-    form, split = FORMS[kind], blocks.reshape(len(blocks), -1, _BLOCK_BYTES[kind])
-    numbers = split[..., : -form.block_bytes].copy().view("<f2")
-    codes = split[..., -form.block_bytes :]
-    return (
-        codes if form.bits == 4 else codes.view(np.int8),
-        numbers[..., 0],
-        numbers[..., 1] if form.has_minima else None,
-    )
+    rows = len(blocks)
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes, scales, minima = _PARTS[kind](blocks.reshape(-1, _BLOCK_BYTES[kind]))
+    codes = np.ascontiguousarray(codes.reshape(rows, -1, BLOCK)).view(np.int8)
+    if FORMS[kind].bits == 4:
+        codes = (codes + np.int8(ZERO if minima is None else 0)).view(np.uint8)
+        codes = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
+    return codes, scales.reshape(rows, -1), None if minima is None else minima.reshape(rows, -1)
 
 
 def _f16(blocks: np.ndarray, at: int) -> np.ndarray:
     """Returns [blocks, 1], the float16 at a byte of each block."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")
+
+
+def _f32(blocks: np.ndarray, at: int) -> np.ndarray:
+    """Returns the same in float32."""
+    return _f16(blocks, at).astype(np.float32)
+
+
+def _less(codes: np.ndarray, zero: int) -> np.ndarray:
+    """Returns codes [...], uint8, with a number subtracted, in int8."""
+    return (codes - np.uint8(zero)).view(np.int8)
 
 
 def _nibbles(q: np.ndarray) -> np.ndarray:
@@ -76,43 +94,43 @@ def _five_bits(h: np.ndarray, q: np.ndarray) -> np.ndarray:
     return _nibbles(q) | np.unpackbits(h, axis=-1, bitorder="little") << 4
 
 
-def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
+def _q4_0(b: np.ndarray) -> _Parts:
+    return _less(_nibbles(b[:, 2:]), 8), _f16(b, 0), None
 
 
-def _q4_1(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * _nibbles(b[:, 4:]) + _f16(b, 2)
+def _q4_1(b: np.ndarray) -> _Parts:
+    return _nibbles(b[:, 4:]), _f16(b, 0), _f16(b, 2)
 
 
-def _q5_0(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * (_five_bits(b[:, 2:6], b[:, 6:]).astype(np.float32) - 16)
+def _q5_0(b: np.ndarray) -> _Parts:
+    return _less(_five_bits(b[:, 2:6], b[:, 6:]), 16), _f16(b, 0), None
 
 
-def _q5_1(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * _five_bits(b[:, 4:8], b[:, 8:]) + _f16(b, 2)
+def _q5_1(b: np.ndarray) -> _Parts:
+    return _five_bits(b[:, 4:8], b[:, 8:]), _f16(b, 0), _f16(b, 2)
 
 
-def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * b[:, 2:].view(np.int8)
+def _q8_0(b: np.ndarray) -> _Parts:
+    return b[:, 2:].view(np.int8), _f16(b, 0), None
 
 
-def _iq4_nl(b: np.ndarray) -> np.ndarray:
-    return _f16(b, 0) * IQ4_LEVELS[_nibbles(b[:, 2:])]
+def _iq4_nl(b: np.ndarray) -> _Parts:
+    return IQ4_LEVELS[_nibbles(b[:, 2:])], _f16(b, 0), None
 
 
-def _mxfp4(b: np.ndarray) -> np.ndarray:
+def _mxfp4(b: np.ndarray) -> _Parts:
     # Half of 2 ** (exponent - 127), in the bits of a float32; the two smallest are subnormal.
     exponent = b[:, :1].astype(np.uint32)
     half = np.where(exponent < 2, np.uint32(0x0020_0000) << exponent, (exponent - 1) << 23).view(np.float32)
-    return half * MXFP4_LEVELS[_nibbles(b[:, 1:])]
+    return MXFP4_LEVELS[_nibbles(b[:, 1:])], half, None
 
 
 def _six_bits(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the scales and the minima [blocks, 8, 1] of 8 sub-blocks from 12 bytes."""
+    """Returns the scales and the minima [blocks, 8] of 8 sub-blocks from 12 bytes."""
     a, b, c = s[:, :4], s[:, 4:8], s[:, 8:]
     scales = np.concatenate([a & 63, c & 15 | a >> 6 << 4], axis=-1)
     minima = np.concatenate([b & 63, c >> 4 | b >> 6 << 4], axis=-1)
-    return scales[:, :, None], minima[:, :, None]
+    return scales, minima
 
 
 def _nibble_runs(q: np.ndarray) -> np.ndarray:
@@ -120,18 +138,16 @@ def _nibble_runs(q: np.ndarray) -> np.ndarray:
     return _nibbles(q.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
-def _q4_k(b: np.ndarray) -> np.ndarray:
+def _q4_k(b: np.ndarray) -> _Parts:
     scales, minima = _six_bits(b[:, 4:16])
-    d, m = _f16(b, 0)[:, :, None] * scales, _f16(b, 2)[:, :, None] * minima
-    return d * _nibble_runs(b[:, 16:]) - m
+    return _nibble_runs(b[:, 16:]), _f32(b, 0) * scales, -(_f32(b, 2) * minima)
 
 
-def _q5_k(b: np.ndarray) -> np.ndarray:
+def _q5_k(b: np.ndarray) -> _Parts:
     scales, minima = _six_bits(b[:, 4:16])
-    d, m = _f16(b, 0)[:, :, None] * scales, _f16(b, 2)[:, :, None] * minima
     # Bit i of byte j is the highest bit of number j of sub-block i.
     highest = b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return d * (_nibble_runs(b[:, 48:]) | highest << 4) - m
+    return _nibble_runs(b[:, 48:]) | highest << 4, _f32(b, 0) * scales, -(_f32(b, 2) * minima)
 
 
 def _two_bits(q: np.ndarray) -> np.ndarray:
@@ -140,30 +156,27 @@ def _two_bits(q: np.ndarray) -> np.ndarray:
     return (q.reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 16, 16)
 
 
-def _q6_k(b: np.ndarray) -> np.ndarray:
+def _q6_k(b: np.ndarray) -> _Parts:
     low = b[:, :128].reshape(-1, 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
     numbers = low.reshape(-1, 16, 16) | _two_bits(b[:, 128:192]) << 4
-    d = _f16(b, 208) * b[:, 192:208].view(np.int8)
-    return d[:, :, None] * (numbers.astype(np.float32) - 32)
+    return _less(numbers, 32), _f32(b, 208) * b[:, 192:208].view(np.int8), None
 
 
-def _q2_k(b: np.ndarray) -> np.ndarray:
+def _q2_k(b: np.ndarray) -> _Parts:
     s = b[:, :16]
-    d, m = _f16(b, 80) * (s & 15), _f16(b, 82) * (s >> 4)
-    return d[:, :, None] * _two_bits(b[:, 16:80]) - m[:, :, None]
+    return _two_bits(b[:, 16:80]), _f32(b, 80) * (s & 15), -(_f32(b, 82) * (s >> 4))
 
 
-def _q3_k(b: np.ndarray) -> np.ndarray:
+def _q3_k(b: np.ndarray) -> _Parts:
     # Bit r of byte j belongs to number j of the r-th run of 32; where it is not set, the number is 4 less.
     highest = (b[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 16, 16)
     s = b[:, 96:108]
     top = (s[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
-    scales = (_nibbles(s[:, :8]) | top << 4).astype(np.float32) - 32
-    d = _f16(b, 108) * scales
-    return d[:, :, None] * ((_two_bits(b[:, 32:96]) | highest << 2).astype(np.float32) - 4)
+    scales = _less(_nibbles(s[:, :8]) | top << 4, 32)
+    return _less(_two_bits(b[:, 32:96]) | highest << 2, 4), _f32(b, 108) * scales, None
 
 
-_DECODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+_PARTS: dict[str, Callable[[np.ndarray], _Parts]] = {
     **{"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4},
     **{"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
-from ksana_jax.loading.gguf_blocks import FLOATS, apart
+from ksana_jax.loading.gguf_blocks import apart
 from ksana_jax.loading.gguf_tensors import GGUFTensor, find_gguf_tensors
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
 from ksana_jax.loading.views import sources_of
@@ -48,7 +47,7 @@ def keeping(
     """The same, from a checkpoint's tensors."""
     check_quantises(config, "stored")
     paths = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
-    kept, others = [], collections.defaultdict(list)
+    kept = []
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
         if len(shape) != 2 or len(tensors) != 1:
@@ -57,16 +56,11 @@ def keeping(
         serves |= field == "embed" and embedding_device == "device"
         if serves and isinstance(tensors[0], GGUFTensor) and tensors[0].dtype in FORMS:
             kept.append((jax.tree_util.keystr(path), tensors[0].dtype))
-        elif tensors[0].dtype not in FLOATS:
-            others[tensors[0].dtype].append(tensors[0].name)
     if not kept:
         raise ConfigError(
             f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory; "
             "leave it out to load a checkpoint in `dtype`"
         )
-    if others:
-        named = (f"{len(names)} in {kind} ({names[0]}{', ...' * (len(names) > 1)})" for kind, names in others.items())
-        logger.info("%s: dequantised are %s; %s stay as stored", source, ", ".join(named), ", ".join(FORMS))
     if (platform := platform_of()) != "cpu":
         logger.info(
             "%s: all matrices are dequantised; only programs of CPUs keep them as stored, not %s", source, platform
@@ -89,6 +83,8 @@ def read_kept(stored: StoredTensor, dtype: Any) -> BlockMatrix:
     scales: Any
     minima: Any
     codes, scales, minima = (None if part[0] is None else np.concatenate(part) for part in zip(*pieces, strict=True))
-    if not all(np.isfinite(numbers).all() for numbers in (scales, minima) if numbers is not None):
-        raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite")
+    largest = np.float32(2**7)  # magnitude of a code
+    with np.errstate(over="ignore"):
+        if not all(np.isfinite(numbers * largest).all() for numbers in (scales, minima) if numbers is not None):
+            raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite, or above 2 ** 120")
     return BlockMatrix(codes, scales, minima, np.dtype(dtype))

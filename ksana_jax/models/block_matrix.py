@@ -1,4 +1,4 @@
-"""Matrices in blocks of codes, as GGUF files have them: 32 neighbours of a row share a scale, and perhaps a minimum."""
+"""Matrices in blocks of codes, as in GGUF files: 16 or 32 neighbours of a row share a scale, perhaps a minimum too."""
 
 from __future__ import annotations
 
@@ -12,25 +12,48 @@ from ksana_jax.models.matrix import Matrix, dot, finished
 from ksana_jax.native.layer import Weights, project
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES
 
+# Subtracted from codes of 4 bits that have no minimum.
+ZERO = 8
+
 
 class Form(NamedTuple):
-    """How a type of blocks stores numbers: as code * scale + minimum, or, without minima, code * scale.
+    """How memory stores numbers of a type: as code * scale + minimum, or, without minima, code * scale.
 
-    bits: of a code. Those of 4 bits are 0 to 15, from which 8 is subtracted if there are no minima; those of 8 have a
-      sign.
+    Files store some types in fewer bits. Codes of 5 and 6 bits, and levels of a table, have 8 here; where a file has
+    scales of scales, their products are stored, in float32, which holds them exactly.
+
+    bits: of a code. Those of 4 bits are 0 to 15, from which `ZERO` is subtracted if there are no minima; those of 8
+      have a sign.
+    group: numbers that share a scale, 16 or 32.
+    scales: dtype of scales and minima.
     """
 
     bits: int
     has_minima: bool = False
+    group: int = BLOCK
+    scales: str = "float16"
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the codes of a block."""
+        """Bytes of the codes of a block of 32."""
         return BLOCK * self.bits // 8
 
 
 # By GGUF's names; source: ggml, ggml-common.h.
-FORMS = {"Q4_0": Form(4), "Q4_1": Form(4, has_minima=True), "Q8_0": Form(8)}
+FORMS = {
+    "Q4_0": Form(4),
+    "Q4_1": Form(4, has_minima=True),
+    "Q5_0": Form(8),
+    "Q5_1": Form(8, has_minima=True),
+    "Q8_0": Form(8),
+    "Q2_K": Form(4, has_minima=True, group=16, scales="float32"),
+    "Q3_K": Form(4, group=16, scales="float32"),
+    "Q4_K": Form(4, has_minima=True, scales="float32"),
+    "Q5_K": Form(8, has_minima=True, scales="float32"),
+    "Q6_K": Form(8, group=16, scales="float32"),
+    "IQ4_NL": Form(8),
+    "MXFP4": Form(8, scales="float32"),
+}
 
 
 class Blocks(Matrix):
@@ -52,14 +75,14 @@ class Blocks(Matrix):
 
 @flax.struct.dataclass
 class BlockMatrix(Blocks):
-    """A matrix [out, in] in blocks, as a file has them. Products unpack it, in float32.
+    """A matrix [out, in] in blocks, in a form of `FORMS`. Products unpack it, in float32.
 
     dtype: of the numbers in products and looked up rows.
     """
 
     codes: jax.Array  # uint8 [out, in / 32, 16]: i in the low and i + 16 in the high half of byte i; or int8 [..., 32]
-    scales: jax.Array  # float16 [out, in / 32]
-    minima: jax.Array | None  # float16 [out, in / 32]
+    scales: jax.Array  # float16 or float32 [out, in / group]
+    minima: jax.Array | None  # likewise
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
 
     @classmethod
@@ -67,8 +90,8 @@ class BlockMatrix(Blocks):
         """Returns the shapes of a matrix [out, in] in a type of `FORMS`."""
         form, of_row = FORMS[kind], (shape[0], shape[1] // BLOCK)
         codes: Any = jax.ShapeDtypeStruct((*of_row, form.block_bytes), jnp.uint8 if form.bits == 4 else jnp.int8)
-        half: Any = jax.ShapeDtypeStruct(of_row, jnp.float16)
-        return cls(codes, half, half if form.has_minima else None, jnp.dtype(dtype))
+        scales: Any = jax.ShapeDtypeStruct((shape[0], shape[1] // form.group), jnp.dtype(form.scales))
+        return cls(codes, scales, scales if form.has_minima else None, jnp.dtype(dtype))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +115,7 @@ class PackedBlocks(Blocks):
     """
 
     words: jax.Array  # int32 [ceil(out / 64), in / 32, 4 or 8, 64]
-    scales: jax.Array  # float16 [ceil(out / 64), in / 32, 64]
+    scales: jax.Array  # float16 or float32 [ceil(out / 64), in / group, 64]
     minima: jax.Array | None  # likewise
     num_rows: int = flax.struct.field(pytree_node=False)
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
@@ -155,12 +178,12 @@ def _codes(words: jax.Array) -> jax.Array:
 
 
 def _numbers(codes: jax.Array, scales: jax.Array, minima: jax.Array | None) -> jax.Array:
-    """Returns the numbers [..., in] of blocks in float32. A scale times a code has 19 bits at most: it is exact, so the
+    """Returns the numbers [..., in] of blocks in float32. A scale times a code has 24 bits at most: it is exact, so the
     sum is rounded once, whether or not a compiler fuses the two."""
     if codes.dtype == jnp.uint8:
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
-    found = codes.astype(jnp.float32) - (8 if minima is None and codes.dtype == jnp.uint8 else 0)
-    found *= scales[..., None].astype(jnp.float32)
+    found = codes.astype(jnp.float32) - (ZERO if minima is None and codes.dtype == jnp.uint8 else 0)
+    found = found.reshape(*scales.shape, -1) * scales[..., None].astype(jnp.float32)
     if minima is not None:
         found += minima[..., None].astype(jnp.float32)
     return found.reshape(*found.shape[:-2], -1)

@@ -93,15 +93,16 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
 
 // A matrix is four arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
 // scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], and scales and minima
-// in float16 in place of scales and sums.
+// [N / 64, K / 32 or K / 16, 64] in place of scales and sums.
 Packed PackedOf(const ffi::RemainingArgs& args, size_t at, int64_t n, int64_t k) {
   Packed w;
   w.n = n, w.k = k;
-  w.words = Data(args.get<ffi::AnyBuffer>(at).value());
+  const auto words = args.get<ffi::AnyBuffer>(at).value();
+  w.words = Data(words);
   const auto scales = args.get<ffi::AnyBuffer>(at + 1).value(), more = args.get<ffi::AnyBuffer>(at + 2).value();
-  if (scales.element_type() == ffi::F16) {
-    w.blocks = {reinterpret_cast<const uint16_t*>(Data(scales)), reinterpret_cast<const uint16_t*>(Data(more)),
-                args.get<ffi::AnyBuffer>(at).value().dimensions()[2] == 8};
+  if (words.element_type() == ffi::S32) {
+    w.blocks = {Data(scales), Data(more), scales.element_type() == ffi::F32, words.dimensions()[2] == 8,
+                scales.dimensions()[1] > words.dimensions()[1]};
   } else {
     w.scales = reinterpret_cast<const float*>(Data(scales));
     w.sums = reinterpret_cast<const int32_t*>(Data(more));

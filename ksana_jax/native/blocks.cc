@@ -37,7 +37,7 @@ struct Simd {
     return _mm512_set1_epi32(x);
   }
   static Words Low(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-  static Words High(Words x) { return Low(_mm512_srli_epi16(x, 4)); }
+  static Words Shifted(Words x) { return _mm512_srli_epi16(x, 4); }
   // sums + the products of bytes a, without a sign, and b.
   static Words Add(Words sums, Words a, Words b) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // gcc 12 moves sums around the intrinsic
@@ -72,7 +72,7 @@ struct Simd {
     return _mm256_set1_epi32(x);
   }
   static Words Low(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-  static Words High(Words x) { return Low(_mm256_srli_epi16(x, 4)); }
+  static Words Shifted(Words x) { return _mm256_srli_epi16(x, 4); }
 #ifdef __AVXVNNI__
   static Words Add(Words sums, Words a, Words b) { return _mm256_dpbusd_avx_epi32(sums, a, b); }
   static Words AddBytes(Words sums, Words a, Words b) { return Add(sums, a, b); }
@@ -116,7 +116,7 @@ struct Simd {
   }
   static Words All(const int8_t* word) { return Read(word); }
   static Words Low(Words x) { return x & 0x0f0f0f0f; }
-  static Words High(Words x) { return Low(x >> 4); }
+  static Words Shifted(Words x) { return x >> 4; }
   static Words Add(Words sums, Words a, Words b) {
     for (int i = 0; i < 32; i += 8) sums += (a >> i & 255) * static_cast<int8_t>(b >> i);
     return sums;
@@ -142,71 +142,86 @@ struct Simd {
 // What tiles read: some blocks of a panel, and of rows of x.
 struct Part {
   const int32_t* words;
-  const uint16_t *scales, *minima;
+  const char *scales, *minima;
+  bool in_float32;
   const int8_t* codes;
   const BlockOfRow* of_rows;
   int64_t k, count;  // of a row; blocks of the part
   float* sums;
   bool accumulates;
 
+  int64_t BytesOfScales(int64_t count) const { return count * (in_float32 ? sizeof(float) : sizeof(uint16_t)); }
+
+  // Scales or minima from the i-th on.
+  Simd::Numbers Load(const char* from, int64_t i) const {
+    const char* at = from + BytesOfScales(i);
+    return in_float32 ? Simd::Load(reinterpret_cast<const float*>(at))
+                      : Simd::LoadHalves(reinterpret_cast<const uint16_t*>(at));
+  }
+
   Part Moved(int64_t rows, int64_t columns) const {
     Part part = *this;
-    part.words += columns, part.scales += columns, part.codes += rows * k, part.of_rows += rows * (k / kBlock);
-    if (minima) part.minima += columns;
+    part.words += columns, part.scales += BytesOfScales(columns);
+    part.codes += rows * k, part.of_rows += rows * (k / kBlock);
+    if (minima) part.minima += BytesOfScales(columns);
     part.sums += rows * kPanelRows + columns;
     return part;
   }
 };
 
 // Of kRows rows, and kVectors vectors of a panel's columns.
-template <bool kInBytes, int kRows, int kVectors>
+template <bool kInBytes, bool kInHalves, int kRows, int kVectors>
 void Tile(const Part& p) {
   using S = Simd;
-  constexpr int kWords = kInBytes ? 8 : 4;
+  constexpr int kWords = kInBytes ? 8 : 4, kGroups = kInHalves ? 2 : 1;
+  constexpr int kWordsOfGroup = kInBytes ? kWords / kGroups : kWords;  // of 4 bits, halves of a block share words
   const float zero = kInBytes ? S::kBytesZero : p.minima ? 0 : 8;
   typename S::Numbers totals[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v)
       totals[r][v] = p.accumulates ? S::Load(p.sums + r * kPanelRows + v * S::kWide) : S::AllOf(0.0f);
-  for (int64_t b = 0; b < p.count; ++b) {
+  for (int64_t g = 0; g < p.count * kGroups; ++g) {
+    const int64_t b = g / kGroups, half = g % kGroups, first_word = kInBytes ? half * kWordsOfGroup : 0;
     typename S::Words exact[kRows][kVectors];
     for (auto& row : exact)
       for (auto& sum : row) sum = S::Zero();
-    for (int j = 0; j < kWords; ++j) {
-      const int32_t* at = p.words + (b * kWords + j) * kPanelRows;
+    for (int j = 0; j < kWordsOfGroup; ++j) {
+      const int32_t* at = p.words + (b * kWords + first_word + j) * kPanelRows;
       typename S::Words x[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         x[v] = S::Read(at + v * S::kWide);
         if (v * S::kWide % 16 == 0) __builtin_prefetch(at + v * S::kWide + kAhead * kPanelRows, 0, 2);
+        if (!kInBytes && kInHalves && half) x[v] = S::Shifted(x[v]);
       }
       for (int r = 0; r < kRows; ++r) {
-        const int8_t* codes = p.codes + r * p.k + b * kBlock + j * 4;
+        const int8_t* codes = p.codes + r * p.k + b * kBlock + half * (kBlock / 2) + j * 4;
         const typename S::Words first = S::All(codes);
         if constexpr (kInBytes) {
           for (int v = 0; v < kVectors; ++v) exact[r][v] = S::AddBytes(exact[r][v], x[v], first);
         } else {
-          const typename S::Words second = S::All(codes + 16);
-          for (int v = 0; v < kVectors; ++v) {
-            exact[r][v] = S::Add(exact[r][v], S::Low(x[v]), first);
-            exact[r][v] = S::Add(exact[r][v], S::High(x[v]), second);
-          }
+          for (int v = 0; v < kVectors; ++v) exact[r][v] = S::Add(exact[r][v], S::Low(x[v]), first);
+          if constexpr (kInHalves) continue;
+          const typename S::Words second = S::All(codes + kBlock / 2);
+          for (int v = 0; v < kVectors; ++v) exact[r][v] = S::Add(exact[r][v], S::Low(S::Shifted(x[v])), second);
         }
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = b * kPanelRows + v * S::kWide;
-      const auto scale = S::LoadHalves(p.scales + at);
+      const int64_t at = g * kPanelRows + v * S::kWide;
+      const auto scale = p.Load(p.scales, at);
       if (v * S::kWide % 32 == 0) {
-        __builtin_prefetch(p.scales + at + kAhead / kWords * kPanelRows, 0, 2);
-        if (p.minima) __builtin_prefetch(p.minima + at + kAhead / kWords * kPanelRows, 0, 2);
+        const int64_t ahead = p.BytesOfScales(at + kAhead / kWordsOfGroup * kPanelRows);
+        __builtin_prefetch(p.scales + ahead, 0, 2);
+        if (p.minima) __builtin_prefetch(p.minima + ahead, 0, 2);
       }
       for (int r = 0; r < kRows; ++r) {
         const BlockOfRow& of_row = p.of_rows[r * (p.k / kBlock) + b];
+        const float of_codes = kInHalves ? of_row.sums[half] : of_row.sums[0] + of_row.sums[1];
         auto sum = kInBytes ? S::Total(exact[r][v]) : S::TotalOfHalves(exact[r][v]);
-        sum = S::Fused(S::AllOf(of_row.sum), S::AllOf(-zero), sum);  // exact: of whole numbers below 2^24
+        sum = S::Fused(S::AllOf(of_codes), S::AllOf(-zero), sum);  // exact: of whole numbers below 2^24
         totals[r][v] = S::Fused(S::Times(scale, S::AllOf(of_row.scale)), sum, totals[r][v]);
         if (p.minima)
-          totals[r][v] = S::Fused(S::LoadHalves(p.minima + at), S::AllOf(of_row.scale * of_row.sum), totals[r][v]);
+          totals[r][v] = S::Fused(p.Load(p.minima, at), S::AllOf(of_row.scale * of_codes), totals[r][v]);
       }
     }
   }
@@ -214,34 +229,36 @@ void Tile(const Part& p) {
     for (int v = 0; v < kVectors; ++v) S::Store(p.sums + r * kPanelRows + v * S::kWide, totals[r][v]);
 }
 
-template <bool kInBytes, int kRows, int kVectors>
+template <bool kInBytes, bool kInHalves, int kRows, int kVectors>
 void Tiles(const Part& part, int64_t rows) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows)
     for (int64_t c = 0; c < kPanelRows; c += kVectors * Simd::kWide)
-      Tile<kInBytes, kRows, kVectors>(part.Moved(row, c));
+      Tile<kInBytes, kInHalves, kRows, kVectors>(part.Moved(row, c));
   if constexpr (kRows > 1)
-    if (row < rows) Tiles<kInBytes, kRows - 1, kVectors>(part.Moved(row, 0), rows - row);
+    if (row < rows) Tiles<kInBytes, kInHalves, kRows - 1, kVectors>(part.Moved(row, 0), rows - row);
 }
 
-template <bool kInBytes>
+template <bool kInBytes, bool kInHalves>
 void Run(const Blocks& w, const char* words, int64_t panel, int64_t k, const int8_t* codes, const BlockOfRow* of_rows,
          int64_t rows, float* sums) {
   constexpr int64_t kWords = (kInBytes ? 8 : 4) * kPanelRows;
   const int64_t blocks = k / kBlock, depth = rows == 1 ? blocks : kDepth;
   for (int64_t b = 0; b < blocks; b += depth) {
     const int64_t at = panel * blocks + b;
+    const int64_t scales = at * kPanelRows * (kInHalves ? 2 : 1) * (w.in_float32 ? sizeof(float) : sizeof(uint16_t));
     const Part part{reinterpret_cast<const int32_t*>(words) + at * kWords,
-                    w.scales + at * kPanelRows,
-                    w.minima ? w.minima + at * kPanelRows : nullptr,
+                    w.scales + scales,
+                    w.minima ? w.minima + scales : nullptr,
+                    w.in_float32,
                     codes + b * kBlock,
                     of_rows + b,
                     k,
                     std::min(depth, blocks - b),
                     sums,
                     b > 0};
-    if (rows == 1) Tiles<kInBytes, 1, Simd::kVectorsOfOne>(part, 1);
-    else Tiles<kInBytes, Simd::kRows, Simd::kVectors>(part, rows);
+    if (rows == 1) Tiles<kInBytes, kInHalves, 1, Simd::kVectorsOfOne>(part, 1);
+    else Tiles<kInBytes, kInHalves, Simd::kRows, Simd::kVectors>(part, rows);
   }
 }
 
@@ -260,19 +277,20 @@ void RoundToBlocks(const void* x, int64_t k, Stored stored, int8_t* codes, Block
     }
     const float largest = Highest(most), factor = largest > 0 ? 127.0f / largest : 0.0f;
     const Floats magic = All(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    int32_t whole[kBlock], sum = 0;
+    int32_t whole[kBlock], sums[2] = {};
     for (int64_t i = 0; i < kBlock; i += kLanes)  // in two operations, as in `RoundToCodes`
       StoreInts(whole + i, BitCast<Ints>(KeptInRegister(Load(numbers + i) * factor) + magic));
     for (int64_t i = 0; i < kBlock; ++i) codes[b * kBlock + i] = static_cast<int8_t>(whole[i]);
-    for (int64_t i = 0; i < kBlock; ++i) sum += codes[b * kBlock + i];
-    blocks[b] = {largest / 127.0f + Sum(nothing), static_cast<float>(sum)};
+    for (int64_t i = 0; i < kBlock; ++i) sums[i / (kBlock / 2)] += codes[b * kBlock + i];
+    blocks[b] = {largest / 127.0f + Sum(nothing), {static_cast<float>(sums[0]), static_cast<float>(sums[1])}};
   }
 }
 
 void MultiplyBlocks(const Blocks& w, const char* words, int64_t panel, int64_t k, const int8_t* codes,
                     const BlockOfRow* blocks, int64_t rows, float* sums) {
-  if (w.in_bytes) Run<true>(w, words, panel, k, codes, blocks, rows, sums);
-  else Run<false>(w, words, panel, k, codes, blocks, rows, sums);
+  const auto run = w.in_bytes ? (w.in_halves ? Run<true, true> : Run<true, false>)
+                              : (w.in_halves ? Run<false, true> : Run<false, false>);
+  run(w, words, panel, k, codes, blocks, rows, sums);
 }
 
 }  // namespace ksana

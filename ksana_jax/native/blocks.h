@@ -1,5 +1,5 @@
-// Products with packed weights that are codes in blocks of 32 neighbours of a row, each with a scale. Rows of x are
-// rounded to codes too, in the same blocks, and codes are multiplied exactly.
+// Products with packed weights that are codes in blocks of 32 neighbours of a row, each with a scale, or one for each
+// half. Rows of x are rounded to codes too, in the same blocks, and codes are multiplied exactly.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,18 @@ namespace ksana {
 
 constexpr int64_t kBlock = 32;
 
-// What a packed matrix has in place of a scale for each row; float16, [N / 64, K / 32, 64].
+// What a packed matrix has in place of a scale for each row, [N / 64, K / 32 or K / 16, 64].
 struct Blocks {
-  const uint16_t* scales = nullptr;
-  const uint16_t* minima = nullptr;  // added to each number; or null
-  bool in_bytes = false;             // codes have 8 bits, in which 128 is zero; or 4, in which 8 is, without minima
+  const char* scales = nullptr;
+  const char* minima = nullptr;  // added to each number; or null
+  bool in_float32 = false;       // scales and minima; or in float16
+  bool in_bytes = false;         // codes have 8 bits, in which 128 is zero; or 4, in which 8 is, without minima
+  bool in_halves = false;        // each half of a block has a scale
 };
 
 // Of a block of a row of x.
 struct BlockOfRow {
-  float scale, sum;  // the sum of its codes
+  float scale, sums[2];  // sums of the codes of each half
 };
 
 // Rounds a row to codes of -127 to 127; a scale is not finite if a number of its block is not.

@@ -27,7 +27,8 @@ class Weights(NamedTuple):
     sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
 
     Codes in blocks of 32 have words int32 [panels, in / 32, w, 64], 4 bits with w = 4, 8 bits with w = 8. Scales are
-    float16 [panels, in / 32, 64] then, as are minima, which take the place of sums. x is rounded to codes too.
+    float16 or float32 [panels, in / 32, 64] then, or one for each 16, [panels, in / 16, 64]; as are minima, which take
+    the place of sums. x is rounded to codes too.
     """
 
     words: jax.Array
@@ -59,15 +60,17 @@ class Weights(NamedTuple):
           ValueError: shapes do not fit.
         """
         panels = -(-self.num_rows // PANEL)
-        of_row = (panels, wanted[1] // BLOCK, PANEL) if self.blocks else wanted[:1]
+        of_row = wanted[:1]
         if self.blocks:
-            per_word = BLOCK // self.words.shape[2]
+            assert self.scales is not None, "blocks have scales"
+            per_word, groups = BLOCK // self.words.shape[2], self.scales.shape[1] // self.words.shape[1]
+            of_row = (panels, wanted[1] // BLOCK * min(max(groups, 1), 2), PANEL)
             check_shape(name, (self.num_rows, self.words.shape[1] * BLOCK), wanted, reason)
             shape = (panels, wanted[1] // BLOCK, BLOCK // per_word, PANEL)
-            if per_word not in (4, 8) or {x.dtype.name for x in (self.scales, self.sums) if x is not None} - {
-                "float16"
-            }:
-                raise NotImplementedError(f"{name} has {per_word} codes in a word, or other scales than float16")
+            kinds = {x.dtype.name for x in (self.scales, self.sums) if x is not None}
+            if per_word not in (4, 8) or len(kinds) != 1 or not kinds <= {"float16", "float32"}:
+                found = f"{per_word} codes in a word, and scales and minima in {' and '.join(sorted(kinds))}"
+                raise NotImplementedError(f"{name} has {found}; there are 4 or 8, and either float16 or float32")
         else:
             is_codes = self.scales is not None or self.sums is not None
             numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
@@ -195,10 +198,10 @@ def rest_of_layer(
 
 
 def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Room for the codes of rows and their scales, if a matrix wants them; of blocks, also for sums of codes."""
+    """Room for the codes of rows and their scales, if a matrix wants them; of blocks, also for two sums of codes."""
     shape, scales = ((*rows, width), rows) if w.rounding else ((0,), (0,))
     if w.rounding == "blocks":
-        scales = (*rows, width // BLOCK, 2)
+        scales = (*rows, width // BLOCK, 3)
     return jax.ShapeDtypeStruct(shape, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32)
 
 

@@ -1,7 +1,7 @@
 """`quantization: stored`: GGUF matrices stay in memory as the file has them."""
 
 import dataclasses
-import logging
+import itertools
 
 import jax
 import numpy as np
@@ -20,10 +20,12 @@ from ksana_jax.runner.planner.terms import weights_bytes
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import gguf_metadata, gguf_name
 from tests.loading.models_on_disk import random_tensors
-from tests.models.blocks import drawn_blocks
+from tests.models.blocks import KINDS, drawn_blocks
 
 SHAPE = {"d_model": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "d_ff": 96}
 CONFIG = ModelConfig(vocab_size=70, tie_embeddings=True, bos_id=1, eos_ids=(2,), **SHAPE)
+# Rows of whole superblocks.
+WIDE = dataclasses.replace(CONFIG, d_model=256, num_layers=2, head_dim=64, d_ff=256)
 PROMPT = {"prompt_token_ids": list(range(5, 45))}
 SETTINGS = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "f32"}
 SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
@@ -32,19 +34,16 @@ SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0
 def written(path, kinds, config=CONFIG, scale=None):
     """A file whose matrices are in blocks, of types that follow one another; norms are F32.
 
-    scale: of the first block of each matrix, in place of a drawn one.
+    scale: first bytes of the first block of each matrix, in place of drawn ones.
     """
-    stored = {}
+    stored, following = {}, itertools.cycle(kinds)
     for i, (name, values) in enumerate(random_tensors(config, "F32", 0).items()):
-        name, kind = gguf_name(name), kinds[i % len(kinds)]
+        name = gguf_name(name)
         stored[name] = values.astype(np.float32)
-        if values.ndim == 2 and kind in ("F32", "Q5_0"):
-            blocks = np.zeros((len(values), values.shape[1] // 32, 22), np.uint8)
-            stored[name] = values.astype(np.float32) if kind == "F32" else (kind, values.shape, blocks.tobytes())
-        elif values.ndim == 2:
+        if values.ndim == 2 and (kind := next(following)) != "F32":
             blocks = drawn_blocks(kind, *values.shape, seed=i)
             if scale is not None:
-                blocks[0, :2] = np.array([scale], "<f2").view(np.uint8)
+                blocks[0, : len(scale)] = np.frombuffer(scale, np.uint8)
             stored[name] = kind, values.shape, blocks.tobytes()
     return write_gguf(path / "model.gguf", gguf_metadata("llama", config), stored)
 
@@ -65,17 +64,17 @@ def logprobs(llm) -> np.ndarray:
 
 
 def test_numbers_are_those_of_dequantised_weights_bit_for_bit(tmp_path):
-    path = written(tmp_path, ["Q4_1", "Q8_0", "Q4_0"])
+    path = written(tmp_path, KINDS, WIDE)
     (config, kept), (plain, dequantised) = opened(path), load_model(path)
     assert dataclasses.replace(config, kept=()) == plain and not plain.kept
     for (name, w), (_, wanted) in zip(matrices(kept), matrices(dequantised), strict=True):
         assert isinstance(w, BlockMatrix), name
         np.testing.assert_array_equal(np.asarray(w.numbers()).view(np.uint32), np.asarray(wanted).view(np.uint32))
-    assert {kind for _, kind in config.kept} == {"Q4_1", "Q8_0", "Q4_0"} and len(config.kept) == 8
+    assert {kind for _, kind in config.kept} == set(KINDS) and len(config.kept) == 15
 
 
 def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, caplog):
-    path = written(tmp_path, ["Q4_1", "Q8_0", "Q4_0"])
+    path = written(tmp_path, ["Q4_1", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
     plain = logprobs(LLM(path, **SETTINGS))
     for linear in ("xla", "auto"):
         llm = LLM(path, quantization="stored", operators={"linear": linear}, **SETTINGS)
@@ -90,21 +89,12 @@ def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, cap
         assert used == weights_bytes(llm.model_config, "f32", quantization="stored", packs=packs)
 
 
-def test_a_plan_knows_the_bytes_of_the_file(tmp_path):
-    path = written(tmp_path, ["Q4_1"])
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 5), ("Q5_0", 8.5), ("Q4_K", 6), ("Q6_K", 10)])
+def test_a_plan_knows_the_bytes_of_the_forms_in_memory(kind, bits, tmp_path):
+    path = written(tmp_path, [kind], WIDE)
     numbers = sum(w.size for _, w in matrices(load_model(path)[1]))
     found = plan(str(path), "24GiB", dtype="f32", quantization="stored", context=64, batch=1, step=NO_STEP)
-    assert found.weights_bytes == numbers * 20 // 32 + 3 * CONFIG.d_model * 4
-
-
-def test_other_matrices_are_dequantised_and_one_line_names_their_types(tmp_path, caplog):
-    path = written(tmp_path, ["Q4_1", "Q5_0", "F32"])
-    with caplog.at_level(logging.INFO, "ksana_jax"):
-        config, params = opened(path)
-    [line] = [message for message in caplog.messages if "dequantised" in message]
-    assert "in Q5_0 (model.layers." in line and "F32" not in line
-    forms = {type(w) for _, w in matrices(params)}
-    assert len(forms) == 2 and 0 < len(config.kept) < 8
+    assert found.weights_bytes == numbers * bits / 8 + 5 * WIDE.d_model * 4
 
 
 def test_an_embedding_that_is_no_head_is_kept_unless_it_is_on_the_host(tmp_path):
@@ -115,15 +105,16 @@ def test_an_embedding_that_is_no_head_is_kept_unless_it_is_on_the_host(tmp_path)
     assert isinstance(params.embed, np.ndarray) and isinstance(params.head, BlockMatrix)
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path):
+@pytest.mark.parametrize(("kind", "scale"), [("Q8_0", b"\x00\x7c"), ("Q4_K", b"\x00\x00\xff\xff"), ("MXFP4", b"\xff")])
+def test_scales_that_are_not_finite_are_refused(kind, scale, tmp_path):
     with pytest.raises(LoadError, match="has scales that are NaN or infinite"):
-        opened(written(tmp_path, ["Q8_0"], scale=np.inf))
+        opened(written(tmp_path, [kind], WIDE, scale=scale))
 
 
 def test_models_without_blocks_and_settings_that_do_not_serve_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q8_0"):
+    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q5_0"):
         opened(written(tmp_path, ["F32"]))
-    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q8_0"):
+    with pytest.raises(ConfigError, match="stores no matrix in Q4_0, Q4_1, Q5_0"):
         with_kept(CONFIG, "ksana-tiny")
     kept = opened(written(tmp_path, ["Q4_1"]))
     with pytest.raises(LoadError, match="load the model without quantization to export it"):

@@ -6,23 +6,48 @@ import numpy as np
 
 from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.loading.gguf_blocks import apart, decode
-from ksana_jax.models.block_matrix import BlockMatrix
+from ksana_jax.models.block_matrix import FORMS, BlockMatrix
 
-KINDS = ("Q4_0", "Q4_1", "Q8_0")
-BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
+# By type of blocks: bytes at which a block has its float16 scale and, where there is one, minimum; and the largest
+# magnitude of what multiplies the scale.
+HALVES = {
+    "Q4_0": ((0,), 8),
+    "Q4_1": ((0, 2), 15),
+    "Q5_0": ((0,), 16),
+    "Q5_1": ((0, 2), 31),
+    "Q8_0": ((0,), 128),
+    "Q2_K": ((80, 82), 45),
+    "Q3_K": ((108,), 128),
+    "Q4_K": ((0, 2), 63 * 15),
+    "Q5_K": ((0, 2), 63 * 31),
+    "Q6_K": ((208,), 128 * 32),
+    "IQ4_NL": ((0,), 127),
+    "MXFP4": ((), 12),
+}
+KINDS = tuple(HALVES)
+# A type of each form.
+OF_FORMS = tuple({form: kind for kind, form in FORMS.items()}.values())
+TYPE = {kind.name: kind for kind in TYPES.values()}
 
 
-def drawn_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float = 0.15) -> np.ndarray:
+def fitting(kind: str, columns: int) -> int:
+    """The next number of columns that are whole blocks."""
+    return -(-columns // TYPE[kind].num_values) * TYPE[kind].num_values
+
+
+def drawn_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float = 0.3) -> np.ndarray:
     """Blocks uint8 [rows, bytes] of any codes, the outermost included, with scales and minima of both signs.
 
-    size: of the numbers.
+    size: of the largest numbers.
     """
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (rows, columns // 32, BLOCK_BYTES[kind]), np.uint8)
-    halves = 2 if kind == "Q4_1" else 1
-    scales = (rng.normal(size=(rows, columns // 32, halves)) * size / (64 if kind == "Q8_0" else 8)).astype("<f2")
-    blocks[..., : 2 * halves] = scales.view(np.uint8).reshape(*scales.shape[:-1], -1)
+    rng, (places, largest) = np.random.default_rng(seed), HALVES[kind]
+    blocks = rng.integers(0, 256, (rows, columns // TYPE[kind].num_values, TYPE[kind].num_bytes), np.uint8)
     blocks[0, 0, -16:], blocks[0, -1, -16:] = 0x80, 0xFF  # -128 of 8 bits; 15 of 4
+    for place in places:
+        halves = (rng.normal(size=blocks.shape[:2]) * size / largest).astype("<f2")
+        blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 125, blocks.shape[:2])
     return blocks.reshape(rows, -1)
 
 
