@@ -128,11 +128,16 @@ def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None =
     return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, plus_one)
 
 
+def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
+    """Returns the number of heads of each weight whose rows converters permute, by field."""
+    q, k = config.num_heads, config.num_kv_heads
+    return {"w_q": q, "b_q": q, "w_k": k, "b_k": k} if architecture == "llama" else {}
+
+
 def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
     family, found = FAMILIES[config.family], {}
-    permuted = file.metadata["general.architecture"] == "llama"
-    heads = {"w_q": config.num_heads, "b_q": config.num_heads, "w_k": config.num_kv_heads, "b_k": config.num_kv_heads}
+    heads = permuted_heads(file.metadata["general.architecture"], config)
     top = {name: field for field, name in TOP_NAMES.items()}
     of_layer = {name: field for field, name in LAYER_NAMES.items()}
     for name, info in file.tensors.items():
@@ -145,5 +150,5 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
         elif field in family.top_names:
             name = family.top_names[field]
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
-        found[name] = as_stored(info, name, heads.get(field) if permuted else None, plus_one)
+        found[name] = as_stored(info, name, heads.get(field), plus_one)
     return found

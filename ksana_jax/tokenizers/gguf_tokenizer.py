@@ -17,8 +17,8 @@ from ksana_jax.tokenizers.files import TokenizerError
 from ksana_jax.tokenizers.gguf_splits import SPLITS
 
 # tokenizer.ggml.token_type
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_SPECIAL = (_UNKNOWN, _CONTROL)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_SPECIAL = (UNKNOWN, CONTROL)
 _WHOLE = "iu"
 # What converters write for a token that a model lacks: -1, or its 32 bits.
 _NO_ID = (-1, 2**32 - 1)
@@ -173,7 +173,7 @@ def _byte_level(fields: _Fields) -> Tokenizer:
         raise fields.error("pre", f"{problem}; supported: {', '.join(SPLITS)}")
     split = SPLITS[pre]
     types = fields.numbers("token_type", _WHOLE)
-    added = [] if types is None else np.flatnonzero(np.isin(types, (*_SPECIAL, _USER_DEFINED))).tolist()
+    added = [] if types is None else np.flatnonzero(np.isin(types, (*_SPECIAL, USER_DEFINED))).tolist()
     bos, eos = fields.added(split.add_bos)
     ids = {token: index for index, token in enumerate(fields.tokens)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -242,18 +242,18 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     assert scores is not None and types is not None
     proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
-    proto.trainer_spec.byte_fallback = bool((types == _BYTE).any())
+    proto.trainer_spec.byte_fallback = bool((types == BYTE).any())
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = fields.flag("add_space_prefix", True)
     proto.normalizer_spec.remove_extra_whitespaces = False
     added: dict[int, AddedToken] = {}
     for index, (token, score, kind) in enumerate(zip(fields.tokens, scores.tolist(), types.tolist())):
         # A space in a text becomes MARK before merging, so a token with MARK is not found in texts.
-        if kind == _UNKNOWN or (kind == _USER_DEFINED and MARK not in token):
-            added[index] = AddedToken(token, index, special=kind == _UNKNOWN)
+        if kind == UNKNOWN or (kind == USER_DEFINED and MARK not in token):
+            added[index] = AddedToken(token, index, special=kind == UNKNOWN)
         # The numbers are those of SentencePiece. Merging takes user-defined and unused tokens for normal ones.
-        merged = kind not in (_UNKNOWN, _CONTROL, _BYTE)
-        proto.pieces.add(piece=token, score=score, type=_NORMAL if merged else kind)
+        merged = kind not in (UNKNOWN, CONTROL, BYTE)
+        proto.pieces.add(piece=token, score=score, type=NORMAL if merged else kind)
     bos, eos = fields.added(add_bos=True)
     # legacy: after special tokens, too, a word gets a space.
     config = {"add_bos_token": bos is not None, "add_eos_token": eos is not None, "legacy": True}

@@ -251,3 +251,13 @@ def test_report_prints_the_table_of_a_folder(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "Title" in shown and "2.72" in shown and "KV, KiB" in shown and "tokens/s" not in shown
     assert (tmp_path / "figure.pdf").stat().st_size > 1000
+
+
+def test_quantize_writes_a_file_and_replaces_none(capsys, tmp_path):
+    out = tmp_path / "tiny.gguf"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["quantize", "ksana-tiny", "--to", "q4_0", "--out", str(out)])
+    assert f"{out}: 1.2 MiB" in capsys.readouterr().out
+    before = out.read_bytes()
+    assert f"{out} exists; give another --out" in fails(capsys, "quantize", "ksana-tiny", "--out", str(out))
+    assert out.read_bytes() == before

@@ -1,0 +1,172 @@
+"""Writes a model as a GGUF file whose matrices are rounded to blocks.
+
+Metadata is copied from a GGUF file, or made of a config. It is then read again and compared, so that what GGUF cannot
+express is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_of, read_gguf
+from ksana_jax.core.sources import model_path
+from ksana_jax.loading.config_json import load_config
+from ksana_jax.loading.gguf_config import ARCHITECTURES, EPS, SIZES, SOFT_CAPS, WIDTHS, WINDOW, gguf_config
+from ksana_jax.loading.gguf_quantise import QUANTISED, encode
+from ksana_jax.loading.gguf_tensors import (
+    LAYER_NAMES,
+    ROPE_FACTORS,
+    TOP_NAMES,
+    as_stored,
+    find_gguf_tensors,
+    permuted_heads,
+)
+from ksana_jax.loading.gguf_writer import NewTensor, write_gguf
+from ksana_jax.loading.load import check_tensors, read_weight
+from ksana_jax.loading.stored_tensor import CHUNK_BYTES
+from ksana_jax.loading.tensor_files import find_tensors
+from ksana_jax.loading.views import sources_of
+from ksana_jax.models.params import is_shape, param_shapes, stated
+from ksana_jax.native.shapes import BLOCK
+from ksana_jax.tokenizers.gguf_tokens import gguf_tokens
+
+# Type of the embedding and the head: every logit depends on them.
+OF_VOCABULARY = "Q8_0"
+_NAMES = LAYER_NAMES | {f"{name}_proj_norm": LAYER_NAMES[f"{name}_norm"] for name in "qk"}
+# Keys about the weights of the file that a file was made from, or its parts.
+_NOT_COPIED = ("general.file_type", "general.quantization_version", "general.alignment", "split.")
+
+
+def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
+    """Writes a model as a GGUF file, with one weight in memory at a time.
+
+    Matrices of layers are rounded to a type of blocks, embedding and head to Q8_0. Other weights are float32, as are
+    matrices whose rows are not whole blocks.
+
+    Args:
+      source: path or name of a model, a Hugging Face directory or a GGUF file.
+      kind: a type of `gguf_quantise.QUANTISED`.
+
+    Raises:
+      ConfigError: GGUF, or this package's reader, has no name for a part of the model.
+      TokenizerError: its tokenizer cannot be expressed.
+      LoadError: files cannot be used, or a weight exceeds the range of a scale.
+    """
+    if kind not in QUANTISED:
+        raise ConfigError(f"kind is {kind!r:.40}, must be one of {', '.join(QUANTISED)}")
+    if out.suffix != SUFFIX:
+        raise ConfigError(f"{out} must end in {SUFFIX}, by which GGUF files are known")
+    path, config = model_path(source), load_config(source)
+    file = read_gguf(gguf) if (gguf := gguf_of(path)) else None
+    found = find_gguf_tensors(file, config) if file else find_tensors(path)
+    check_tensors(config, found, str(source))
+    if file:
+        architecture = file.metadata["general.architecture"]
+        metadata = {k: v for k, v in file.metadata.items() if not k.startswith(_NOT_COPIED)}
+    else:
+        architecture, metadata = config_metadata(config)
+        metadata |= gguf_tokens(path, config.vocab_size, config.bos_id, config.eos_ids)
+    metadata["general.quantization_version"] = 2  # of ggml's blocks
+    heads = permuted_heads(architecture, config)
+    tensors: dict[str, NewTensor] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
+    for (where, shape), of_weight in zip(leaves, sources_of(config), strict=True):
+        field, layer = where[-1].name, where[1].idx if where[0].name == "layers" else None
+        if (name := (TOP_NAMES if layer is None else _NAMES).get(field)) is None:
+            raise ConfigError(f"{source}: GGUF files have no name here for the weight {field}")
+        name = name if layer is None else f"blk.{layer}.{name}"
+        to = kind if stated(field, "quantization").quantises else "F32"
+        if field in ("embed", "head"):
+            to = OF_VOCABULARY
+        tensors[name] = _Weight(
+            of_weight.of(found),
+            shape,
+            "F32" if len(shape) != 2 or shape[1] % BLOCK else to,
+            heads.get(field),
+            config.norm == "rms_plus_one" and field.endswith("norm"),
+        ).tensor()
+    if file and ROPE_FACTORS in file.tensors:
+        factors = as_stored(file.tensors[ROPE_FACTORS]).read(slice(None), slice(None)).astype(np.float32)
+        tensors[ROPE_FACTORS] = NewTensor("F32", factors.shape, lambda: [factors.tobytes()])
+    elif not file:
+        _check_config(config, metadata, tensors, out)
+    write_gguf(out, metadata, tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight to write; num_heads and plus_one as in `GGUFTensor`."""
+
+    stored: list[Any]
+    shape: tuple[int, ...]
+    kind: str
+    num_heads: int | None
+    plus_one: bool
+
+    def tensor(self) -> NewTensor:
+        return NewTensor(self.kind, self.shape, self.pieces)
+
+    def pieces(self) -> Iterator[bytes]:
+        values = read_weight(self.stored, self.shape, np.float32)
+        if self.num_heads:
+            halves = values.reshape(self.num_heads, 2, -1, *self.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(self.shape)
+        if self.plus_one:
+            values = values + np.float32(1)
+        step = max(1, CHUNK_BYTES * self.shape[0] // values.nbytes)
+        for first in range(0, self.shape[0], step):
+            try:
+                yield encode(self.kind, values[first : first + step]).tobytes()
+            except ValueError as error:
+                raise LoadError(f"{self.stored[0].path}: {self.stored[0].name}: {error}") from None
+
+
+def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns the architecture and the keys of a config.
+
+    Raises:
+      ConfigError: GGUF has no name for its family here.
+    """
+    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
+    if config.family not in names:
+        raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")
+    ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    patterns = config.pattern if isinstance(config.pattern, tuple) else (config.pattern,)
+    # Only Gemma 3 has several: layers without a window have the rope that is scaled.
+    rope = next((rope for rope, pattern in zip(ropes, patterns * len(ropes)) if pattern.window is None), ropes[0])
+    keys: dict[str, Any] = dict(
+        zip(SIZES, (config.max_position, config.d_model, config.num_layers, config.d_ff, config.num_heads), strict=True)
+    )
+    keys |= {"attention.head_count_kv": config.num_kv_heads, EPS: config.norm_eps, "rope.freq_base": rope.theta}
+    keys |= dict.fromkeys(WIDTHS[:3], config.head_dim)
+    if rope.kind != "default":
+        keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn" and rope.original_max_len:
+        keys["rope.scaling.original_context_length"] = rope.original_max_len
+    optional = {WINDOW: max(pattern.window or 0 for pattern in patterns)}
+    optional |= dict(zip(SOFT_CAPS, (config.soft_cap, config.logit_soft_cap)))
+    keys |= {key: value for key, value in optional.items() if value}
+    architecture = names[config.family]
+    named = {f"{architecture}.{key}": value for key, value in keys.items()}
+    return architecture, {"general.architecture": architecture, "general.type": "model", **named}
+
+
+def _check_config(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, NewTensor], out: Path) -> None:
+    """Checks that reading the metadata gives the config."""
+    kinds = {kind.name: kind for kind in TYPES.values()}
+    infos = {name: TensorInfo(out, name, kinds[t.kind], t.shape, 0) for name, t in tensors.items()}
+    found = gguf_config(GGUFFile(out, metadata, infos))
+    # A Mistral without windows is a Llama.
+    differ = [f.name for f in dataclasses.fields(config) if getattr(found, f.name) != getattr(config, f.name)]
+    if differ := [name for name in differ if name != "family"]:
+        told = ", ".join(f"{name} {getattr(config, name)!r:.60} became {getattr(found, name)!r:.60}" for name in differ)
+        raise ConfigError(f"GGUF cannot express this config: {told}")

@@ -1,0 +1,126 @@
+"""Models written as GGUF files with matrices in blocks: numbers, names, configs and tokenizers when they are read."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.gguf_file import read_gguf
+from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.sources import model_path
+from ksana_jax.loading.gguf_blocks import apart, decode
+from ksana_jax.loading.gguf_export import export_gguf
+from ksana_jax.loading.gguf_quantise import QUANTISED, encode
+from ksana_jax.loading.load import load_model
+from ksana_jax.models.params import stated
+from ksana_jax.tokenizers import load_tokenizer
+from tests.loading.gguf_on_disk import TWINS, write_twin
+from tests.loading.models_on_disk import random_tensors, write_model
+
+WIDTHS = {"vocab_size": 1024, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "d_ff": 96}
+TEXT = "def f(x):\n    return x + 1  # naïve"
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_codes_are_the_nearest_for_the_scale_of_their_block(kind):
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=(24, 3, 32)) * rng.choice([1e-3, 1, 50], (24, 3, 1))).astype(np.float32)
+    values[0, 0], values[0, 1], values[1, 0, 3] = 0, 2.5, 1e-9
+    values = values.reshape(24, 96)
+    blocks = encode(kind, values)
+    _, scales, minima = apart(kind, blocks)
+    bits, has_minima = QUANTISED[kind]
+    assert (minima is not None) == has_minima
+    codes = np.arange(2**bits) - (0 if has_minima else 2 ** (bits - 1))
+    levels = scales.astype(np.float32)[..., None] * codes + (0 if minima is None else minima[..., None])
+    errors = np.abs(values.reshape(24, 3, 32, 1) - levels[:, :, None]).min(-1)
+    found = np.abs(decode(kind, blocks) - values).reshape(errors.shape)
+    np.testing.assert_allclose(found, errors, rtol=1e-5, atol=1e-7)
+    assert not decode(kind, blocks)[0, :32].any()
+    # No scale is wasted: the largest error is half a step, and one step at the end where a code with a sign has none.
+    step = np.abs(scales.astype(np.float32))[..., None]
+    assert (found <= step * (0.51 if has_minima or bits == 8 else 1.01) + 1e-2 * np.abs(values).min()).all()
+
+
+def test_values_beyond_the_range_of_scales_are_refused():
+    with pytest.raises(ValueError, match=r"values of up to 3e\+07 exceed the float16 scales of Q8_0"):
+        encode("Q8_0", np.full((1, 32), 3e7, np.float32))
+
+
+def rounded(config, params, kind):
+    """Parameters as they are read from a file of a kind."""
+
+    def of(path, w):
+        field = path[-1].name
+        if w.ndim == 2:
+            to = "Q8_0" if field in ("embed", "head") else kind if stated(field, "a test").quantises else "F32"
+            return decode(to, encode(to, np.asarray(w)))
+        stored_plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
+        return (w + np.float32(1)) - np.float32(1) if stored_plus_one else w
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def check(path, config, params, kind):
+    found_config, found = load_model(path)
+    assert dataclasses.replace(found_config, family=config.family) == config
+    wanted = rounded(config, params, kind)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_model_is_the_same_apart_from_rounding_from_a_folder_or_a_gguf_file(name, tmp_path):
+    architecture, config = TWINS[name]
+    config = dataclasses.replace(config, **WIDTHS, eos_ids=(2,), max_position=64)
+    if architecture.startswith("gemma"):
+        config = dataclasses.replace(config, embed_scale=8.0, attention_scale=32**-0.5)
+    tensors = random_tensors(config)
+    folder = write_model(tmp_path / "model", tensors, config)
+    shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
+    config, params = load_model(folder)
+    export_gguf(folder, tmp_path / "of_folder.gguf", "Q4_1")
+    check(tmp_path / "of_folder.gguf", config, params, "Q4_1")
+    assert load_tokenizer(tmp_path / "of_folder.gguf").encode(TEXT) == load_tokenizer(folder).encode(TEXT)
+    twin = write_twin(tmp_path / "twin.gguf", architecture, config, tensors)
+    export_gguf(twin, tmp_path / "of_file.gguf", "Q8_0")
+    check(tmp_path / "of_file.gguf", load_model(twin)[0], params, "Q8_0")
+    given, made = read_gguf(twin).metadata, read_gguf(tmp_path / "of_file.gguf").metadata
+    assert made == given | {"general.quantization_version": 2}
+
+
+def test_rows_that_are_not_whole_blocks_stay_in_float32(tmp_path):
+    path = write_twin(tmp_path / "model.gguf", *TWINS["llama"], random_tensors(TWINS["llama"][1]))
+    export_gguf(path, tmp_path / "out.gguf", "Q5_0")
+    kinds = {name: info.type.name for name, info in read_gguf(tmp_path / "out.gguf").tensors.items()}
+    assert kinds["blk.0.attn_output.weight"] == "Q5_0" and kinds["blk.0.ffn_down.weight"] == "F32"
+    for a, b in zip(
+        *(jax.tree.leaves(load_model(p)[1].final_norm) for p in (path, tmp_path / "out.gguf")), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_gguf_cannot_express_is_refused_and_nothing_is_written(tmp_path):
+    _, config = TWINS["llama"]
+    config = dataclasses.replace(config, **WIDTHS)
+    rope = RopeConfig("llama3", factor=2.0, original_max_len=32)
+    stretched = dataclasses.replace(config, rope=rope)
+    folder = write_model(tmp_path / "model", random_tensors(stretched), stretched)
+    shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
+    out = tmp_path / "out.gguf"
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.type is 'llama3'"):
+        export_gguf(folder, out, "Q4_1")
+    large = random_tensors(config)
+    large["model.layers.1.mlp.up_proj.weight"][3, 40] = 1e7
+    with pytest.raises(LoadError, match=r"up_proj.weight: values of up to 1e\+07 exceed the float16 scales of Q4_1"):
+        export_gguf(write_model(tmp_path / "model", large, config), out, "Q4_1")
+    with pytest.raises(ConfigError, match="kind is 'Q4_K', must be one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
+        export_gguf(folder, out, "Q4_K")
+    with pytest.raises(ConfigError, match=r"must end in \.gguf"):
+        export_gguf(folder, tmp_path / "out", "Q4_1")
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("model", "model.gguf")]
