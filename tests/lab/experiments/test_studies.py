@@ -9,11 +9,12 @@ from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.report import read_report, write_tables
 
 ROOT = Path(__file__).parents[3]
-# Models that a study fetches or trains first.
+# Models that a study fetches, trains or quantises first.
 MADE = (
     "smollm2",
     *(f"runs/siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
     *(f"runs/spec/{name}" for name in ("target", "aligned/export", "unaligned/export")),
+    *(f"runs/weights/{name}.gguf" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")),
 )
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
