@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.gguf_file import SUFFIX, gguf_of
 from ksana_jax.core.processor import num_cores
 from ksana_jax.core.sources import MODEL_HELP, model_path
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
@@ -48,12 +49,12 @@ class Throughput(Bench):
     """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
 
     One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
-    same weights, dtype and threads, in turn with this one. With --kv-eviction, also how many requests a pool of as many
-    bytes serves at once if they evict."""
+    same weights, dtype and threads, in turn with this one; llama.cpp alone is given a GGUF file, as it is stored. With
+    --kv-eviction, also how many requests a pool of as many bytes serves at once if they evict."""
 
     model: str = option("ksana-tiny", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
-    quantization: str | None = option(None, "of this engine's weights: int8, w8a8 or stored; peers have the dtype")
+    quantization: str | None = option(None, "of this engine's weights: int8, w8a8 or stored; not the peers'")
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     seed: int = option(0, "seed for weights, lengths and prompts")
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
@@ -92,7 +93,7 @@ class Throughput(Bench):
         if self.peers is not None and not has_weights(model):
             _export_random(model, Path(self.folder.name), self.dtype, self.seed)
             model = Path(self.folder.name)
-        self.directory = model
+        self.model_files = gguf_of(model) or model
         settings = {
             "dtype": self.dtype,
             "quantization": self.quantization,
@@ -145,14 +146,16 @@ class Throughput(Bench):
         return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 
     def _peer(self, label: str) -> PeerProcess:
-        from ksana_jax.lab.bench.peer_process import PeerProcess
+        from ksana_jax.lab.bench.peer_process import Absent, PeerProcess
 
         if label not in self.processes_of:
             assert self.peers is not None
+            if self.model_files.suffix == SUFFIX and not PEERS[label].reads_gguf:
+                raise Absent(f"absent, it is given no GGUF files, such as {self.model}")
             self.processes_of[label] = PeerProcess(
                 PEERS[label],
                 Path(self.peers),
-                model=str(self.directory.resolve()),
+                model=str(self.model_files.resolve()),
                 dtype=self.dtype,
                 threads=num_cores(),
                 rows=max(self.requests),

@@ -123,6 +123,16 @@ def test_every_request_gets_its_own_tokens_in_as_many_sequences_as_there_are(scr
     assert engine.generate(prompts[:1], lengths[:1]) == expected[:1]
 
 
+def test_a_gguf_file_is_read_as_it_is(scripts, monkeypatch):
+    llama, gguf_file, of_llama_cpp = scripts
+    read = []
+    llama.llama_model_load_from_file = lambda path, params: read.append(path.decode()) or llama
+    monkeypatch.setattr(gguf_file, "write_gguf", lambda model, out, dtype: read.append(f"{model} in {dtype}"))
+    for model in ("a/model.gguf", "a/folder"):
+        of_llama_cpp.Engine(model, "f32", threads=2, rows=3, max_model_len=64)
+    assert read[:2] == ["a/model.gguf", "a/folder in f32"] and read[2].endswith("/model.gguf") and read[2] != read[0]
+
+
 def write_checkpoint(folder, tensors, **config):
     """Writes safetensors by hand: 8 bytes of length, a header, and bfloat16."""
     header, data = {}, b""

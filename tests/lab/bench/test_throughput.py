@@ -135,6 +135,19 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes
 
 
+def test_llama_cpp_alone_is_given_a_gguf_file(engines, monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(
+        peer_process, "PeerProcess", lambda *a, **b: given.append((a[0].script, b["model"])) or FakePeer(*a, **b)
+    )
+    path = tmp_path / "model.gguf"
+    path.touch()
+    rows, made = rows_of(Throughput(str(path), num_blocks=10, requests=(2,), peers=str(tmp_path)))
+    assert given == [("of_llama_cpp", str(path))]
+    assert {label for label in PEERS if rows[label, 2].mean("run_s") is not None} == {"llama.cpp, benchmark's loop"}
+    assert any(f"vLLM: absent, it is given no GGUF files, such as {path}" in note for note in made.notes)
+
+
 def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_peers_that_are_named(
     engines, monkeypatch, tmp_path
 ):

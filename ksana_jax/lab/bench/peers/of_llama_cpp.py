@@ -21,6 +21,8 @@ def _silent(level, text, data):
 class Engine:
     """llama.cpp has no engine that takes token ids: a loop of this class submits prompts and decode steps to it.
 
+    A GGUF file is read as it is, whatever dtype is; a directory becomes one in dtype.
+
     Prompts come first, as many as a call and the sequences take; then all sequences decode together, one token each.
     Flash attention stays as llama.cpp chooses, on: twice as fast with 32 sequences. It rounds also in float32: 23 of 32
     requests of bench-s have the tokens of ksana_jax, all 32 without it.
@@ -30,10 +32,12 @@ class Engine:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            gguf_file.write_gguf(Path(model), path, dtype)
+            path = Path(model)
+            if path.suffix != ".gguf":
+                path = Path(folder) / "model.gguf"
+                gguf_file.write_gguf(Path(model), path, dtype)
             params = llama_cpp.llama_model_default_params()
-            params.use_mmap = False  # the file is deleted
+            params.use_mmap = False  # a file in the folder is deleted
             self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
             raise RuntimeError("llama.cpp does not load the model")
