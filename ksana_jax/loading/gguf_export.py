@@ -18,6 +18,7 @@ import numpy as np
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_of, read_gguf
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.gguf_config import ARCHITECTURES, EPS, SIZES, SOFT_CAPS, WIDTHS, WINDOW, gguf_config
@@ -26,7 +27,6 @@ from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
     TOP_NAMES,
-    as_stored,
     find_gguf_tensors,
     permuted_heads,
 )
@@ -36,6 +36,7 @@ from ksana_jax.loading.stored_tensor import CHUNK_BYTES
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.params import is_shape, param_shapes, stated
+from ksana_jax.models.rope import make_rope
 from ksana_jax.native.shapes import BLOCK
 from ksana_jax.tokenizers.gguf_tokens import gguf_tokens
 
@@ -65,7 +66,7 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         raise ConfigError(f"kind is {kind!r:.40}, must be one of {', '.join(QUANTISED)}")
     if out.suffix != SUFFIX:
         raise ConfigError(f"{out} must end in {SUFFIX}, by which GGUF files are known")
-    path, config = model_path(source), load_config(source)
+    path, config = model_path(source), _with_factors(load_config(source))
     file = read_gguf(gguf) if (gguf := gguf_of(path)) else None
     found = find_gguf_tensors(file, config) if file else find_tensors(path)
     check_tensors(config, found, str(source))
@@ -94,12 +95,23 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
             heads.get(field),
             config.norm == "rms_plus_one" and field.endswith("norm"),
         ).tensor()
-    if file and ROPE_FACTORS in file.tensors:
-        factors = as_stored(file.tensors[ROPE_FACTORS]).read(slice(None), slice(None)).astype(np.float32)
-        tensors[ROPE_FACTORS] = NewTensor("F32", factors.shape, lambda: [factors.tobytes()])
-    elif not file:
+    if not file:
         _check_config(config, metadata, tensors, out)
+    if isinstance(config.rope, RopeConfig) and config.rope.factors:
+        factors = np.array(config.rope.factors, np.float32)
+        tensors[ROPE_FACTORS] = NewTensor("F32", factors.shape, lambda: [factors.tobytes()])
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(out, metadata, tensors)
+
+
+def _with_factors(config: ModelConfig) -> ModelConfig:
+    """Returns a config whose rope, if Llama 3.1 stretches it, is given by divisors of its frequencies, as in GGUF."""
+    rope = config.rope
+    if not isinstance(rope, RopeConfig) or rope.kind != "llama3":
+        return config
+    plain, stretched = (make_rope(r, config.head_dim).inv_freq for r in (RopeConfig(theta=rope.theta), rope))
+    factors = (np.asarray(plain) / np.asarray(stretched)).astype(np.float64)
+    return dataclasses.replace(config, rope=RopeConfig("factors", rope.theta, factors=tuple(factors.tolist())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +160,7 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     )
     keys |= {"attention.head_count_kv": config.num_kv_heads, EPS: config.norm_eps, "rope.freq_base": rope.theta}
     keys |= dict.fromkeys(WIDTHS[:3], config.head_dim)
-    if rope.kind != "default":
+    if rope.kind not in ("default", "factors"):
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn" and rope.original_max_len:
         keys["rope.scaling.original_context_length"] = rope.original_max_len
@@ -161,7 +173,9 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _check_config(config: ModelConfig, metadata: dict[str, Any], tensors: dict[str, NewTensor], out: Path) -> None:
-    """Checks that reading the metadata gives the config."""
+    """Checks that reading the metadata gives the config; the divisors of a rope are a tensor."""
+    if isinstance(config.rope, RopeConfig) and config.rope.factors:
+        config = dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
     kinds = {kind.name: kind for kind in TYPES.values()}
     infos = {name: TensorInfo(out, name, kinds[t.kind], t.shape, 0) for name, t in tensors.items()}
     found = gguf_config(GGUFFile(out, metadata, infos))

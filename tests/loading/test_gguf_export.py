@@ -12,11 +12,13 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import read_gguf
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
+from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.gguf_blocks import apart, decode
 from ksana_jax.loading.gguf_export import export_gguf
 from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.load import load_model
 from ksana_jax.models.params import stated
+from ksana_jax.models.rope import make_rope
 from ksana_jax.tokenizers import load_tokenizer
 from tests.loading.gguf_on_disk import TWINS, write_twin
 from tests.loading.models_on_disk import random_tensors, write_model
@@ -94,6 +96,20 @@ def test_a_model_is_the_same_apart_from_rounding_from_a_folder_or_a_gguf_file(na
     assert made == given | {"general.quantization_version": 2}
 
 
+def test_a_rope_of_llama_3_becomes_divisors_with_its_frequencies(tmp_path):
+    rope = RopeConfig("llama3", 5e5, 8.0, original_max_len=32)
+    config = dataclasses.replace(TWINS["llama"][1], **WIDTHS, rope=rope)
+    folder = write_model(tmp_path / "model", random_tensors(config), config)
+    shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
+    for source, out in ((folder, "of_folder.gguf"), (tmp_path / "of_folder.gguf", "again.gguf")):
+        export_gguf(source, tmp_path / out, "Q8_0")
+        found = load_config(tmp_path / out)
+        assert dataclasses.replace(found, rope=rope) == config and found.rope.kind == "factors"
+        wanted = make_rope(rope, 32).inv_freq
+        np.testing.assert_allclose(make_rope(found.rope, 32).inv_freq, wanted, rtol=3e-7)  # three roundings
+        assert (make_rope(RopeConfig(theta=5e5), 32).inv_freq > wanted * 7.9).any()
+
+
 def test_rows_that_are_not_whole_blocks_stay_in_float32(tmp_path):
     path = write_twin(tmp_path / "model.gguf", *TWINS["llama"], random_tensors(TWINS["llama"][1]))
     export_gguf(path, tmp_path / "out.gguf", "Q5_0")
@@ -108,13 +124,13 @@ def test_rows_that_are_not_whole_blocks_stay_in_float32(tmp_path):
 def test_what_gguf_cannot_express_is_refused_and_nothing_is_written(tmp_path):
     _, config = TWINS["llama"]
     config = dataclasses.replace(config, **WIDTHS)
-    rope = RopeConfig("llama3", factor=2.0, original_max_len=32)
-    stretched = dataclasses.replace(config, rope=rope)
-    folder = write_model(tmp_path / "model", random_tensors(stretched), stretched)
+    config = dataclasses.replace(config, rope=RopeConfig("dynamic", factor=2.0, original_max_len=64))
+    folder = write_model(tmp_path / "model", random_tensors(config), config)
     shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
     out = tmp_path / "out.gguf"
-    with pytest.raises(ConfigError, match=r"rope\.scaling\.type is 'llama3'"):
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.type is 'dynamic'"):
         export_gguf(folder, out, "Q4_1")
+    config = dataclasses.replace(config, rope=RopeConfig())
     large = random_tensors(config)
     large["model.layers.1.mlp.up_proj.weight"][3, 40] = 1e7
     with pytest.raises(LoadError, match=r"up_proj.weight: values of up to 1e\+07 exceed the float16 scales of Q4_1"):
