@@ -46,7 +46,7 @@ def decode(kind: str, blocks: np.ndarray) -> np.ndarray:
         codes, scales, minima = _PARTS[kind](blocks.reshape(-1, _BLOCK_BYTES[kind]))
         values = scales[..., None].astype(np.float32) * codes.reshape(*scales.shape, -1)
         if minima is not None:
-            values += minima[..., None]
+            values += minima[..., None].astype(np.float32)
     return values.reshape(*blocks.shape[:-1], -1)
 
 

@@ -39,7 +39,7 @@ class Form(NamedTuple):
         return BLOCK * self.bits // 8
 
 
-# By GGUF's names; source: ggml, ggml-common.h.
+# By GGUF's names; source: ggml, ggml-common.h. XLA takes scales of MXFP4 below 2**-126 for zero.
 FORMS = {
     "Q4_0": Form(4),
     "Q4_1": Form(4, has_minima=True),
