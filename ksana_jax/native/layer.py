@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.blocks import shapes_of_blocks
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
@@ -59,18 +60,8 @@ class Weights(NamedTuple):
           NotImplementedError: its numbers are of another type.
           ValueError: shapes do not fit.
         """
-        panels = -(-self.num_rows // PANEL)
-        of_row = wanted[:1]
         if self.blocks:
-            assert self.scales is not None, "blocks have scales"
-            per_word, groups = BLOCK // self.words.shape[2], self.scales.shape[1] // self.words.shape[1]
-            of_row = (panels, wanted[1] // BLOCK * min(max(groups, 1), 2), PANEL)
-            check_shape(name, (self.num_rows, self.words.shape[1] * BLOCK), wanted, reason)
-            shape = (panels, wanted[1] // BLOCK, BLOCK // per_word, PANEL)
-            kinds = {x.dtype.name for x in (self.scales, self.sums) if x is not None}
-            if per_word not in (4, 8) or len(kinds) != 1 or not kinds <= {"float16", "float32"}:
-                found = f"{per_word} codes in a word, and scales and minima in {' and '.join(sorted(kinds))}"
-                raise NotImplementedError(f"{name} has {found}; there are 4 or 8, and either float16 or float32")
+            shape, of_row = shapes_of_blocks(name, self, wanted, reason)
         else:
             is_codes = self.scales is not None or self.sums is not None
             numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
@@ -79,7 +70,8 @@ class Weights(NamedTuple):
                 raise NotImplementedError(f"{name} has {kind} in {self.words.dtype}; packed {kind} are {numbers} here")
             _, depth, _, per_word = self.words.shape
             check_shape(name, (self.num_rows, depth * per_word), wanted, reason)
-            shape = (panels, depth, PANEL, WORD_BYTES // numbers.itemsize)
+            shape = (-(-self.num_rows // PANEL), depth, PANEL, WORD_BYTES // numbers.itemsize)
+            of_row = wanted[:1]
         check_shape(f"words of {name}", self.words.shape, shape, f"it is {list(wanted)}")
         for part, expected in {"scales": of_row, "sums": of_row, "bias": wanted[:1]}.items():
             if (vector := getattr(self, part)) is not None:
