@@ -82,12 +82,12 @@ def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: 
     return operators.normaliser(config.layers[-1].norms)(x, params.final_norm)
 
 
-@jax.named_scope("logits")
 def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
     """Returns the logits [N] that a layer's softmax has besides its scores, learned or 0, or None if it has none."""
     return jnp.zeros(spec.num_heads, jnp.float32) if spec.sinks == "zero" else params.sink_logits
 
 
+@jax.named_scope("logits")
 def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
     """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head
