@@ -33,6 +33,8 @@ class FakeLLM:
         self.model_config = ModelConfig(max_position=16, num_layers=2)
         self.tokenizer = ByteTokenizer()
         self.block_bytes = 1024
+        weights = np.zeros(2048 if self.config.quantization else 8192, np.uint8)
+        self.runner = SimpleNamespace(params={"weights": weights})
         self.num_blocks = 64
         self.kv_bytes_per_token = lambda num_tokens: self.block_bytes / self.config.block_size
         self.num_compilations = 0

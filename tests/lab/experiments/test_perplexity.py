@@ -101,6 +101,19 @@ def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, ma
     assert [row.mean("kv_token_bytes") for row in made.rows] == [256, 128]
 
 
+def test_named_variants_of_weights_are_drawn_over_the_bytes_of_these(experiment, make_llm, tmp_path, text):
+    from matplotlib.figure import Figure
+
+    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
+    variants = [{"name": "f32"}, {"name": "int8", "engine.quantization": "int8"}]
+    made = reported(experiment(settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
+    figure = Figure()
+    Perplexity().draw(figure, made.rows)
+    (axes,) = figure.axes
+    assert [(line.get_label(), line.get_xdata()[0]) for line in axes.lines] == [("f32", 8), ("int8", 2)]
+    assert axes.get_xlabel() == "weights (KiB)" and "weights, KiB" in (tmp_path / "out/table.md").read_text()
+
+
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
     (row,) = reported(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm).rows
     assert row.mean("live_kv_bytes") == 0

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 
 from ksana_jax.core import checks
@@ -285,9 +286,11 @@ def _kv(llm: LLM, num_tokens: int) -> dict[str, Any]:
     """Measures the KV of the one running sequence, from the engine's records.
 
     Returns:
-      token_bytes: bytes per token at a length of num_tokens. peak_blocks: maximum held within a step.
+      weight_bytes: memory of the weights. token_bytes: bytes per token at a length of num_tokens. peak_blocks: maximum
+        held within a step.
     """
     return {
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params)),
         "block_bytes": llm.block_bytes,
         "token_bytes": llm.kv_bytes_per_token(num_tokens),
         "peak_blocks": max(int(r.peak_blocks) for r in llm.records),

@@ -1,7 +1,8 @@
 """The figure of a perplexity experiment, in two panels: perplexity above, live KV below.
 
 Named variants over a grid of numbers have perplexity over these numbers above and over live KV below; named variants
-on texts of one or two buckets of positions have one panel, perplexity over live KV.
+on texts of one or two buckets of positions have one panel, perplexity over live KV, or over the bytes of weights where
+they alone differ.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments.figures import byte_unit, has_positive, legend, line_style, plain_numbers
 from ksana_jax.lab.experiments.tasks.perplexity_report import (
+    differ,
     front,
     is_labelled_grid,
     live_blocks,
@@ -103,14 +105,17 @@ def _num_buckets(row: ResultRow) -> int:
 
 
 def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
-    """Draws a point for each variant, its perplexity at the last positions over its live KV."""
-    (low, high), (size, unit) = spans(rows, "ppl_")[-1], _unit(rows)
+    """Draws a point for each variant, its perplexity at the last positions over its live KV or its weights."""
+    low, high = spans(rows, "ppl_")[-1]
+    by_weights = differ(rows, "weight_bytes") and not differ(rows, "live_kv_bytes")
+    key = "weight_bytes" if by_weights else "live_kv_bytes"
+    size, unit = byte_unit(max(row.mean(key) or 0 for row in rows))
     for index, row in enumerate(rows):
-        x, y = _point(row, f"ppl_{low}_{high}", size)
+        x, y = (row.mean(key) or math.nan) / size, row.mean(f"ppl_{low}_{high}") or math.nan
         style = {"color": line_style(index)["color"], "marker": "osD^v<>P*X"[index % 10]}
         axes.plot([x], [y], linestyle="", markersize=5, label=row.label, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel(f"live KV ({unit})")
+    axes.set_xlabel(f"{'weights' if by_weights else 'live KV'} ({unit})")
     axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
     plain_numbers(axes.xaxis, axes.yaxis)
 

@@ -24,7 +24,8 @@ class PerplexityResults(Results):
 
         ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
         live_kv_bytes: held of a text after its last token. peak_kv_bytes: maximum within a step. kv_token_bytes: of one
-        token in all layers. tokens_per_s: tokens scored per second, compilation excluded.
+        token in all layers. weight_bytes: of the weights in memory. tokens_per_s: tokens scored per second, without
+        compilation.
         """
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         speed, kv, result = [], [], {}
@@ -47,8 +48,9 @@ class PerplexityResults(Results):
             result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
         if kv:
             result["peak_kv_bytes"] = max(m["peak_blocks"] * m["block_bytes"] for m in kv)
-            if "token_bytes" in kv[0]:  # older records do not have it
-                result["kv_token_bytes"] = kv[0]["token_bytes"]
+            # Older records do not have them.
+            named = {"kv_token_bytes": "token_bytes", "weight_bytes": "weight_bytes"}
+            result |= {key: kv[0][name] for key, name in named.items() if name in kv[0]}
         # Recomputation holds nothing between two tokens; its cost is its peak.
         if streamed := [m for m in kv if m["method"] == "stream"]:
             result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
@@ -68,8 +70,10 @@ class PerplexityResults(Results):
             shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
         shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
         shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
-        if len({row.mean("kv_token_bytes") for row in rows} - {None}) > 1:
+        if differ(rows, "kv_token_bytes"):
             shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
+        if differ(rows, "weight_bytes"):
+            shown.append(Column("weight_bytes", "weights, KiB", kib, "min", exact=True))
         return shown
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
@@ -194,6 +198,11 @@ def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[st
             exact = "its codes alone, as earlier versions recorded it"
         said.append(f"KV bytes/token: at the length of a text; of a block codec, {exact}.")
     return said
+
+
+def differ(rows: Sequence[ResultRow], key: str) -> bool:
+    """Whether rows that have a value differ in it."""
+    return len({row.mean(key) for row in rows} - {None}) > 1
 
 
 def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
