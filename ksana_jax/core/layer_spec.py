@@ -19,9 +19,10 @@ class RopeConfig:
     Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
     original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
     factors: divisors of the H/2 frequencies ("factors": the form in which GGUF has llama3).
+    "none" rotates nothing: such a layer tells positions apart by its mask alone (NoPE, arXiv:2305.19466).
     """
 
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "none"] = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_len: int | None = None

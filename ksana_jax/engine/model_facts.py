@@ -130,6 +130,8 @@ def _template(path: Path, tokenizer: Tokenizer) -> Fact:
 
 
 def _rope(rope: RopeConfig) -> str:
+    if rope.kind == "none":
+        return "none"
     plain = {field.name: field.default for field in dataclasses.fields(rope)}
     values = {name: getattr(rope, name) for name in plain if name not in ("kind", "theta")}
     others = [f"{name} {value}" for name, value in values.items() if value != plain[name]]

@@ -25,7 +25,7 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
-ARCHITECTURES["olmo2"] = "olmo2"
+ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3")}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",

@@ -1,6 +1,6 @@
 """Finds and reads the tensors of GGUF files under Hugging Face names. Knows blocks only as bytes of a row.
 
-Converters change two things, which reading undoes. Rows of queries and keys of the architecture "llama" are permuted:
+Converters change two things, which reading undoes. Rows of queries and keys of Llama and its kin are permuted:
 the two numbers that a rotation pairs are neighbours there, and half a head apart here. Norms of Gemma are stored with
 1 added: subtracting it in float32 gives a weight w for which 1 + w is the stored number, bit for bit above 0.5.
 Source: llama.cpp, conversion of Llama and Gemma.
@@ -45,6 +45,8 @@ LAYER_NAMES = {
     "b_down": "ffn_down.bias",
     "post_mlp_norm": "post_ffw_norm.weight",
 }
+# Architectures whose rows of queries and keys converters permute.
+PERMUTED = ("llama", "smollm3")
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
@@ -131,7 +133,7 @@ def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None =
 def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
     """Returns the number of heads of each weight whose rows converters permute, by field."""
     q, k = config.num_heads, config.num_kv_heads
-    return {"w_q": q, "b_q": q, "w_k": k, "b_k": k} if architecture == "llama" else {}
+    return {"w_q": q, "b_q": q, "w_k": k, "b_k": k} if architecture in PERMUTED else {}
 
 
 def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:

@@ -68,6 +68,8 @@ def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> 
 
 
 def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
+    if config.kind == "none":
+        return Rope(np.zeros(head_dim // 2, np.float32), 1.0)
     base = config.theta
     if config.kind == "dynamic":
         longest, original = max_len or 0, config.original_max_len or 0
@@ -85,7 +87,7 @@ def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
         return Rope(_llama3(config, inv_freq).astype(np.float32), 1.0)
     if config.kind == "yarn":
         return _yarn(config, inv_freq, head_dim)
-    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn, factors")
+    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn, factors, none")
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

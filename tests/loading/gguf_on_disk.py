@@ -16,6 +16,7 @@ from tests.loading.models_on_disk import TINY
 _GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms_plus_one", "norm_placement": "both", "embed_scale": 4.0}
 _GEMMA |= {"attention_scale": 8**-0.5, "tie_embeddings": True}
 _FAR = RopeConfig(theta=1e6)
+_NOPE = RopeConfig("none")
 _SLIDING = AttentionPattern(window=6)
 # By name: GGUF architecture, config.
 TWINS: dict[str, tuple[str, ModelConfig]] = {
@@ -45,6 +46,8 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     "olmo2": (
         "olmo2", dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection", rope=_FAR),
     ),
+    # llama.cpp has no key for the layers without a rope: every fourth one.
+    "smollm3": ("smollm3", dataclasses.replace(TINY, family="smollm3", num_layers=4, rope=(*[_FAR] * 3, _NOPE))),
 }  # fmt: skip
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -85,7 +88,7 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
     for name, values in tensors.items():
         if values.ndim == 1:
             values = values.astype(np.float32)
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
             values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -96,6 +99,7 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
 def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dict[str, Any]:
     """Metadata of a config, with changes by key without the architecture; None leaves a key out."""
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
+    ropes = tuple(rope for rope in ropes if rope.kind != "none")
     full = next((rope for rope in ropes if rope.kind != "default"), ropes[0])
     patterns = config.pattern if isinstance(config.pattern, tuple) else (config.pattern,)
     values: dict[str, Any] = {

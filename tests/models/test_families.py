@@ -6,7 +6,9 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
-from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
+
+NOPE = RopeConfig("none")
 
 
 def rope_of(values):
@@ -95,6 +97,15 @@ def test_gemma_3_has_a_rope_for_sliding_and_one_for_full_layers_in_the_older_and
         config_from_hf(GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}} | every).rope
         == (RopeConfig(theta=1e4), RopeConfig(theta=7.0)) * 2
     )
+
+
+def test_layers_of_smollm3_lack_a_rope_in_turn_or_where_the_config_says():
+    rope = RopeConfig(theta=2e6)
+    assert config_from_hf(SMOLLM3).rope == (rope, rope, rope, NOPE)
+    assert config_from_hf(SMOLLM3 | {"no_rope_layer_interval": 2}).rope == (rope, NOPE, rope, NOPE)
+    assert config_from_hf(SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).rope == (NOPE, rope, rope, NOPE)
+    assert config_from_hf(SMOLLM3 | {"no_rope_layers": [1] * 4}).rope == rope
+    assert config_from_hf(SMOLLM3).tie_embeddings
 
 
 @pytest.mark.parametrize(

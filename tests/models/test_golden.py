@@ -112,12 +112,22 @@ def test_golden_files_notice_each_norm_of_an_olmo(name):
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, field
 
 
+@pytest.mark.parametrize("name", [case.name for case in CASES if "nope" in case.name])
+def test_golden_files_notice_a_rope_in_each_layer_without_one(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    [rope] = {layer.attention.rope for layer in config.layers} - {RopeConfig("none")}
+    for layer in (i for i, spec in enumerate(config.layers) if spec.attention.rope.kind == "none"):
+        ropes = tuple(rope if i == layer else spec.attention.rope for i, spec in enumerate(config.layers))
+        scores = compiled_logits(params, case.prompts[2], config=dataclasses.replace(config, rope=ropes))
+        assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
+
+
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
     ours = {"llama_sinks"}  # transformers has no such model
     assert {c.family for c in configs.values()} == set(FAMILIES) - ours
     kinds = {layer.attention.rope.kind for c in configs.values() for layer in c.layers}
-    assert kinds == {"default", "linear", "dynamic", "llama3", "yarn"}
+    assert kinds == {"default", "linear", "dynamic", "llama3", "yarn", "none"}
     assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}
     assert {c.tie_embeddings for c in configs.values()} == {False, True}
     given = [json.loads((case.model_dir / "config.json").read_text()) for case in CASES]

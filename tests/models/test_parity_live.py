@@ -74,6 +74,7 @@ EXPORTED = {
     "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True, tie_embeddings=True, pattern=SLIDING),
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),
+    "smollm3": dataclasses.replace(TINY, family="smollm3", rope=(RopeConfig(), RopeConfig("none"), RopeConfig())),
     "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
     "gemma3": dataclasses.replace(
         GEMMA,

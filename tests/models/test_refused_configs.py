@@ -8,7 +8,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.rope import make_rope
-from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
 
 # What is changed in a config, and what the message must name.
 REFUSED = [
@@ -112,6 +112,10 @@ REFUSED = [
     (GEMMA3, {"rope_parameters": {"full_attention": 3}}, ["rope_parameters.full_attention is 3", "object"]),
     (GEMMA3, {"rope_parameters": {"full_attention": {}, "linear_attention": {}}}, ["linear_attention"]),
     (GEMMA3, {"rope_local_base_freq": -1}, ["rope_local_base_freq is -1"]),
+    (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers", "4 layers"]),
+    (SMOLLM3, {"no_rope_layers": [1, 2, 1, 1]}, ["no_rope_layers is [1, 2, 1, 1]", "0 or 1"]),
+    (SMOLLM3, {"no_rope_layer_interval": 0}, ["no_rope_layer_interval is 0"]),
+    (SMOLLM3, {"use_sliding_window": True}, ["use_sliding_window is True", "false"]),
 ]
 
 

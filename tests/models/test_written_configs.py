@@ -46,6 +46,8 @@ WRITABLE = [
     ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm="head"),
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection"),
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection", qkv_bias=True, out_bias=True),
+    ModelConfig(family="smollm3", num_layers=2, rope=(RopeConfig("none"), RopeConfig("linear", 2e6, 4.0))),
+    ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
 

@@ -219,6 +219,17 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
     return otherwise
 
 
+def refuse_windows(fields: Fields) -> None:
+    """Records a problem if a config whose family has no sliding layers asks for some.
+
+    transformers ignores these fields in such a config, but the author of the file expects a window.
+    """
+    fields.must_be("sliding_window", (), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text")
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        fields.problem("layer_types", kinds, "supported: full_attention")
+
+
 def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:
     """Returns a single value if all layers agree, else a tuple with one value per layer."""
     return values[0] if len(set(values)) == 1 else tuple(values)
@@ -243,6 +254,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "bos_token_id": config.bos_id,
         "eos_token_id": eos,
+        "pad_token_id": None,  # the default of some families is beyond a small vocabulary
         **family.write_rope(config),
         **family.write(config),
     }

@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.models.families.family import Family
+from ksana_jax.models.families.family import Family, refuse_windows
 from ksana_jax.models.families.fields import Fields
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    # transformers ignores these in a Llama config, but the author of the file expects a window.
-    if fields.get("sliding_window") is not None:
-        fields.problem(
-            "sliding_window", fields.get("sliding_window"), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text"
-        )
-    kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        fields.problem("layer_types", kinds, "supported: full_attention")
+    refuse_windows(fields)
     bias = fields.flag("attention_bias")
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": fields.flag("mlp_bias")}
 
