@@ -44,7 +44,8 @@ class ModelConfig:
       norm: kind of the norms, a name in `models.layers.NORMS`.
       qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
       norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
-      embed_scale: factor of the embedding's rows.
+      embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of the outputs of attention and MLP
+        when they are added to hidden states, and of the logits.
       max_position: context length in tokens that the model was trained for.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -72,6 +73,8 @@ class ModelConfig:
     norm: str = "rms"
     norm_placement: NormPlacement = "before"
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     max_position: int = 2048
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
@@ -91,8 +94,9 @@ class ModelConfig:
             if isinstance(value, tuple) and len(value) != self.num_layers:
                 found.append(f"{name} has {len(value)} entries, the model has {self.num_layers} layers")
         optional = ("attention_scale", "soft_cap", "logit_soft_cap")
+        numbers = ("norm_eps", "embed_scale", "residual_scale", "logit_scale")
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
-        problems += [checks.number(name, getattr(self, name), above=0) for name in ("norm_eps", "embed_scale")]
+        problems += [checks.number(name, getattr(self, name), above=0) for name in numbers]
         kinds = {"sinks": (None, "learned", "zero"), "qk_norm": (None, "head", "projection")}
         kinds |= {"norm_placement": ("before", "after", "both")}
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
@@ -137,7 +141,7 @@ class ModelConfig:
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns = per_layer(self.pattern, self.num_layers)
         return tuple(
-            LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms)
+            LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms, self.residual_scale)
             for rope, pattern in zip(ropes, patterns, strict=True)
         )
 

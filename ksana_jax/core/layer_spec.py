@@ -91,8 +91,12 @@ class NormSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """Specifies one layer: its attention, its MLP and its norms."""
+    """Specifies one layer: its attention, its MLP and its norms.
+
+    residual_scale: factor of the outputs of attention and MLP when they are added to hidden states.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
     norms: NormSpec
+    residual_scale: float = 1.0

@@ -72,6 +72,8 @@ def _scores(config: ModelConfig) -> list[str]:
         said.append(f"attention scale {config.attention_scale:.6g} instead of {config.head_dim**-0.5:.6g}")
     caps = {"attention": config.soft_cap, "logits": config.logit_soft_cap}
     said += [f"soft cap {cap:g} of {name}" for name, cap in caps.items() if cap is not None]
+    scales = {"residuals": config.residual_scale, "logits": config.logit_scale}
+    said += [f"scale {scale:.6g} of {name}" for name, scale in scales.items() if scale != 1]
     return said + ["trained attention sinks"] * (config.sinks is not None)
 
 

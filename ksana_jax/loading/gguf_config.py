@@ -25,7 +25,7 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
-ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3")}
+ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite")}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -49,6 +49,13 @@ WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_p
 UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned")
 KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
 KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
+# Fields of Granite by key; its keys are those by which others say that nothing is scaled.
+SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 # Values with which other keys change nothing, beside 0, false and "".
 CAUSAL = "attention.causal"
 NEUTRAL = {
@@ -158,6 +165,9 @@ class _Keys:
                 self.problem(key, "every model has it")
         self.check()  # what follows computes with them
         fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids()
+        if self.architecture == "granite":
+            fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
+            fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
         self.refuse_others()
         self.check()
         return fields

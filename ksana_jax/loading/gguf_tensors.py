@@ -46,7 +46,7 @@ LAYER_NAMES = {
     "post_mlp_norm": "post_ffw_norm.weight",
 }
 # Architectures whose rows of queries and keys converters permute.
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("llama", "smollm3", "granite")
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")

@@ -87,7 +87,7 @@ class Operators:
         """
         with jax.named_scope("output"):
             out = self.summed(self.linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
-            x = x + self.normed(out, p.post_attn_norm, spec.norms)
+            x = self.added(x, out, p.post_attn_norm, spec)
         with jax.named_scope("mlp"):
             return self.after_mlp(x, p, spec)
 
@@ -95,7 +95,12 @@ class Operators:
         """Returns hidden states [..., D] after a layer's MLP, from those before it."""
         normed = self.normed(x, p.mlp_norm, spec.norms)
         out = self.summed(mlp_kind(spec.mlp.kind).apply(normed, p, self.linear, spec.mlp))
-        return x + self.normed(out, p.post_mlp_norm, spec.norms)
+        return self.added(x, out, p.post_mlp_norm, spec)
+
+    def added(self, x: jax.Array, out: jax.Array, norm: jax.Array | None, spec: LayerSpec) -> jax.Array:
+        """Adds the output of attention or MLP to hidden states x [..., D], normed and scaled as the layer wants it."""
+        out = self.normed(out, norm, spec.norms)
+        return x + (out if spec.residual_scale == 1 else out * spec.residual_scale)
 
 
 # Those of XLA, which run everywhere and have gradients.

@@ -91,4 +91,5 @@ def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
 def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Linear = linear) -> jax.Array:
     """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head
-    return soft_capped(linear(hidden, head, dtype=jnp.float32), config.logit_soft_cap)
+    scores = linear(hidden, head, dtype=jnp.float32)
+    return soft_capped(scores if config.logit_scale == 1 else scores * config.logit_scale, config.logit_soft_cap)

@@ -70,7 +70,7 @@ class FusedOperators(Operators):
     ) -> jax.Array:
         with jax.named_scope("output"):
             flat = attended.reshape(*x.shape[:-1], -1)
-            x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec.norms, ahead=p.w_gate_up)
+            x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec, ahead=p.w_gate_up)
         with jax.named_scope("mlp"):
             if (activation := mlp_kind(spec.mlp.kind).activation) in ACTIVATIONS:
                 with jax.named_scope("gate_up"):
@@ -79,7 +79,7 @@ class FusedOperators(Operators):
                 if gated is not None:
                     with jax.named_scope("down"):
                         ahead = None if following is None else following.w_qkv
-                        return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec.norms, ahead=ahead)
+                        return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec, ahead=ahead)
             return self.after_mlp(x, p, spec)
 
     def _of_normed(
@@ -98,12 +98,12 @@ class FusedOperators(Operators):
         w: Any,
         bias: jax.Array | None,
         post_norm: jax.Array | None,
-        norms: NormSpec,
+        spec: LayerSpec,
         **options: Any,
     ) -> jax.Array:
-        """Returns x plus the product of y, which is normed first where there is a norm."""
-        if post_norm is None:
+        """Returns x plus the product of y, which is normed and scaled first where the layer has that."""
+        if post_norm is None and spec.residual_scale == 1:
             out = _multiplied(self.kernel, self.serves, y, w, bias=bias, residual=x, **options)
             if out is not None:
                 return out
-        return x + self.normed(self.linear(y, w, bias), post_norm, norms)
+        return self.added(x, self.linear(y, w, bias), post_norm, spec)

@@ -62,7 +62,8 @@ class PackedOperators(Operators):
     ) -> jax.Array:
         matrices: Any = p.w_o, p.w_gate, p.w_up, p.w_down
         norms, activation = _norms(spec.norms), mlp_kind(spec.mlp.kind).activation
-        if norms is None or activation not in ACTIVATIONS or not _are_packed(*matrices):
+        packed = _are_packed(*matrices) and spec.residual_scale == 1
+        if norms is None or activation not in ACTIVATIONS or not packed:
             return super().after_attention(x, attended, p, spec, following)
         output, gate, up, down = map(Weights.of, matrices, (p.b_o, p.b_gate, p.b_up, p.b_down))
         weights = p.post_attn_norm, p.mlp_norm, p.post_mlp_norm

@@ -6,7 +6,7 @@ One folder for each case: config.json, model.safetensors, and expected.npz with 
 prompt position [T, V] in float32, and 16 greedy tokens. Cases are made so that a mistake shows: weights are large
 enough that attention decides and no two tokens are nearly tied, and each case is checked to change when its rotary
 scaling or its window is taken away. transformers 5.23.0 with torch 2.13.0 made the files that are committed,
-5.24.0 those of OLMo 2 and of SmolLM3.
+5.24.0 those of OLMo 2 and of the families after it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,14 @@ GEMMA2 = GEMMA | {
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 OLMO2 = BASE | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "rope_theta": 500000.0}
 SMOLLM3 = BASE | {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "pad_token_id": None}
+GRANITE = BASE | {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -153,6 +161,7 @@ CASES = {
     "olmo2-gqa": OLMO2,
     "olmo2-mha-biases-tied": OLMO2
     | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    "granite-gqa": GRANITE,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
 }

@@ -16,6 +16,7 @@ from tests.loading.models_on_disk import TINY
 _GEMMA: dict[str, Any] = {"mlp": "geglu", "norm": "rms_plus_one", "norm_placement": "both", "embed_scale": 4.0}
 _GEMMA |= {"attention_scale": 8**-0.5, "tie_embeddings": True}
 _FAR = RopeConfig(theta=1e6)
+_SCALES = {"embed_scale": 12.0, "attention_scale": 0.0625, "residual_scale": 0.22, "logit_scale": 0.125}
 _NOPE = RopeConfig("none")
 _SLIDING = AttentionPattern(window=6)
 # By name: GGUF architecture, config.
@@ -48,6 +49,7 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     ),
     # llama.cpp has no key for the layers without a rope: every fourth one.
     "smollm3": ("smollm3", dataclasses.replace(TINY, family="smollm3", num_layers=4, rope=(*[_FAR] * 3, _NOPE))),
+    "granite": ("granite", dataclasses.replace(TINY, family="granite", **_SCALES, tie_embeddings=True)),
 }  # fmt: skip
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -88,7 +90,7 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
     for name, values in tensors.items():
         if values.ndim == 1:
             values = values.astype(np.float32)
-        if architecture in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if architecture in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -118,7 +120,15 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
         "attention.sliding_window": max(p.window or 0 for p in patterns) or None,
         "attn_logit_softcapping": config.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
-    } | {key.replace("__", "."): value for key, value in changes.items()}
+    }
+    if architecture == "granite":
+        values |= {
+            "embedding_scale": config.embed_scale,
+            "attention.scale": config.attention_scale,
+            "residual_scale": config.residual_scale,
+            "logit_scale": 1 / config.logit_scale,
+        }
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
     ids = dict(zip(("eos", "eot", "eom"), config.eos_ids)) | {"bos": config.bos_id}
     named = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     tokens = {"tokenizer.ggml.tokens": [f"<{i}>" for i in range(config.vocab_size)]}

@@ -87,6 +87,7 @@ CONFIGS = {
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
     "after": dataclasses.replace(TINY, norm_placement="after", qk_norm="projection"),
+    "scaled": dataclasses.replace(TINY, residual_scale=0.3, logit_scale=0.25),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),

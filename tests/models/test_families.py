@@ -6,7 +6,7 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
-from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
 
 NOPE = RopeConfig("none")
 
@@ -106,6 +106,15 @@ def test_layers_of_smollm3_lack_a_rope_in_turn_or_where_the_config_says():
     assert config_from_hf(SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).rope == (NOPE, rope, rope, NOPE)
     assert config_from_hf(SMOLLM3 | {"no_rope_layers": [1] * 4}).rope == rope
     assert config_from_hf(SMOLLM3).tie_embeddings
+
+
+def test_multipliers_of_granite_scale_embedding_scores_residuals_and_logits():
+    given = {"embedding_multiplier": 12, "attention_multiplier": 0.0156, "residual_multiplier": 0.22}
+    config = config_from_hf(GRANITE | given | {"logits_scaling": 8.0})
+    assert (config.embed_scale, config.residual_scale, config.logit_scale) == (12.0, 0.22, 0.125)
+    assert config.layers[0].attention.scale == 0.0156 and config.layers[0].residual_scale == 0.22
+    plain = config_from_hf(GRANITE)  # the default is 1, not 1 / sqrt(head_dim)
+    assert (plain.attention_scale, plain.embed_scale, plain.residual_scale, plain.logit_scale) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(

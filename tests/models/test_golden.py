@@ -82,23 +82,25 @@ def test_golden_files_notice_a_missing_window(name):
     assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
 
 
-GEMMA_FEATURES = {
+FEATURES = {
     "soft_cap": None,
     "logit_soft_cap": None,
     "attention_scale": None,
     "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
     "mlp": "swiglu",
     "rope": RopeConfig(),
 }
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("gemma")])
-def test_golden_files_notice_each_missing_feature_of_a_gemma(name):
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith(("gemma", "granite"))])
+def test_golden_files_notice_each_missing_feature(name):
     case, (config, params) = golden_case(name), model_of(name)
-    features = [f for f, value in GEMMA_FEATURES.items() if getattr(config, f) != value]
+    features = [f for f, value in FEATURES.items() if getattr(config, f) != value]
     assert len(features) >= 4
     for feature in features:
-        without = dataclasses.replace(config, **{feature: GEMMA_FEATURES[feature]})
+        without = dataclasses.replace(config, **{feature: FEATURES[feature]})
         scores = compiled_logits(params, case.prompts[2], config=without)
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, feature
 

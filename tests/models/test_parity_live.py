@@ -75,6 +75,9 @@ EXPORTED = {
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),
     "smollm3": dataclasses.replace(TINY, family="smollm3", rope=(RopeConfig(), RopeConfig("none"), RopeConfig())),
+    "granite": dataclasses.replace(
+        TINY, family="granite", embed_scale=6.0, attention_scale=0.1, residual_scale=0.4, logit_scale=0.25
+    ),
     "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
     "gemma3": dataclasses.replace(
         GEMMA,

@@ -8,7 +8,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.rope import make_rope
-from tests.models.hf_configs import GEMMA2, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
 
 # What is changed in a config, and what the message must name.
 REFUSED = [
@@ -115,6 +115,10 @@ REFUSED = [
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers", "4 layers"]),
     (SMOLLM3, {"no_rope_layers": [1, 2, 1, 1]}, ["no_rope_layers is [1, 2, 1, 1]", "0 or 1"]),
     (SMOLLM3, {"no_rope_layer_interval": 0}, ["no_rope_layer_interval is 0"]),
+    (GRANITE, {"logits_scaling": 0}, ["logits_scaling is 0"]),
+    (GRANITE, {"residual_multiplier": None}, ["residual_multiplier is None"]),
+    (GRANITE, {"attention_multiplier": -1.0}, ["attention_multiplier is -1.0"]),
+    (GRANITE, {"sliding_window": 64}, ["sliding_window is 64"]),
     (SMOLLM3, {"use_sliding_window": True}, ["use_sliding_window is True", "false"]),
 ]
 

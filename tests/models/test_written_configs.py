@@ -47,6 +47,12 @@ WRITABLE = [
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection"),
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection", qkv_bias=True, out_bias=True),
     ModelConfig(family="smollm3", num_layers=2, rope=(RopeConfig("none"), RopeConfig("linear", 2e6, 4.0))),
+    ModelConfig(
+        family="granite",
+        qkv_bias=True,
+        out_bias=True,
+        **{"embed_scale": 12.0, "attention_scale": 0.0156, "residual_scale": 0.22, "logit_scale": 1 / 49},
+    ),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -80,6 +86,8 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"family": "gemma"}, "'gemma'"),
         ({"mlp": "geglu"}, "mlp geglu"),
         ({"soft_cap": 5.0}, "soft_cap 5.0"),
+        ({"residual_scale": 0.3}, "residual_scale 0.3"),
+        ({"logit_scale": 0.3}, "logit_scale 0.3"),
         ({"attention_scale": 0.3}, "attention_scale 0.3"),
         ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
     ],

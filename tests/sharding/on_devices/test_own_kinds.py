@@ -42,6 +42,7 @@ def served(name: str, **settings) -> tuple[list[list[int]], list[float]]:
         ("own", "w8a8"),
         ("everything", None),
         ("after", None),
+        ("scaled", None),
         pytest.param("everything", "w8a8", marks=pytest.mark.soak),
         pytest.param("own", "int8", marks=pytest.mark.soak),
         pytest.param("after", "w8a8", marks=pytest.mark.soak),
