@@ -106,8 +106,19 @@ class ModelConfig:
             found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
             if rope.kind in ("dynamic", "llama3", "yarn") and not rope.original_max_len:
                 found.append(f"rope {rope.kind!r} needs original_max_len")
-            if rope.kind == "factors" and len(rope.factors) != self.head_dim // 2:
-                found.append(f"rope has {len(rope.factors)} factors, must have {self.head_dim // 2}, half of head_dim")
+            part = rope.partial_rotary_factor
+            if problem := checks.number("rope partial_rotary_factor", part, high=1, above=0):
+                found.append(problem)
+            elif isinstance(self.head_dim, int) and self.head_dim % 2 == 0:
+                dims = rope.dims(self.head_dim)
+                if not dims or dims % 2:
+                    found.append(
+                        f"rope rotates {dims} of head_dim {self.head_dim} ({part}), must be an even number from 2"
+                    )
+                if rope.kind == "factors" and len(rope.factors) != dims // 2:
+                    found.append(
+                        f"rope has {len(rope.factors)} factors, must have {dims // 2}, half of what it rotates"
+                    )
             found += filter(None, (checks.number("rope factor", value, above=0) for value in rope.factors))
         return found
 

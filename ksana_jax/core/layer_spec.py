@@ -18,7 +18,8 @@ class RopeConfig:
 
     Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
     original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
-    factors: divisors of the H/2 frequencies ("factors": the form in which GGUF has llama3).
+    factors: divisors of the frequencies ("factors": the form in which GGUF has llama3).
+    partial_rotary_factor: part of a head's numbers that is rotated; the others keep their values at every position.
     "none" rotates nothing: such a layer tells positions apart by its mask alone (NoPE, arXiv:2305.19466).
     """
 
@@ -35,6 +36,11 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+
+    def dims(self, head_dim: int) -> int:
+        """Returns how many of a head's numbers are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 PLAIN_ROPE = RopeConfig()

@@ -25,7 +25,7 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
-ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite")}
+ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4")}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -36,8 +36,10 @@ SIZES = {
 }
 EPS = "attention.layer_norm_rms_epsilon"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-# Widths that must all be the width of a head.
-WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# Widths that must all be the width of a head; some architectures rotate a part of it.
+ROTATED = "rope.dimension_count"
+PARTIAL = ("glm4",)
+WIDTHS = ("attention.key_length", "attention.value_length", ROTATED)
 WIDTHS += tuple(f"{name}_swa" for name in WIDTHS)
 YARN = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -183,10 +185,13 @@ class _Keys:
         if EPS not in self.keys:
             self.problem(EPS, "every model has it")
         head_dim = self.get(WIDTHS[0], fields["hidden_size"] // fields["num_attention_heads"])
+        rotated = self.get(ROTATED, head_dim)
         for key in WIDTHS:
-            if self.get(key, head_dim) != head_dim:
-                self.problem(key, f"supported: {head_dim!r:.40}, the width of a head")
-        return {
+            width = rotated if key.startswith(ROTATED) and self.architecture in PARTIAL else head_dim
+            if self.get(key, width) != width:
+                self.problem(key, f"supported: {width!r:.40}, the width of a head")
+        partial = {"partial_rotary_factor": rotated / head_dim} if self.architecture in PARTIAL else {}
+        return partial | {
             "vocab_size": embedding.shape[0] if embedding else 1,
             "head_dim": head_dim,
             "rms_norm_eps": self.get(EPS),

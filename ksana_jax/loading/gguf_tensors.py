@@ -20,6 +20,7 @@ from ksana_jax.core.gguf_file import TYPES, GGUFFile, TensorInfo
 from ksana_jax.loading.gguf_blocks import FLOATS, decode
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.families.family import View
 
 # GGUF names by field of Params and LayerParams.
 TOP_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -147,8 +148,9 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
             continue
         layer = _OF_LAYER.fullmatch(name)
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
-        if layer and isinstance(of_field := family.layer_names.get(field), str):
-            name = f"model.layers.{layer[1]}.{of_field}"
+        if layer and field in family.layer_names:
+            of_field = family.name(field, int(layer[1]))
+            name = of_field.tensor if isinstance(of_field, View) else of_field
         elif field in family.top_names:
             name = family.top_names[field]
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")

@@ -14,12 +14,18 @@ from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import View
 from ksana_jax.models.params import LayerParams, is_shape, param_shapes
+from ksana_jax.models.rope import row_order
+
+# Fields of LayerParams whose rows are those of heads that are rotated, or of one such head.
+ROTATED = {f"{kind}_{part}" for kind in "wb" for part in "qk"} | {f"{part}_norm" for part in ("q", "k")}
+ROTATED |= {f"{part}_proj_norm" for part in "qk"}
 
 
 class Source(NamedTuple):
     """The tensors of one weight.
 
-    tensors: Hugging Face name -> shape. Several are stacked; of a single one, the weight may be a part.
+    tensors: Hugging Face name -> shape. Several are stacked; of a single one, the weight may be a part, or its rows
+      in another order.
     rows: rows of the single tensor that are the weight's, in order; None for all of them.
     transposed: whether the tensor has columns where the weight has rows.
     """
@@ -60,12 +66,23 @@ def sources_of(config: ModelConfig) -> list[Source]:
         field, name = path[-1].name, family.name(path[-1].name, layer)
         if isinstance(name, View):
             assert layer is not None, "the fields of a view are a layer's"
-            found.append(_part(field, name, config, shapes.layers[layer]))
+            source = _part(field, name, config, shapes.layers[layer])
         elif "{}" in name:
-            found.append(Source({name.format(i): shape[1:] for i in range(shape[0])}))
+            source = Source({name.format(i): shape[1:] for i in range(shape[0])})
         else:
-            found.append(Source({name: shape}))
+            source = Source({name: shape})
+        found.append(source if layer is None or field not in ROTATED else _for_rotation(source, config, layer, shape))
     return found
+
+
+def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[int, ...]) -> Source:
+    """Returns where the rows of rotated heads are in the order in which they are kept."""
+    spec, neighbours = config.layers[layer].attention, FAMILIES[config.family].rotates_neighbours
+    order = row_order(spec.rope, spec.head_dim, neighbours)
+    if np.array_equal(order, np.arange(spec.head_dim)):
+        return source
+    rows = np.arange(shape[0]) if source.rows is None else source.rows
+    return source._replace(rows=rows.reshape(-1, spec.head_dim)[:, order].reshape(-1))
 
 
 def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> Source:

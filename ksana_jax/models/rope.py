@@ -14,10 +14,13 @@ from ksana_jax.core.layer_spec import RopeConfig
 
 
 class Rope(NamedTuple):
-    """Frequencies [H/2] in radians per token, and a factor that scales rotated vectors (YaRN; otherwise 1)."""
+    """Frequencies [H/2] in radians per token, and a factor that scales rotated vectors (YaRN; otherwise 1).
+
+    Where a part of a head is rotated, the others have frequency 0 and, in an array [H/2], scale 1.
+    """
 
     inv_freq: jax.Array | np.ndarray
-    scale: float
+    scale: float | np.ndarray
 
     @jax.named_scope("rope")
     def angles(self, positions) -> tuple[jax.Array, jax.Array]:
@@ -60,11 +63,28 @@ def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> 
     Raises:
       ValueError: the kind is unknown, or its numbers give frequencies that are not finite in float32.
     """
+    dims = config.dims(head_dim)
     with np.errstate(all="ignore"):
-        rope = _make_rope(config, head_dim, max_len)
-    if not (np.isfinite(rope.inv_freq).all() and np.isfinite(np.float32(rope.scale))):
+        rope = _make_rope(config, dims, max_len)
+    if dims < head_dim:
+        still = (0, (head_dim - dims) // 2)
+        scale = np.pad(np.full(dims // 2, rope.scale, np.float32), still, constant_values=1)
+        rope = Rope(np.pad(rope.inv_freq, still), 1.0 if rope.scale == 1 else scale)
+    if not (np.isfinite(rope.inv_freq).all() and np.isfinite(np.float32(rope.scale)).all()):
         raise ValueError(f"rope has frequencies or a scale that are not finite: {config}")
     return rope
+
+
+def row_order(config: RopeConfig, head_dim: int, neighbours: bool) -> np.ndarray:
+    """Returns the row of a checkpoint's head for each row of a head here, [H], where i is rotated with i + H/2.
+
+    Args:
+      neighbours: whether the checkpoint rotates 2 i with 2 i + 1, not i with i + dims/2, in its first `dims` rows.
+    """
+    dims = config.dims(head_dim)
+    rotated, still = np.arange(dims), np.arange(dims, head_dim)
+    pairs = rotated.reshape(-1, 2).T if neighbours else rotated.reshape(2, -1)
+    return np.concatenate([pairs, still.reshape(2, -1)], axis=1).reshape(-1)
 
 
 def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:

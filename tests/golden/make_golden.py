@@ -75,6 +75,13 @@ GEMMA2 = GEMMA | {
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 OLMO2 = BASE | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "rope_theta": 500000.0}
 SMOLLM3 = BASE | {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "pad_token_id": None}
+GLM4 = BASE | {
+    "model_type": "glm4",
+    "architectures": ["Glm4ForCausalLM"],
+    "pad_token_id": None,
+    "head_dim": 16,
+    "attention_bias": True,
+}
 GRANITE = BASE | {
     "model_type": "granite",
     "architectures": ["GraniteForCausalLM"],
@@ -161,6 +168,7 @@ CASES = {
     "olmo2-gqa": OLMO2,
     "olmo2-mha-biases-tied": OLMO2
     | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    "glm4-gqa-rope-partial-biases": GLM4,
     "granite-gqa": GRANITE,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},

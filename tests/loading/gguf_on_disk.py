@@ -50,6 +50,13 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     # llama.cpp has no key for the layers without a rope: every fourth one.
     "smollm3": ("smollm3", dataclasses.replace(TINY, family="smollm3", num_layers=4, rope=(*[_FAR] * 3, _NOPE))),
     "granite": ("granite", dataclasses.replace(TINY, family="granite", **_SCALES, tie_embeddings=True)),
+    "glm4": (
+        "glm4",
+        dataclasses.replace(
+            TINY, family="glm4", head_dim=8, norm_placement="both", qkv_bias=True,
+            rope=RopeConfig(partial_rotary_factor=0.5),
+        ),
+    ),
 }  # fmt: skip
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -62,6 +69,9 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
 }
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -94,7 +104,7 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
             values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        found[gguf_name(name, config.norm_placement != "before")] = values
+        found[gguf_name(name, config.norm_placement != "before" and architecture != "glm4")] = values
     return found
 
 
@@ -115,6 +125,7 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": full.theta,
+        "rope.dimension_count": full.dims(config.head_dim),
         "rope.scaling.type": None if full.kind == "default" else full.kind,
         "rope.scaling.factor": None if full.kind == "default" else full.factor,
         "attention.sliding_window": max(p.window or 0 for p in patterns) or None,

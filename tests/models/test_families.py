@@ -6,7 +6,7 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
-from tests.models.hf_configs import GEMMA2, GEMMA3, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, GLM4, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
 
 NOPE = RopeConfig("none")
 
@@ -115,6 +115,15 @@ def test_multipliers_of_granite_scale_embedding_scores_residuals_and_logits():
     assert config.layers[0].attention.scale == 0.0156 and config.layers[0].residual_scale == 0.22
     plain = config_from_hf(GRANITE)  # the default is 1, not 1 / sqrt(head_dim)
     assert (plain.attention_scale, plain.embed_scale, plain.residual_scale, plain.logit_scale) == (1, 1, 1, 1)
+
+
+def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
+    config = config_from_hf(GLM4)
+    assert (config.norm_placement, config.qkv_bias, config.out_bias) == ("both", True, False)
+    assert config.rope == RopeConfig(partial_rotary_factor=0.5)
+    newer = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.25}}
+    assert config_from_hf(GLM4 | newer).rope == RopeConfig("linear", factor=4.0, partial_rotary_factor=0.25)
+    assert config_from_hf(GLM4 | {"partial_rotary_factor": 1.0}).rope == RopeConfig()
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,11 @@ def test_golden_files_notice_each_missing_feature(name):
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, feature
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("olmo2")])
-def test_golden_files_notice_each_norm_of_an_olmo(name):
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith(("olmo2", "glm4"))])
+def test_golden_files_notice_each_norm_after_a_product(name):
     case, (config, params) = golden_case(name), model_of(name)
-    for field in ("q_proj_norm", "k_proj_norm", "post_attn_norm", "post_mlp_norm"):
+    norms = ("q_proj_norm", "k_proj_norm", "post_attn_norm", "post_mlp_norm")
+    for field in (norm for norm in norms if getattr(params.layers[0], norm) is not None):
         layers = tuple(p.replace(**{field: None}) for p in params.layers)
         scores = compiled_logits(params.replace(layers=layers), case.prompts[2], config=config)
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, field

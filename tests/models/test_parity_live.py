@@ -75,6 +75,13 @@ EXPORTED = {
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),
     "smollm3": dataclasses.replace(TINY, family="smollm3", rope=(RopeConfig(), RopeConfig("none"), RopeConfig())),
+    "glm4": dataclasses.replace(
+        TINY,
+        family="glm4",
+        norm_placement="both",
+        qkv_bias=True,
+        rope=RopeConfig("yarn", 1e4, 4.0, 32, partial_rotary_factor=0.5),
+    ),
     "granite": dataclasses.replace(
         TINY, family="granite", embed_scale=6.0, attention_scale=0.1, residual_scale=0.4, logit_scale=0.25
     ),

@@ -8,7 +8,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.rope import make_rope
-from tests.models.hf_configs import GEMMA2, GEMMA3, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
+from tests.models.hf_configs import GEMMA2, GEMMA3, GLM4, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
 
 # What is changed in a config, and what the message must name.
 REFUSED = [
@@ -115,6 +115,9 @@ REFUSED = [
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers", "4 layers"]),
     (SMOLLM3, {"no_rope_layers": [1, 2, 1, 1]}, ["no_rope_layers is [1, 2, 1, 1]", "0 or 1"]),
     (SMOLLM3, {"no_rope_layer_interval": 0}, ["no_rope_layer_interval is 0"]),
+    (GLM4, {"partial_rotary_factor": 0.01}, ["rotates 1 of head_dim 128", "even number from 2"]),
+    (GLM4, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5"]),
+    (GLM4, {"mlp_bias": True}, ["mlp_bias is True"]),
     (GRANITE, {"logits_scaling": 0}, ["logits_scaling is 0"]),
     (GRANITE, {"residual_multiplier": None}, ["residual_multiplier is None"]),
     (GRANITE, {"attention_multiplier": -1.0}, ["attention_multiplier is -1.0"]),

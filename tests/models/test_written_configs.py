@@ -53,6 +53,8 @@ WRITABLE = [
         out_bias=True,
         **{"embed_scale": 12.0, "attention_scale": 0.0156, "residual_scale": 0.22, "logit_scale": 1 / 49},
     ),
+    ModelConfig(family="glm4", norm_placement="both", rope=RopeConfig("llama3", 1e4, 8.0, 64)),
+    ModelConfig(family="glm4", norm_placement="both", qkv_bias=True, rope=RopeConfig(partial_rotary_factor=0.5)),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -89,6 +91,7 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"residual_scale": 0.3}, "residual_scale 0.3"),
         ({"logit_scale": 0.3}, "logit_scale 0.3"),
         ({"attention_scale": 0.3}, "attention_scale 0.3"),
+        ({"rope": RopeConfig(partial_rotary_factor=0.5)}, "rope"),
         ({"rope": (RopeConfig(), RopeConfig(theta=5.0))}, "rope"),
     ],
 )

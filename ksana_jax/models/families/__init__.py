@@ -13,6 +13,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
+from ksana_jax.models.families.glm4 import GLM4
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
@@ -24,7 +25,7 @@ from ksana_jax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, LLAMA_SINKS, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE)
+    for family in (LLAMA, LLAMA_SINKS, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, GLM4)
 }
 
 

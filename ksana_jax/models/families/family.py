@@ -72,6 +72,10 @@ class Family:
       mlps: kind of MLP (`models.mlp.MLPS`) by the activation's name; the first is written on export.
       read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
       write_rope: returns the ropes as config fields.
+      rotates_neighbours: whether the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
+        rows of queries and keys, see `models.rope.row_order`.
+
+    A family that may rotate a part of each head has a default for `partial_rotary_factor`.
     """
 
     model_type: str
@@ -85,6 +89,7 @@ class Family:
     mlps: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
+    rotates_neighbours: bool = False
 
     def name(self, field: str, layer: int | None = None) -> str | View:
         """Returns the Hugging Face name of a weight, or its view.
@@ -111,7 +116,6 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     activation = next(iter(family.mlps))
     fields = Fields(values, source, {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults})
     fields.must_be(family.activation, tuple(family.mlps), f"supported: {activation}")
-    fields.must_be("partial_rotary_factor", (1,), "supported: 1.0")
     for name in ("quantization_config", "compression_config"):
         if fields.get(name):
             fields.problem(name, fields.get(name), "supported: weights in F32, BF16 or F16 without quantization")

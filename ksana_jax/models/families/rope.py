@@ -5,6 +5,7 @@ Older: `rope_theta` next to `rope_scaling: {"type" or "rope_type": ...}`. Newer:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ RANGES = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (1e-3, 1e3),
     "mscale_all_dim": (1e-3, 1e3),
+    "partial_rotary_factor": (1e-3, 1),
 }
 KNOWN = {
     "rope_type",
@@ -75,8 +77,7 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
         fields.problem(f"{where} field", ", ".join(map(str, unknown)), f"supported: {', '.join(sorted(KNOWN))}")
         return RopeConfig()
     theta = _read_theta(fields, where, form)
-    if form.get("partial_rotary_factor") not in (None, 1):
-        fields.problem(f"{where}.partial_rotary_factor", form["partial_rotary_factor"], "supported: 1.0")
+    partial = _read_partial(fields, where, form)
 
     kind = form.get("rope_type", form.get("type", "default"))
     if kind not in KINDS:
@@ -85,12 +86,12 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
     if form.get("type", kind) != kind:
         fields.problem(f"{where}.type", form["type"], f"rope_type says {kind!r}; give one of them")
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, partial_rotary_factor=partial)
     if kind == "linear":
-        return RopeConfig("linear", theta, number("factor"))
+        return RopeConfig("linear", theta, number("factor"), partial_rotary_factor=partial)
     if kind == "dynamic":
         # transformers scales from max_position_embeddings on, and ignores original_max_position_embeddings.
-        return RopeConfig("dynamic", theta, number("factor"), original_max_len=max_position)
+        return RopeConfig("dynamic", theta, number("factor"), max_position, partial_rotary_factor=partial)
 
     original = fields.get("original_max_position_embeddings")
     if original is None:
@@ -102,8 +103,23 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if not low < high:
             fields.problem(f"{where}.high_freq_factor", high, f"must exceed low_freq_factor {low}")
-        return RopeConfig("llama3", theta, number("factor"), original, low_freq_factor=low, high_freq_factor=high)
-    return _read_yarn(fields, where, form, theta, original, max_position)
+        scaled = RopeConfig("llama3", theta, number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+        return dataclasses.replace(scaled, partial_rotary_factor=partial)
+    yarn = _read_yarn(fields, where, form, theta, original, max_position)
+    return dataclasses.replace(yarn, partial_rotary_factor=partial)
+
+
+def _read_partial(fields: Fields, where: str, form: Mapping[str, Any]) -> float:
+    """Reads which part of a head is rotated; families without a default for it rotate whole heads."""
+    name = f"{where}.partial_rotary_factor"
+    value = form.get("partial_rotary_factor")
+    if value is None:
+        name, value = "partial_rotary_factor", fields.get("partial_rotary_factor")
+    if "partial_rotary_factor" in fields.defaults:
+        return fields.number(name, value, *RANGES["partial_rotary_factor"])
+    if value not in (None, 1):
+        fields.problem(name, value, "supported: 1.0")
+    return 1.0
 
 
 def _read_theta(fields: Fields, where: str, form: Mapping[str, Any]) -> float:
