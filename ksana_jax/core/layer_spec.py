@@ -17,13 +17,14 @@ class RopeConfig:
     """Rotary position embedding, arXiv:2104.09864, and its scaled variants.
 
     Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
-    original_max_len: context in tokens before scaling (dynamic, llama3, yarn).
-    factors: divisors of the frequencies ("factors": the form in which GGUF has llama3).
+    original_max_len: context in tokens before scaling (dynamic, llama3, yarn, longrope).
+    factors: divisors of the frequencies ("factors": the form in which GGUF has llama3; longrope: of texts beyond
+      original_max_len, arXiv:2402.13753). short_factors: of texts up to it (longrope).
     partial_rotary_factor: part of a head's numbers that is rotated; the others keep their values at every position.
     "none" rotates nothing: such a layer tells positions apart by its mask alone (NoPE, arXiv:2305.19466).
     """
 
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "none"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors", "none"] = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_len: int | None = None
@@ -36,6 +37,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
 
     def dims(self, head_dim: int) -> int:

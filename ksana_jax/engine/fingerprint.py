@@ -34,7 +34,9 @@ def fingerprint(
       placement: of the weights.
     """
     digest = hashlib.sha256(f"{config} {dtype} {kv_dtype}".encode())
-    if any(layer.attention.rope.kind == "dynamic" for layer in config.layers):  # stretched by the longest text
+    if any(
+        layer.attention.rope.kind in ("dynamic", "longrope") for layer in config.layers
+    ):  # stretched by the longest text
         digest.update(b"%d" % max_model_len)
     if numerics == "invariant":
         from ksana_jax.native.build import library

@@ -138,6 +138,7 @@ def _rope(rope: RopeConfig) -> str:
     values = {name: getattr(rope, name) for name in plain if name not in ("kind", "theta")}
     others = [f"{name} {value}" for name, value in values.items() if value != plain[name]]
     scaled = ["of max_model_len in all texts, if that is more"] * (rope.kind == "dynamic")
+    scaled += ["short_factors only if max_model_len is no more"] * (rope.kind == "longrope")
     return ", ".join([rope.kind, f"theta {rope.theta:,.10g}", *others, *scaled])
 
 

@@ -18,14 +18,14 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.gguf_file import GGUFFile
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading.gguf_blocks import FLOATS
-from ksana_jax.loading.gguf_tensors import ROPE_FACTORS, as_stored
+from ksana_jax.loading.gguf_tensors import LONGROPE, ROPE_FACTORS, as_stored
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
 from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
-ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4")}
+ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -38,11 +38,12 @@ EPS = "attention.layer_norm_rms_epsilon"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # Widths that must all be the width of a head; some architectures rotate a part of it.
 ROTATED = "rope.dimension_count"
-PARTIAL = ("glm4",)
+PARTIAL = ("glm4", "phi3")
 WIDTHS = ("attention.key_length", "attention.value_length", ROTATED)
 WIDTHS += tuple(f"{name}_swa" for name in WIDTHS)
+ORIGINAL = "rope.scaling.original_context_length"
 YARN = {
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    ORIGINAL: "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
@@ -218,7 +219,19 @@ class _Keys:
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
         if "rope.freq_base_swa" in self.keys and self.get("rope.freq_base_swa") != theta:
             self.problem("rope.freq_base_swa", f"supported: {theta!r:.40}, as rope.freq_base")
+        if self.architecture == "phi3":
+            return {"rope_theta": theta, "rope_scaling": scaling} | self.longrope()
         return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def longrope(self) -> dict[str, Any]:
+        """Returns fields of Phi-3's long contexts, for which files have the divisors of frequencies in tensors."""
+        tensors = {name: self.file.tensors[tensor] for name, tensor in LONGROPE.items() if tensor in self.file.tensors}
+        found = {"original_max_position_embeddings": self.get(ORIGINAL, self.get("context_length"))}
+        if not tensors:
+            return found
+        form = {name: as_stored(info).read(slice(None), slice(None)).tolist() for name, info in tensors.items()}
+        form |= {"rope_type": "longrope", "attention_factor": self.keys.pop("rope.scaling.attn_factor", 1.0)}
+        return found | {"rope_scaling": form}
 
     def attention(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns windows, soft caps and the scale of scores."""
@@ -227,8 +240,10 @@ class _Keys:
             for key in (WINDOW_PATTERN, *SOFT_CAPS):
                 if self.get(key):
                     self.problem(key, f"supported by {', '.join(PATTERNS)}")
+            if self.architecture == "phi3":
+                return {"sliding_window": window}
             if window and self.architecture != "llama":
-                self.problem(WINDOW, f"supported by llama, {', '.join(PATTERNS)}")
+                self.problem(WINDOW, f"supported by llama, phi3, {', '.join(PATTERNS)}")
             # Converters give Mistral the name llama.
             return {"model_type": "mistral", "sliding_window": window} if window else {}
         num_layers = fields["num_hidden_layers"]

@@ -48,8 +48,11 @@ LAYER_NAMES = {
 }
 # Architectures whose rows of queries and keys converters permute.
 PERMUTED = ("llama", "smollm3", "granite")
+# Tensors that hold several weights, by the field of the first, for families with a view of them.
+FUSED = {"attn_qkv.weight": "w_q"}
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 
 
@@ -140,11 +143,13 @@ def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
 def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
     family, found = FAMILIES[config.family], {}
-    heads = permuted_heads(file.metadata["general.architecture"], config)
+    architecture = file.metadata["general.architecture"]
+    heads = permuted_heads(architecture, config)
     top = {name: field for field, name in TOP_NAMES.items()}
     of_layer = {name: field for field, name in LAYER_NAMES.items()}
+    of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names[field], View)}
     for name, info in file.tensors.items():
-        if name == ROPE_FACTORS:
+        if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")

@@ -57,8 +57,8 @@ def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> 
     """Computes the frequencies of a rope.
 
     Args:
-      max_len: tokens of the longest text to serve. Only "dynamic" uses it: cached keys cannot change frequency as a
-        text grows, so all keys use that of the longest text (up to original_max_len, the default frequencies).
+      max_len: tokens of the longest text to serve. "dynamic" and "longrope" use it: cached keys cannot change
+        frequency as a text grows, so all keys use that of the longest text (up to original_max_len, of short texts).
 
     Raises:
       ValueError: the kind is unknown, or its numbers give frequencies that are not finite in float32.
@@ -105,9 +105,13 @@ def _make_rope(config: RopeConfig, head_dim: int, max_len: int | None) -> Rope:
         return Rope((inv_freq / config.factor).astype(np.float32), 1.0)
     if config.kind == "llama3":
         return Rope(_llama3(config, inv_freq).astype(np.float32), 1.0)
+    if config.kind == "longrope":
+        return _longrope(config, inv_freq, max_len)
     if config.kind == "yarn":
         return _yarn(config, inv_freq, head_dim)
-    raise ValueError(f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn, factors, none")
+    raise ValueError(
+        f"rope kind {config.kind!r} is not one of default, linear, dynamic, llama3, yarn, longrope, factors, none"
+    )
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
@@ -117,6 +121,15 @@ def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
     mix = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     mix = np.clip(mix, 0.0, 1.0)
     return inv_freq * (mix + (1 - mix) / config.factor)
+
+
+def _longrope(config: RopeConfig, inv_freq: np.ndarray, max_len: int | None) -> Rope:
+    """Divides frequencies by the factors of short or of long texts (arXiv:2402.13753, section 3.3)."""
+    original, scale = config.original_max_len or 0, config.attention_factor
+    factors = config.factors if (max_len or 0) > original else config.short_factors
+    if scale is None:
+        scale = math.sqrt(1 + math.log(config.factor) / math.log(original)) if config.factor > 1 else 1.0
+    return Rope((inv_freq / np.array(factors)).astype(np.float32), scale)
 
 
 def _yarn(config: RopeConfig, inv_freq: np.ndarray, head_dim: int) -> Rope:

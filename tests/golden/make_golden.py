@@ -82,6 +82,20 @@ GLM4 = BASE | {
     "head_dim": 16,
     "attention_bias": True,
 }
+PHI3 = BASE | {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "pad_token_id": None,
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 100.0,
+    "rope_scaling": {
+        "type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.5, 3.0],
+        "long_factor": [1.0, 2.0, 9.0],
+    },
+}
 GRANITE = BASE | {
     "model_type": "granite",
     "architectures": ["GraniteForCausalLM"],
@@ -169,6 +183,7 @@ CASES = {
     "olmo2-mha-biases-tied": OLMO2
     | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
     "glm4-gqa-rope-partial-biases": GLM4,
+    "phi3-gqa-window-rope-long": PHI3 | {"sliding_window": 24},
     "granite-gqa": GRANITE,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
@@ -277,7 +292,7 @@ def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
         plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
     elif config["model_type"].startswith("gemma"):
         plain["sliding_window"] = config["max_position_embeddings"]
-    elif config["model_type"] == "mistral" and config["sliding_window"]:
+    elif config["model_type"] in ("mistral", "phi3") and config["sliding_window"]:
         plain["sliding_window"] = None
     elif config.get("use_sliding_window"):
         plain = without(plain, "layer_types") | {"use_sliding_window": False}

@@ -57,6 +57,15 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
             rope=RopeConfig(partial_rotary_factor=0.5),
         ),
     ),
+    "phi3": (
+        "phi3",
+        dataclasses.replace(
+            TINY, family="phi3", pattern=_SLIDING, rope=RopeConfig(
+                "longrope", 1e4, 2.0, TINY.max_position // 2, attention_factor=1.25, factors=(1.0, 2.5),
+                short_factors=(1.0, 1.5), partial_rotary_factor=0.5,
+            ),
+        ),
+    ),
 }  # fmt: skip
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -70,6 +79,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "self_attn.qkv_proj": "attn_qkv",
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
@@ -105,6 +115,10 @@ def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, n
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         found[gguf_name(name, config.norm_placement != "before" and architecture != "glm4")] = values
+    if architecture == "phi3":
+        [rope] = {layer.attention.rope for layer in config.layers}
+        found["rope_factors_long.weight"] = np.array(rope.factors, np.float32)
+        found["rope_factors_short.weight"] = np.array(rope.short_factors, np.float32)
     return found
 
 
@@ -125,7 +139,7 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": full.theta,
-        "rope.dimension_count": full.dims(config.head_dim),
+        "rope.dimension_count": None if full.partial_rotary_factor == 1 else full.dims(config.head_dim),
         "rope.scaling.type": None if full.kind == "default" else full.kind,
         "rope.scaling.factor": None if full.kind == "default" else full.factor,
         "attention.sliding_window": max(p.window or 0 for p in patterns) or None,
@@ -138,6 +152,12 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
             "attention.scale": config.attention_scale,
             "residual_scale": config.residual_scale,
             "logit_scale": 1 / config.logit_scale,
+        }
+    if full.kind == "longrope":
+        values |= dict.fromkeys(("rope.scaling.type", "rope.scaling.factor"))
+        values |= {
+            "rope.scaling.original_context_length": full.original_max_len,
+            "rope.scaling.attn_factor": full.attention_factor,
         }
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     ids = dict(zip(("eos", "eot", "eom"), config.eos_ids)) | {"bos": config.bos_id}

@@ -160,7 +160,7 @@ def test_keys_that_change_nothing_are_accepted(tmp_path, changes):
         ("llama", {"a.list": ["b"]}, "llama.a.list is ['b']; not supported"),
         ("llama", {"rope.dimension_sections": np.array([1, 2])}, "llama.rope.dimension_sections is array([1, 2])"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0; supported by gemma2, gemma3"),
-        ("qwen2", {"attention.sliding_window": 6}, "qwen2.attention.sliding_window is 6; supported by llama, gemma2"),
+        ("qwen2", {"attention.sliding_window": 6}, "qwen2.attention.sliding_window is 6; supported by llama, phi3"),
         ("qwen3", {"attention.sliding_window_pattern": 2}, "supported by gemma2, gemma3"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("llama", {"block_count": None}, "llama.block_count is missing; every model has it"),
@@ -194,7 +194,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         path = write_gguf(tmp_path / "model.gguf", {"general.architecture": architecture}, EMBEDDING)
         with pytest.raises(ConfigError) as caught:
             load_config(path)
-        known = "supported: llama, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, granite, glm4"
+        known = "supported: llama, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, granite, glm4, phi3"
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         load_config(write_gguf(tmp_path / "model.gguf", {}, EMBEDDING))

@@ -1,12 +1,27 @@
 """Hugging Face configs as ModelConfig: what is read and what is assumed."""
 
+import dataclasses
+
 import pytest
 
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
-from tests.models.hf_configs import GEMMA2, GEMMA3, GLM4, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, ROPES, SMOLLM3, without
+from tests.models.hf_configs import (
+    GEMMA2,
+    GEMMA3,
+    GLM4,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    ROPES,
+    SMOLLM3,
+    without,
+)
 
 NOPE = RopeConfig("none")
 
@@ -124,6 +139,20 @@ def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
     newer = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.25}}
     assert config_from_hf(GLM4 | newer).rope == RopeConfig("linear", factor=4.0, partial_rotary_factor=0.25)
     assert config_from_hf(GLM4 | {"partial_rotary_factor": 1.0}).rope == RopeConfig()
+
+
+def test_longrope_has_factors_for_short_and_for_long_texts():
+    factors = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [1, 2, 4]}
+    values = PHI3 | {"partial_rotary_factor": 0.75, "max_position_embeddings": 131072}
+    expected = RopeConfig(
+        "longrope", 1e4, 32.0, 4096, factors=(1, 2, 4), short_factors=(1, 1.1, 1.2), partial_rotary_factor=0.75
+    )
+    for kind in ("longrope", "su"):
+        assert config_from_hf(values | {"rope_scaling": {"type": kind, **factors}}).rope == expected
+    newer = {"rope_type": "longrope", "factor": 8.0, "attention_factor": 1.3, **factors}
+    assert config_from_hf(
+        values | {"rope_parameters": newer, "original_max_position_embeddings": 64}
+    ).rope == dataclasses.replace(expected, factor=8.0, attention_factor=1.3, original_max_len=64)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_golden_files_cover_every_family_rope_kind_and_grouping():
     ours = {"llama_sinks"}  # transformers has no such model
     assert {c.family for c in configs.values()} == set(FAMILIES) - ours
     kinds = {layer.attention.rope.kind for c in configs.values() for layer in c.layers}
-    assert kinds == {"default", "linear", "dynamic", "llama3", "yarn", "none"}
+    assert kinds == {"default", "linear", "dynamic", "llama3", "yarn", "longrope", "none"}
     assert {c.num_heads // c.num_kv_heads for c in configs.values()} == {1, 2, 4}
     assert {c.tie_embeddings for c in configs.values()} == {False, True}
     given = [json.loads((case.model_dir / "config.json").read_text()) for case in CASES]

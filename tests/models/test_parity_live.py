@@ -75,6 +75,15 @@ EXPORTED = {
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),
     "smollm3": dataclasses.replace(TINY, family="smollm3", rope=(RopeConfig(), RopeConfig("none"), RopeConfig())),
+    "phi3": dataclasses.replace(TINY, family="phi3", head_dim=8, pattern=AttentionPattern(window=9)),
+    "phi3, long": dataclasses.replace(
+        TINY,
+        family="phi3",
+        head_dim=8,
+        rope=RopeConfig(
+            "longrope", 1e2, 4.0, 32, factors=(1.0, 2.0, 4.0), short_factors=(1.0,) * 3, partial_rotary_factor=0.75
+        ),
+    ),
     "glm4": dataclasses.replace(
         TINY,
         family="glm4",

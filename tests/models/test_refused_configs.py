@@ -8,7 +8,20 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.rope import make_rope
-from tests.models.hf_configs import GEMMA2, GEMMA3, GLM4, GRANITE, LLAMA, MISTRAL, QWEN2, QWEN3, SIZES, SMOLLM3, without
+from tests.models.hf_configs import (
+    GEMMA2,
+    GEMMA3,
+    GLM4,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SIZES,
+    SMOLLM3,
+    without,
+)
 
 # What is changed in a config, and what the message must name.
 REFUSED = [
@@ -53,8 +66,8 @@ REFUSED = [
     (LLAMA, {"rope_theta": None}, ["rope_theta is None"]),
     (
         LLAMA,
-        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-        ["rope_scaling type is 'longrope'", "default, linear, dynamic, llama3, yarn"],
+        {"rope_scaling": {"type": "axial", "factor": 2.0}},
+        ["rope_scaling type is 'axial'", "default, linear, dynamic, llama3, yarn, longrope"],
     ),
     (LLAMA, {"rope_parameters": {"rope_type": "mrope"}}, ["rope_parameters type is 'mrope'"]),
     (LLAMA, {"rope_scaling": {"type": ["yarn"]}}, ["rope_scaling type is ['yarn']"]),
@@ -115,6 +128,19 @@ REFUSED = [
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers", "4 layers"]),
     (SMOLLM3, {"no_rope_layers": [1, 2, 1, 1]}, ["no_rope_layers is [1, 2, 1, 1]", "0 or 1"]),
     (SMOLLM3, {"no_rope_layer_interval": 0}, ["no_rope_layer_interval is 0"]),
+    (PHI3, {"rope_scaling": {"type": "longrope", "long_factor": [1, 2, 3, 4]}}, ["rope_scaling.short_factor is None"]),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 3, "short_factor": [1.0] * 4}},
+        ["rope has 3 factors, must have 4"],
+    ),
+    (
+        PHI3,
+        {"rope_scaling": {"type": "longrope", "long_factor": [0.0] * 4, "short_factor": [1.0] * 4}},
+        ["rope_scaling.long_factor is [0.0, 0.0"],
+    ),
+    (PHI3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling type is 'yarn'", "longrope"]),
+    (PHI3, {"sliding_window": 0}, ["sliding_window is 0"]),
     (GLM4, {"partial_rotary_factor": 0.01}, ["rotates 1 of head_dim 128", "even number from 2"]),
     (GLM4, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5"]),
     (GLM4, {"mlp_bias": True}, ["mlp_bias is True"]),

@@ -34,6 +34,16 @@ def test_rows_in_another_order_are_rotated_as_in_the_checkpoint(kind, part, neig
     np.testing.assert_allclose(found, wanted[:, order], atol=2e-5)
 
 
+def test_longrope_divides_by_the_factors_of_the_longest_text():
+    config = RopeConfig("longrope", 1e4, 4.0, 32, factors=(1.0, 2.0), short_factors=(1.0, 1.5))
+    for max_len, second in ((None, 1.5), (32, 1.5), (33, 2.0)):
+        rope = make_rope(config, 4, max_len)
+        np.testing.assert_allclose(rope.inv_freq, [1.0, 0.01 / second], rtol=1e-6)
+        assert rope.scale == pytest.approx((1 + np.log(4) / np.log(32)) ** 0.5)
+    assert make_rope(dataclasses.replace(config, factor=1.0), 4).scale == 1
+    assert make_rope(dataclasses.replace(config, attention_factor=1.2), 4).scale == 1.2
+
+
 def test_whole_heads_whose_halves_are_rotated_stay_in_order():
     assert row_order(RopeConfig(), 8, neighbours=False).tolist() == list(range(8))
     assert row_order(RopeConfig(), 8, neighbours=True).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]

@@ -55,6 +55,13 @@ WRITABLE = [
     ),
     ModelConfig(family="glm4", norm_placement="both", rope=RopeConfig("llama3", 1e4, 8.0, 64)),
     ModelConfig(family="glm4", norm_placement="both", qkv_bias=True, rope=RopeConfig(partial_rotary_factor=0.5)),
+    ModelConfig(
+        family="phi3",
+        rope=RopeConfig(
+            "longrope", 1e4, 4.0, 64, factors=(2.0,) * 16, short_factors=(1.5,) * 16, partial_rotary_factor=0.5
+        ),
+    ),
+    ModelConfig(family="phi3", pattern=AttentionPattern(window=9), tie_embeddings=True),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 

@@ -14,11 +14,13 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families.fields import Fields
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Far beyond any model's values, yet small enough to multiply with positions and vectors in float32.
 RANGES = {
     "rope_theta": (1, 1e15),
     "factor": (1e-3, 1e6),
+    "long_factor": (1e-3, 1e6),
+    "short_factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
     "beta_fast": (1e-3, 1e6),
@@ -42,6 +44,8 @@ KNOWN = {
     "mscale",
     "mscale_all_dim",
     "truncate",
+    "long_factor",
+    "short_factor",
     "partial_rotary_factor",
     "finetuned",  # only states that the scaled model was trained further
 }
@@ -80,10 +84,11 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
     partial = _read_partial(fields, where, form)
 
     kind = form.get("rope_type", form.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
     if kind not in KINDS:
         fields.problem(f"{where} type", kind, f"supported: {', '.join(KINDS)}")
         return RopeConfig()
-    if form.get("type", kind) != kind:
+    if form.get("type", kind) not in (kind, "su"):
         fields.problem(f"{where}.type", form["type"], f"rope_type says {kind!r}; give one of them")
     if kind == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=partial)
@@ -104,6 +109,9 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
         if not low < high:
             fields.problem(f"{where}.high_freq_factor", high, f"must exceed low_freq_factor {low}")
         scaled = RopeConfig("llama3", theta, number("factor"), original, low_freq_factor=low, high_freq_factor=high)
+        return dataclasses.replace(scaled, partial_rotary_factor=partial)
+    if kind == "longrope":
+        scaled = _read_longrope(fields, where, form, theta, original, max_position)
         return dataclasses.replace(scaled, partial_rotary_factor=partial)
     yarn = _read_yarn(fields, where, form, theta, original, max_position)
     return dataclasses.replace(yarn, partial_rotary_factor=partial)
@@ -129,6 +137,32 @@ def _read_theta(fields: Fields, where: str, form: Mapping[str, Any]) -> float:
     if given is None and "rope_theta" not in fields.values:
         return 10_000.0
     return fields.number("rope_theta", given, *RANGES["rope_theta"])
+
+
+def _read_longrope(
+    fields: Fields, where: str, form: Mapping[str, Any], theta: float, original: int, max_position: int
+) -> RopeConfig:
+    def divisors(name: str) -> tuple[float, ...]:
+        values = form.get(name)
+        if not isinstance(values, list) or any(checks.number(name, value, *RANGES[name]) for value in values):
+            fields.problem(f"{where}.{name}", values, "must be a list of numbers from 0.001 to 1e+06")
+            return ()
+        return tuple(map(float, values))
+
+    factor, scale = form.get("factor"), form.get("attention_factor")
+    if original == 1:
+        fields.problem("original_max_position_embeddings", original, "longrope needs more than 1")
+    return RopeConfig(
+        "longrope",
+        theta,
+        max_position / original if factor is None else fields.number(f"{where}.factor", factor, *RANGES["factor"]),
+        original,
+        attention_factor=None
+        if scale is None
+        else fields.number(f"{where}.attention_factor", scale, *RANGES["attention_factor"]),
+        factors=divisors("long_factor"),
+        short_factors=divisors("short_factor"),
+    )
 
 
 def _read_yarn(
@@ -172,6 +206,7 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """Returns a rope as config fields, in the older form."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
+    beside: dict[str, Any] = {}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = rope.original_max_len
@@ -182,4 +217,9 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(rope, name) is not None:
                 scaling[name] = getattr(rope, name)
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    if rope.kind == "longrope":
+        scaling |= {"long_factor": list(rope.factors), "short_factor": list(rope.short_factors)}
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+        beside["original_max_position_embeddings"] = rope.original_max_len
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, **beside}
