@@ -72,8 +72,9 @@ NEUTRAL = {
     "embedding_scale": 1.0,
 }
 # Every n-th layer is full, where the file does not say which slide.
-PATTERNS = {"gemma2": 2, "gemma3": 6}
-# The 27B models, known by their number of layers, scale scores by the model's width per head, not by a head's.
+PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
+# Gemmas also have soft caps. The 27B models, known by their number of layers, scale scores by the model's width per
+# head, not by a head's.
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
 
@@ -236,10 +237,14 @@ class _Keys:
     def attention(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns windows, soft caps and the scale of scores."""
         window = self.get(WINDOW) or None
-        if self.architecture not in PATTERNS:
-            for key in (WINDOW_PATTERN, *SOFT_CAPS):
-                if self.get(key):
-                    self.problem(key, f"supported by {', '.join(PATTERNS)}")
+        # Converters give OLMo 3 the name olmo2.
+        capped, slides = self.architecture in LAYERS_OF_27B, self.architecture == "olmo2" and window is not None
+        for key in () if capped else SOFT_CAPS:
+            if self.get(key):
+                self.problem(key, f"supported by {', '.join(LAYERS_OF_27B)}")
+        if not capped and not slides:
+            if self.get(WINDOW_PATTERN):
+                self.problem(WINDOW_PATTERN, f"supported by {', '.join(PATTERNS)}, with a window")
             if self.architecture == "phi3":
                 return {"sliding_window": window}
             if window and self.architecture != "llama":
@@ -247,16 +252,18 @@ class _Keys:
             # Converters give Mistral the name llama.
             return {"model_type": "mistral", "sliding_window": window} if window else {}
         num_layers = fields["num_hidden_layers"]
-        found: dict[str, Any] = {key: self.get(key) or None for key in SOFT_CAPS if key in self.keys}
+        found: dict[str, Any] = {key: self.get(key) or None for key in SOFT_CAPS if capped and key in self.keys}
         pattern = self.keys.get(WINDOW_PATTERN, PATTERNS[self.architecture])
         if window is None and self.architecture == "gemma3":
             pattern = np.zeros(num_layers, bool)
         elif window is not None:
             found["sliding_window"] = window
         if isinstance(pattern, np.ndarray):
-            found["layer_types"] = [f"{'sliding' if slides else 'full'}_attention" for slides in pattern.tolist()]
+            found["layer_types"] = [f"{'sliding' if slide else 'full'}_attention" for slide in pattern.tolist()]
         else:
             found["sliding_window_pattern"] = pattern
+        if slides:
+            return found | {"model_type": "olmo3"}
         width = fields["hidden_size"] // fields["num_attention_heads"]
         wide = num_layers == LAYERS_OF_27B[self.architecture]
         return found | {"query_pre_attn_scalar": width if wide else self.get(WIDTHS[0], width)}

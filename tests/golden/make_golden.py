@@ -75,6 +75,7 @@ GEMMA2 = GEMMA | {
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 OLMO2 = BASE | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "rope_theta": 500000.0}
 SMOLLM3 = BASE | {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "pad_token_id": None}
+OLMO3 = OLMO2 | {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "pad_token_id": None}
 GLM4 = BASE | {
     "model_type": "glm4",
     "architectures": ["Glm4ForCausalLM"],
@@ -184,6 +185,15 @@ CASES = {
     | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
     "glm4-gqa-rope-partial-biases": GLM4,
     "phi3-gqa-window-rope-long": PHI3 | {"sliding_window": 24},
+    "olmo3-gqa-window-rope-linear-new": without(OLMO3, "rope_theta")
+    | {
+        "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "granite-gqa": GRANITE,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
@@ -290,7 +300,7 @@ def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
     if form.get("rope_type", form.get("type", "default")) != "default":
         plain = without(plain, "rope_scaling", "rope_parameters")
         plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
-    elif config["model_type"].startswith("gemma"):
+    elif config["model_type"].startswith(("gemma", "olmo3")):
         plain["sliding_window"] = config["max_position_embeddings"]
     elif config["model_type"] in ("mistral", "phi3") and config["sliding_window"]:
         plain["sliding_window"] = None

@@ -66,6 +66,14 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
             ),
         ),
     ),
+    "olmo3": (
+        "olmo2",
+        dataclasses.replace(
+            TINY, family="olmo3", norm_placement="after", qk_norm="projection", num_layers=4,
+            pattern=(*[_SLIDING] * 3, AttentionPattern()),
+            rope=(*[RopeConfig(theta=5e5)] * 3, RopeConfig("linear", 5e5, 8.0)),
+        ),
+    ),
 }  # fmt: skip
 _NAMES = {
     "self_attn.q_proj": "attn_q",

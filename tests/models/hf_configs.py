@@ -11,9 +11,21 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
-LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3 = (
+LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO3 = (
     SIZES | {"model_type": kind}
-    for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "granite", "glm4", "phi3")
+    for kind in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "smollm3",
+        "granite",
+        "glm4",
+        "phi3",
+        "olmo3",
+    )
 )
 ROPES = {
     "default": ({}, RopeConfig(theta=5e5)),

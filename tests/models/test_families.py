@@ -15,6 +15,7 @@ from tests.models.hf_configs import (
     GRANITE,
     LLAMA,
     MISTRAL,
+    OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
@@ -139,6 +140,18 @@ def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
     newer = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.25}}
     assert config_from_hf(GLM4 | newer).rope == RopeConfig("linear", factor=4.0, partial_rotary_factor=0.25)
     assert config_from_hf(GLM4 | {"partial_rotary_factor": 1.0}).rope == RopeConfig()
+
+
+def test_every_fourth_layer_of_olmo3_is_full_and_has_a_rope_of_its_own():
+    plain, slide = RopeConfig(theta=5e5), AttentionPattern(window=4096)
+    config = config_from_hf(OLMO3)
+    assert (config.pattern, config.rope) == ((slide, slide, slide, FULL), plain)
+    assert (config.norm_placement, config.qk_norm) == ("after", "projection")
+    scaled = config_from_hf(OLMO3 | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert scaled.rope == (plain, plain, plain, RopeConfig("linear", 5e5, 4.0))
+    newer = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}
+    config = config_from_hf(OLMO3 | {"rope_parameters": newer, "layer_types": ["full_attention"] * 4})
+    assert (config.pattern, config.rope) == (FULL, RopeConfig(theta=1e4))
 
 
 def test_longrope_has_factors_for_short_and_for_long_texts():

@@ -75,6 +75,14 @@ EXPORTED = {
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),
     "smollm3": dataclasses.replace(TINY, family="smollm3", rope=(RopeConfig(), RopeConfig("none"), RopeConfig())),
+    "olmo3": dataclasses.replace(
+        TINY,
+        family="olmo3",
+        norm_placement="after",
+        qk_norm="projection",
+        pattern=SLIDING,
+        rope=(RopeConfig("yarn", 5e5, 4.0, 32), RopeConfig(theta=5e5), RopeConfig(theta=5e5)),
+    ),
     "phi3": dataclasses.replace(TINY, family="phi3", head_dim=8, pattern=AttentionPattern(window=9)),
     "phi3, long": dataclasses.replace(
         TINY,

@@ -62,6 +62,15 @@ WRITABLE = [
         ),
     ),
     ModelConfig(family="phi3", pattern=AttentionPattern(window=9), tie_embeddings=True),
+    ModelConfig(
+        family="olmo3",
+        norm_placement="after",
+        qk_norm="projection",
+        num_layers=2,
+        pattern=SLIDING,
+        rope=(RopeConfig("linear", 5e5, 4.0), RopeConfig(theta=5e5)),
+    ),
+    ModelConfig(family="olmo3", norm_placement="after", qk_norm="projection", rope=RopeConfig(theta=5e5)),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 

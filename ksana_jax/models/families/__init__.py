@@ -19,6 +19,7 @@ from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.olmo2 import OLMO2
+from ksana_jax.models.families.olmo3 import OLMO3
 from ksana_jax.models.families.phi3 import PHI3
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen3 import QWEN3
@@ -26,7 +27,21 @@ from ksana_jax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, LLAMA_SINKS, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, GLM4, PHI3)
+    for family in (
+        LLAMA,
+        LLAMA_SINKS,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        OLMO2,
+        OLMO3,
+        SMOLLM3,
+        GRANITE,
+        GLM4,
+        PHI3,
+    )
 }
 
 

@@ -20,13 +20,15 @@ def read(fields: Fields) -> dict[str, Any]:
     return {**gemma2.read(fields), "qk_norm": "head"}
 
 
-def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConfig, ...]:
+def read_ropes(
+    fields: Fields, max_position: int, sliding_theta: str = "rope_local_base_freq"
+) -> RopeConfig | tuple[RopeConfig, ...]:
     """Returns the rope of each layer, by its kind.
 
-    Older configs have `rope_theta` and `rope_scaling` for full layers and `rope_local_base_freq` for sliding layers;
-    newer ones have both in `rope_parameters`, by kind.
+    Older configs have `rope_theta` and `rope_scaling` for full layers, and a field for the theta of sliding layers,
+    which are not scaled; newer ones have both in `rope_parameters`, by kind.
     """
-    local, forms = fields.get("rope_local_base_freq"), fields.get("rope_parameters")
+    local, forms = fields.get(sliding_theta), fields.get("rope_parameters")
     if isinstance(forms, Mapping) and forms.keys() & {"full_attention", "sliding_attention"}:
         if fields.get("rope_scaling"):
             fields.problems.append("rope_scaling and rope_parameters disagree; give one of them")
@@ -41,7 +43,7 @@ def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConf
                 form = {}
             ropes[kind] = read_form(fields, f"rope_parameters.{kind}", {"rope_theta": theta, **form}, max_position)
     else:
-        sliding = RopeConfig(theta=fields.number("rope_local_base_freq", local, *RANGES["rope_theta"]))
+        sliding = RopeConfig(theta=fields.number(sliding_theta, local, *RANGES["rope_theta"]))
         ropes = {"full_attention": read_rope(fields, max_position), "sliding_attention": sliding}
     return one_or_each([ropes[kind] for kind in gemma2.kinds_in_turn(fields) if kind in ropes])
 

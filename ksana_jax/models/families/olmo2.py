@@ -20,8 +20,12 @@ NAMES = LAYER_NAMES | {
 
 
 def read(fields: Fields) -> dict[str, Any]:
+    fields.must_be("sliding_window", (), "supported by olmo3")
+    return read_norms(fields)
+
+
+def read_norms(fields: Fields) -> dict[str, Any]:
     fields.must_be("mlp_bias", (False,), "supported: false")
-    fields.must_be("sliding_window", (), "supported: null")
     bias = fields.flag("attention_bias")
     return {"norm_placement": "after", "qk_norm": "projection", "qkv_bias": bias, "out_bias": bias}
 
