@@ -84,6 +84,11 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         field, layer = where[-1].name, where[1].idx if where[0].name == "layers" else None
         if (name := (TOP_NAMES if layer is None else _NAMES).get(field)) is None:
             raise ConfigError(f"{source}: GGUF files have no name here for the weight {field}")
+        if of_weight.rows is not None:
+            raise ConfigError(
+                f"{source}: {field} has rows of {next(iter(of_weight.tensors))} in an order of its own; "
+                f"quantize writes only weights that are whole tensors, not {config.family}"
+            )
         name = name if layer is None else f"blk.{layer}.{name}"
         to = kind if stated(field, "quantization").quantises else "F32"
         if field in ("embed", "head"):
