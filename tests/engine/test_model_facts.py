@@ -116,6 +116,12 @@ def test_ropes_and_windows_are_shown_with_their_layers():
     assert found(model, "rope") == [(linear, "config.json"), (plain, "config.json")]
     [(dynamic, _)] = found(GOLDEN / "llama-rope-dynamic", "rope")
     assert dynamic.endswith("factor 4.0, original_max_len 64, of max_model_len in all texts, if that is more")
+    [(nope, _)] = found(GOLDEN / "smollm3-gqa-nope-tied", "rope")[1:]
+    assert nope == "none in layers 1"
+    [(longrope, _)] = found(GOLDEN / "phi3-gqa-window-rope-long", "rope")
+    assert longrope.endswith("partial_rotary_factor 0.75, short_factors only if max_model_len is no more")
+    [(scores, _)] = found(GOLDEN / "granite-gqa", "scores")
+    assert scores.endswith("scale 0.4 of residuals, scale 0.5 of logits")
     assert found(model, "attention") == [
         ("full in layers 0, 2", "config.json"),
         ("window=12 in layers 1", "config.json"),

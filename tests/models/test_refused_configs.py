@@ -145,6 +145,7 @@ REFUSED = [
     (OLMO3, {"rope_parameters": {"rope_theta": 1e4}}, ["rope_parameters", "full_attention and sliding_attention"]),
     (OLMO3, {"layer_types": ["full_attention"] * 3}, ["layer_types", "4 layers"]),
     (OLMO3, {"sliding_window": None}, ["sliding_window is None"]),
+    (PHI3, {"rope_scaling": {"type": "su", "rope_type": "default"}}, ["rope_scaling.type is 'su'"]),
     (PHI3, {"sliding_window": 0}, ["sliding_window is 0"]),
     (GLM4, {"partial_rotary_factor": 0.01}, ["rotates 1 of head_dim 128", "even number from 2"]),
     (GLM4, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5"]),

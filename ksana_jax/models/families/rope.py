@@ -83,12 +83,13 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
     theta = _read_theta(fields, where, form)
     partial = _read_partial(fields, where, form)
 
-    kind = form.get("rope_type", form.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
+    # "su" is LongRoPE's name in the first Phi-3 configs.
+    named = ["longrope" if form[name] == "su" else form[name] for name in ("rope_type", "type") if name in form]
+    kind = next(iter(named), "default")
     if kind not in KINDS:
         fields.problem(f"{where} type", kind, f"supported: {', '.join(KINDS)}")
         return RopeConfig()
-    if form.get("type", kind) not in (kind, "su"):
+    if named[1:] and named[1] != kind:
         fields.problem(f"{where}.type", form["type"], f"rope_type says {kind!r}; give one of them")
     if kind == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=partial)
