@@ -18,7 +18,7 @@ from ksana_jax.devices.platforms import platform_of
 from ksana_jax.loading.gguf_blocks import apart
 from ksana_jax.loading.gguf_tensors import GGUFTensor, find_gguf_tensors
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
-from ksana_jax.loading.views import sources_of
+from ksana_jax.loading.views import PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
 from ksana_jax.models.params import check_quantises, is_shape, param_shapes, stated
 
@@ -54,7 +54,7 @@ def keeping(
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"
-        if serves and isinstance(tensors[0], GGUFTensor) and tensors[0].dtype in FORMS:
+        if serves and _holder(tensors[0]) and tensors[0].dtype in FORMS:
             kept.append((jax.tree_util.keystr(path), tensors[0].dtype))
     if not kept:
         raise ConfigError(
@@ -69,14 +69,21 @@ def keeping(
     return dataclasses.replace(config, kept=tuple(kept))
 
 
+def _holder(stored: StoredTensor) -> GGUFTensor | None:
+    """Returns the tensor of a GGUF file whose blocks are those of rows of a weight, or None."""
+    whole = stored.whole if isinstance(stored, PartOfTensor) and not stored.transposed else stored
+    return whole if isinstance(whole, GGUFTensor) else None
+
+
 def read_kept(stored: StoredTensor, dtype: Any) -> BlockMatrix:
     """Reads a matrix in blocks.
 
     Raises:
       LoadError: the file cannot be read, or a scale is not finite.
     """
-    assert isinstance(stored, GGUFTensor), "only GGUF has blocks"
-    step, pieces = max(CHUNK_BYTES // stored.info.row_bytes, 1), []
+    holder = _holder(stored)
+    assert holder is not None and isinstance(stored, GGUFTensor | PartOfTensor), "only GGUF has blocks"
+    step, pieces = max(CHUNK_BYTES // holder.info.row_bytes, 1), []
     for first in range(0, stored.shape[0], step):
         pieces.append(apart(stored.dtype, stored.blocks(slice(first, first + step))))
     codes: Any

@@ -110,6 +110,12 @@ class PartOfTensor(StoredTensor):
     def value_bytes(self) -> int:
         return self.whole.value_bytes
 
+    def blocks(self, rows: slice) -> np.ndarray:
+        """Returns the blocks of rows of a tensor that has them, see `GGUFTensor.blocks`."""
+        at = self.rows[rows]
+        between = slice(int(at.min()), int(at.max()) + 1)
+        return self.whole.blocks(between)[at - between.start]  # pyright: ignore[reportAttributeAccessIssue]
+
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         at = self.rows[rows]
         between = slice(int(at.min()), int(at.max()) + 1)
