@@ -1,1 +1,1 @@
-"""What all rooms share: settings, requests, attention patterns, layers as data, checks and errors. No jax."""
+"""Shared by all rooms: settings, requests, attention patterns, layers as data, checks and errors. No jax."""

@@ -22,17 +22,17 @@ def require(*problems: str | None, error: type[ValueError] = ValueError) -> None
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an int; True and False are not."""
+    """True if a value is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an integer or a finite float."""
+    """True if a value is an integer or a finite float."""
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def are_integers(values: Collection[Any], low: int, high: int) -> bool:
-    """Whether all values are ints from low to high. Much quicker than `integer` for each."""
+    """True if all values are ints from low to high. Much quicker than `integer` for each."""
     return set(map(type, values)) <= {int} and (not values or low <= min(values) <= max(values) <= high)
 
 

@@ -129,7 +129,7 @@ def without_cache() -> Iterator[None]:
 
 
 def _is_settled(jax: Any) -> bool:
-    """Whether the user has set a cache folder or turned the cache off; jax: None where it is not imported yet."""
+    """True if the user has set a cache folder or turned the cache off; jax: None where it is not imported yet."""
     if jax is None:
         turned_off = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("n", "no", "f", "false", "off", "0")
         return turned_off or bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))

@@ -255,19 +255,19 @@ class EngineConfig:
         by measured agreement: see `operator_settings`. "auto" takes the first that supports the model on this device;
         `ksana doctor` lists them.
       tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.sharding`). Sizes in
-        bytes and fractions of memory are those of each device.
+        bytes and fractions of memory are per device.
       data_parallel_size: replicas of the engine, each on tensor_parallel_size devices of its own; a request goes to the
         one that has served the longest part of its prompt before, or has the least work (`engine.replicas`). Sizes in
-        bytes, of host memory too, are those of each replica. Not together with a disk tier or several processes.
+        bytes, of host memory too, are per replica. Not together with a disk tier or several processes.
       seed: seed for requests without a seed.
-      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or that of an
-        installed PJRT plugin, "npu"; or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
+      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
+        installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
         "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None
         takes jax's default. jax must not have started before.
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
-        host_cache_bytes are those of each. Process 0 has the requests. The others compute for it (`ksana worker`): an
+        host_cache_bytes is per process. Process 0 has the requests. The others compute for it (`ksana worker`): an
         `LLM` that one of them makes serves until process 0 ends, and then ends its process. It stands for the whole
         process and comes before jax's first use.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def field_meanings(cls: Any) -> dict[str, str]:
-    """Returns the descriptions of a dataclass's fields in its docstring and those of its bases, by field.
+    """Returns the descriptions of a dataclass's fields in its own and its bases' docstrings, by field.
 
     They are lines "name: text" or "name, name: text", continued to the next such or blank line.
     """

@@ -119,7 +119,7 @@ def _kind(mode: int) -> str:
 
 
 def require_folder(name: str, path: Path | None) -> None:
-    """Raises ConfigError if a folder neither is there nor can be made, because something else is in its place."""
+    """Raises ConfigError if a folder neither exists nor can be made, because something else has its name."""
     if path is None:
         return
     there = next(part for part in (path, *path.absolute().parents) if part.exists())

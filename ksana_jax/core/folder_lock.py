@@ -50,7 +50,7 @@ class FolderLock:
         """Checks that the lock is still effective, which it is not if the lock file was removed.
 
         Raises:
-          UnsafeFile: another file has its name. OSError: it is gone.
+          UnsafeFile: another file has its name. OSError: it was deleted.
         """
         there, mine = os.lstat(self._path), os.fstat(self._descriptor)
         if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):

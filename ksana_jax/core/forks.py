@@ -16,7 +16,7 @@ _jax_of: int | None = None
 
 
 def check_process(what: str, process: int) -> None:
-    """Checks that this is the process in which something was made.
+    """Checks that the current process is the one that made something.
 
     Args:
       what: subject and verb of the message: "this engine was created".
@@ -32,7 +32,7 @@ def check_process(what: str, process: int) -> None:
 
 
 def check_jax() -> None:
-    """Checks that jax has not started in a process of which this one is a forked child.
+    """Checks that this process was not forked from one where jax had started.
 
     Raises:
       RuntimeError: it has.

@@ -30,7 +30,7 @@ _retry: threading.Thread | None = None  # resends a SIGINT that could not be rai
 
 
 def requested() -> bool:
-    """Whether Ctrl-C was pressed and has not been handled yet."""
+    """True if Ctrl-C was pressed and has not been handled yet."""
     return _requested
 
 
@@ -155,7 +155,7 @@ def _handle(signum: int, frame: FrameType | None) -> None:
         if _in_command:
             os.write(2, b"ksana: stops after this step; Ctrl-C again stops at once\n")
     elif not again and _is_importing(frame):
-        # Extension modules built with nanobind, of which jaxlib has many, crash the process if they are freed while
+        # Extension modules built with nanobind (jaxlib has many) crash the process if they are freed while
         # partially imported.
         _retry = threading.Thread(target=_resend, daemon=True)
         _retry.start()

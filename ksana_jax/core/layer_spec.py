@@ -58,7 +58,7 @@ class AttentionSpec:
     sinks: a logit of each head in the softmax's denominator, without a key or a value, so that a head can attend to
       nothing. "learned" is a parameter (gpt-oss, arXiv:2508.10925); "zero" is fixed at 0, which gives
       exp(x_i) / (1 + sum_j exp(x_j)), softmax-off-by-one (arXiv:2309.17453, section 3.3); None for no such logit.
-    qk_norm: norms of queries and keys before the rotation, each head by itself ("head", Qwen3) or all heads of a token
+    qk_norm: norms of queries and keys before the rotation, each head separately ("head", Qwen3) or all heads of a token
       together ("projection", OLMo 2); None for none.
     """
 

@@ -18,7 +18,7 @@ class StepRecord(NamedTuple):
     blocks of the sequences that the step ends, which are released with it: what the pool holds for the next tokens of
     all texts, if they go on.
 
-    What the step's time depends on, for models of costs (`ksana_jax.lab.simulator`):
+    Inputs of cost models (`ksana_jax.lab.simulator`), because the step's time depends on them:
 
     began_s: when it was submitted. The device computes it from then, or from the end of the step before it, until
     ended_s. schedule_s: the host's time before that, from the last record of a busy engine, or from the call of `step`.
@@ -28,7 +28,7 @@ class StepRecord(NamedTuple):
     included, as a mean over groups of layers; patterns that see fewer are not considered. num_saved, num_copied,
     num_loaded: blocks moved to the host, on the device and from the host.
 
-    num_new_tokens: tokens that it has added to sequences, without those of beams.
+    num_new_tokens: tokens that it has added to sequences, beams excluded.
     num_draft_tokens, num_accepted_tokens: draft tokens that it verified, and those among them that were accepted.
     """
 

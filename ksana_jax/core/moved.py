@@ -129,7 +129,7 @@ class Moved(MetaPathFinder, Loader):
         assert new
         module = import_module(new)
         warnings.warn(f"{spec.name} is {new} now; the old name goes away in 0.2", DeprecationWarning, stacklevel=2)
-        # The import system sets attributes of what it loads: on a module of its own, not on the one in use.
+        # The import system sets attributes of the module that it loads: give it an alias, not the module in use.
         alias = ModuleType(spec.name, module.__doc__)
         alias.__dict__.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
         alias.__dict__["__getattr__"] = lambda name: getattr(module, name)

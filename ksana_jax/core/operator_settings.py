@@ -1,4 +1,4 @@
-"""Which implementation of each operator an engine takes: names alone, which `ops.table` knows the rest of. No jax."""
+"""Names the implementation of each operator that an engine uses; `ops.table` resolves the names. No jax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OperatorSettings:
       attention: paged attention and the write of keys and values. On a CPU "native" is C++, compiled on first use and
         kept; without a C++ compiler "xla" serves.
       linear: products with weights. On a CPU "packed" repacks weights when they are loaded and computes all that
-        a layer does besides attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
+        a layer does except attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
         64 rows of a step and XLA's for more. With "packed" and "native", a row's result is the same whatever the other
         rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with
         norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.

@@ -41,11 +41,11 @@ class PatternArrays(NamedTuple):
         return PatternArrays(*(a[index] for a in self))
 
     def visible(self, q_pos, kv_pos):
-        """Whether each key is seen by each query: boolean, shapes broadcast. Keys at or beyond FAR are never seen."""
+        """Boolean mask of the keys that each query sees; shapes broadcast. Keys at or beyond FAR are never seen."""
         return mask.visible(self, q_pos, kv_pos)
 
     def repositioned(self, q_pos, kv_pos):
-        """Whether each key is a repositioned sink for each query; shapes broadcast."""
+        """Boolean mask of each query's repositioned sinks; shapes broadcast."""
         return mask.repositioned(self, q_pos, kv_pos)
 
 
@@ -132,7 +132,7 @@ class AttentionPattern:
 
     @property
     def bounded(self) -> bool:
-        """Whether some positions become invisible to all later queries."""
+        """True if some positions become invisible to all later queries."""
         return self.window is not None and self.global_every != 1
 
     def arrays(self) -> PatternArrays:
@@ -149,7 +149,7 @@ class AttentionPattern:
         return PatternArrays(*(np.int32(v) for v in values))
 
     def visible(self, q_pos, kv_pos):
-        """Whether each key is seen by each query: boolean, shapes broadcast."""
+        """Boolean mask of the keys that each query sees; shapes broadcast."""
         return self.arrays().visible(q_pos, kv_pos)
 
     def __str__(self) -> str:
@@ -207,13 +207,13 @@ class LiveRange:
         )
 
     def seen_from(self, next_position):
-        """First text position that queries at next_position or later see, besides sinks and global positions; shapes
+        """First text position that queries at next_position or later see, except sinks and global positions; shapes
         are kept. Only where there is a window."""
         # Window 4, next query 10: it sees 7, 8, 9 and itself.
         return next_position - self.window + 1
 
     def dead_blocks(self, block_start, block_size: int, next_position):
-        """Whether no query at next_position or later sees a block's positions.
+        """Boolean: no query at next_position or later sees a block's positions.
 
         Args:
           block_start: text position of each block's first slot; integer array.

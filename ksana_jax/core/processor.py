@@ -35,7 +35,7 @@ def hidden() -> tuple[str, ...]:
 
 
 def hide(core: int = 0) -> None:
-    """Keeps XLA from what is hidden, and this process and its children on one core. Comes before jax starts.
+    """Hides features from XLA, and pins this process and its children to one core. Call before jax starts.
 
     Args:
       core: index of the core that is left, modulo their number: processes beside each other take different ones.

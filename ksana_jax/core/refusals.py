@@ -15,7 +15,7 @@ class Refusal(NamedTuple):
     """Two settings that an engine refuses together.
 
     reason: why, as it follows the names of both in the error. principle: whether no implementation could serve both;
-    otherwise nobody has built it.
+    otherwise it is merely not built.
     """
 
     setting: str

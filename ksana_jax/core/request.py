@@ -84,12 +84,12 @@ class SamplingParams:
       bad_words: strings whose tokens, as tokenized at the start of a text or after a space, are never completed; other
         tokenizations of a string are not caught.
       allowed_token_ids: the only ids that may be chosen; None allows all.
-      logprobs: number of top tokens whose log-probabilities are returned with that of the chosen token; None for none.
+      logprobs: number of top tokens whose log-probabilities are returned besides the chosen token's; None for none.
       prompt_logprobs: number of top tokens whose log-probabilities are returned for each prompt token; None for none.
       detokenize: whether to produce text.
       skip_special_tokens: omit special tokens from the text.
 
-    Log-probabilities are those of the model, before penalties, temperature and truncation.
+    Log-probabilities are the model's, before penalties, temperature and truncation.
 
     Raises:
       ValueError: a field is out of range; the message gives the range.
@@ -226,7 +226,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether penalties or biases change the scores."""
+        """True if penalties or biases change the scores."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalties or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 

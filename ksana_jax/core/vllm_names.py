@@ -29,7 +29,7 @@ class Name(NamedTuple):
       note: one sentence on why other values are refused, or on the alternative.
       neutral: values that request what happens here anyway; they are accepted and have no effect.
       here: name of the corresponding setting.
-      value: converts vLLM's value to that of `here`.
+      value: converts vLLM's value to `here`'s.
       examples: values as written in code, for the documentation and its test.
     """
 
@@ -60,7 +60,7 @@ RENAMED = (
 )
 
 # Keywords that have no name here: a note, and below it those that it explains, each as
-#     NAME = values that ask for what happens here anyway | examples; for; the; documentation
+#     NAME = values that request this engine's only behaviour | examples; for; the; documentation
 MISSING = {
     LLM: """
 policy= selects a built-in order, or takes a function of your own

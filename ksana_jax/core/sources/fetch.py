@@ -113,7 +113,7 @@ def _download(name: str, wanted: Fetchable, folder: Path) -> list[Path]:
 
 
 def _is_of(wheel: Path, package: str) -> bool:
-    """Whether a wheel belongs to a package, "name==version"; file names have underscores for dashes and dots."""
+    """True if a wheel belongs to a package, "name==version"; file names have underscores for dashes and dots."""
     name, _, version = package.partition("==")
     plain = [part.lower().replace("-", "_").replace(".", "_") for part in (name, wheel.name.split("-")[0])]
     return plain[0] == plain[1] and wheel.name.split("-")[1] == version

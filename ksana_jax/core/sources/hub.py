@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: their names, their copies in the hub's cache, and downloads of what is missing.
+"""Models of the Hugging Face hub: their names, their copies in the hub's cache, and downloads of missing files.
 
 Only files that are read are downloaded. huggingface_hub is imported when the first name of the hub is met: importing it
 takes longer than loading a small model.
@@ -20,7 +20,7 @@ from ksana_jax.core.errors import LoadError
 
 logger = logging.getLogger("ksana_jax")
 
-# What a model directory may have beside its weights.
+# Files that a model directory may have besides its weights.
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json")
@@ -168,7 +168,7 @@ def _parts(file: str) -> list[str]:
 
 
 def _weights(folder: Path) -> list[str]:
-    """Returns the files of weights: one, or those that an index names. Of an unusable index, the loader says why."""
+    """Returns the files of weights: one, or those that an index names. The loader explains why an index is unusable."""
     index = folder / INDEX
     if (folder / SINGLE).is_file() or not os.path.lexists(index):
         return [SINGLE]

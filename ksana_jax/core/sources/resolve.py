@@ -27,8 +27,8 @@ def model_path(model: str | os.PathLike[str], *, weights: bool = True, download:
 
     Args:
       model: in this order, an existing path (~ is the home folder), the name of a shipped model, a name that `ksana
-        fetch` knows, or a name of the Hugging Face hub (`HubName`), whose missing files are downloaded. Of a
-        config.json, its directory is meant.
+        fetch` knows, or a name of the Hugging Face hub (`HubName`), whose missing files are downloaded. A
+        config.json stands for its directory.
       weights: False where config and tokenizer are enough; then only these are downloaded.
       download: False raises instead of downloading.
 
