@@ -1,4 +1,4 @@
-"""What the engine asks of a device, found by looking and, on platforms that this project has not met, by trying."""
+"""Detects a device's capabilities by looking and, on platforms unknown to this project, by trying."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What a device can do.
+    """Capabilities of a device.
 
     Args:
       platform: see `platform_of`. kind: as the device names it.
@@ -60,7 +60,7 @@ def staging_memory(kinds: Collection[str], shares_host_memory: bool) -> str:
 
 
 def _shares_host_memory(device: Any) -> bool:
-    """Whether NumPy reads a device's arrays where they are."""
+    """True if NumPy reads a device's arrays where they are."""
     array = jax.device_put(np.zeros(16, np.float32), jax.sharding.SingleDeviceSharding(device))
     try:
         return array.unsafe_buffer_pointer() == np.asarray(array).ctypes.data
@@ -128,8 +128,8 @@ def _sizes(compiled: Any) -> bool:
 
 
 def stored_as_bits(device: Any) -> Container[str]:
-    """Returns the types that a pool stores as unsigned integers of the same bits: those of which a compiler would
-    convert the whole pool at each scatter. On platforms that this project has not met, a type is tried when it is first
+    """Returns the types that a pool stores as unsigned integers of the same bits, because the compiler would
+    convert the whole pool at each scatter. On platforms unknown to this project, a type is tried when it is first
     asked for."""
     platform = platform_of(device)
     return tuning(platform).stored_as_bits if platform in KNOWN else _TriedBits(device)
@@ -145,7 +145,7 @@ class _TriedBits(Container[str]):
 
 @functools.cache
 def _converts_pool(device: Any, dtype: str) -> bool:
-    """Whether a scatter into a pool of a type takes as much memory again."""
+    """True if a scatter into a pool of a type allocates a second pool."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     pool = jax.ShapeDtypeStruct((1024, 64), jnp.dtype(dtype), sharding=sharding)
     rows = jax.ShapeDtypeStruct((4, 64), jnp.dtype(dtype), sharding=sharding)
@@ -196,7 +196,7 @@ def _branch(number: jax.Array) -> jax.Array:
 def _works(
     device: Any, function: Callable[[Any], Any], argument: Any = THREEFRY_WORDS[0], expected: Any = None
 ) -> bool:
-    """Whether a function runs on a device, and gives what is expected of it."""
+    """True if a function runs on a device, and returns the expected result."""
     try:
         with jax.ensure_compile_time_eval():  # asked while a step is traced, too
             given = jax.device_put(argument, jax.sharding.SingleDeviceSharding(device))

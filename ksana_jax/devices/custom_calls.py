@@ -102,7 +102,7 @@ def connect(platform: str) -> str | None:
     ffi = _FfiExtension.from_address(ctypes.addressof(extension))
     if not ffi.register_handler:
         return "the FFI extension of the plugin's PJRT C API lacks PJRT_FFI_Register_Handler"
-    # XLA looks functions up by what the plugin calls itself, which need not be the name that it is registered by.
+    # XLA looks functions up by the plugin's own platform name, which may differ from its registered one.
     itself = str(xla_bridge.backends()[platform].platform)
     xla_client.register_custom_call_handler(platform, functools.partial(_register, api, ffi, itself))
     return None
@@ -127,7 +127,7 @@ def _register(
     if api_version != 1 or isinstance(function, dict):
         raise NotImplementedError(f"{name}: a plugin takes typed functions of one stage (api_version 1)")
     name = name.encode() if isinstance(name, str) else name
-    # Names of capsules differ: None of `jax.ffi.pycapsule`, "xla._CUSTOM_CALL_TARGET" of others.
+    # Names of capsules differ: None from `jax.ffi.pycapsule`, "xla._CUSTOM_CALL_TARGET" from others.
     address, platform = _address(function, _name(function)), itself.encode()
     arguments = _Registered(ctypes.sizeof(_Registered), name, len(name), address, platform, len(platform), int(traits))
     if error := _function(ffi.register_handler)(ctypes.byref(arguments)):

@@ -1,4 +1,4 @@
-"""What programs are made of on a device, and the ways around what its compiler lacks. Knows no names of platforms."""
+"""Operations that a device's compiler supports, and workarounds for the others. Knows no names of platforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREEFRY, RBG = "threefry", "rbg"
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What the compiler of a device has.
+    """Features of a device's compiler.
 
     Args:
       dynamic_loops: loops whose number of turns is found by the program itself.
@@ -63,7 +63,7 @@ class Features:
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(*operands), no(*operands))
 
 
-# Of CPUs, GPUs and TPUs.
+# CPUs, GPUs and TPUs have them.
 ALL_FEATURES = Features()
 
 # Key and counter of threefry, and what becomes of them: of the test vectors of the library Random123.

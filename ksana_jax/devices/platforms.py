@@ -24,7 +24,7 @@ def platform_of(device: Any = None) -> str:
 
 
 def is_of(device: Any, platform: str) -> bool:
-    """Whether a device is of a platform, by jax's name of its backend or by an alias of that name, such as "gpu"."""
+    """True if a device is of a platform, by jax's name of its backend or by an alias of that name, such as "gpu"."""
     from jax._src import xla_bridge
 
     backends = xla_bridge.backends()

@@ -1,4 +1,4 @@
-"""What is set by platform because it was measured there: speed, not results. The only table by platform's name; others
+"""Settings by platform, from measurements there: speed, not results. The only table by platform's name; others
 get defaults that run everywhere. Knows no jax.
 
 What a device can do is asked of it, see `capabilities`.
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What a platform is served with.
+    """Tuned settings of a platform.
 
     Args:
-      compiler_options: of XLA, for a step. few_tokens: up to so many, and a step has few_tokens_options instead.
-      layers_of_program: a step is compiled as programs of up to so many layers; None: as one program.
+      compiler_options: XLA's, for a step. few_tokens: steps of up to this many tokens have few_tokens_options instead.
+      layers_of_program: maximum layers of one compiled program; None compiles a step as one program.
       least_rows: minimum rows of XLA's matrix products of bfloat16.
       joins_matrices: whether weights that multiply the same input are kept as one matrix.
       chooses_in_step: whether a step of decodes alone and the choice of its tokens are one program.
