@@ -50,6 +50,6 @@ def place_on_absent(devices: Sequence[Any]) -> Placement:
 
 
 def only_compile() -> None:
-    """Lets jax use the CPU only: plugins are there for their compilers, and jax would look for devices, and complain
-    where there are none."""
+    """Lets jax use the CPU only: plugins are loaded for their compilers, and jax would look for devices, and complain
+    if it found none."""
     jax.config.update("jax_platforms", "cpu")

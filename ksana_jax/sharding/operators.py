@@ -54,5 +54,5 @@ def _divided(w: Any) -> Any:
 
 
 def _once(bias: jax.Array) -> jax.Array:
-    """A bias that the first device adds, and zeros on the others."""
+    """The bias on the first device, and zeros on the others."""
     return jnp.where(jax.lax.axis_index(AXIS) == 0, bias, 0)

@@ -1,4 +1,4 @@
-"""Where an engine's arrays and programs are: on one device, or divided among several. Knows no steps."""
+"""Places an engine's arrays and programs on one device, or divides them among several. Knows no steps."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Placement:
 
     @property
     def num_local(self) -> int:
-        """Number of devices of this process; the others are those of other processes."""
+        """Number of this process's devices; other processes have the rest."""
         return self.num_devices
 
     def connect(self) -> None:
-        """Connects the devices with those of other processes, if there are any."""
+        """Connects the devices with other processes' devices, if any."""
 
     @property
     def features(self) -> Features:
-        """What programs are made of on the devices."""
+        """Features that programs may use on the devices."""
         return features(self.device)
 
     def local_model(self, config: ModelConfig) -> ModelConfig:

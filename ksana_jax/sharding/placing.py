@@ -38,7 +38,7 @@ def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_
                 asked = f"data_parallel_size {num_replicas} x tensor_parallel_size {num_devices} needs as many devices"
             raise ConfigError(f"{asked}, {where} {_counted(devices, local * num_replicas)}")
         found += devices[replica * local : (replica + 1) * local]
-    if platform_of(found[0]) == "cpu" and local > 1:  # jax's own, of which the number of threads is known
+    if platform_of(found[0]) == "cpu" and local > 1:  # jax's own, whose number of threads is known
         _check_threads(num_devices, local * num_replicas)
     return Placement(found[0]) if num_devices == 1 else TensorParallel(found)
 

@@ -1,4 +1,4 @@
-"""What one of several devices has of a model: sizes, and the rows and columns of each matrix. Knows no arrays."""
+"""One device's part of a divided model: sizes, and the rows and columns of each matrix. Knows no arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
 def local_vocabulary(vocab_size: int, num_devices: int) -> int:
     """Returns how many ids each device has, the last ones perhaps beyond the vocabulary.
 
-    They are whole groups of those by which a token is drawn, so that the draw is that of one device.
+    They are whole groups of the sampler's, so that the draw equals one device's.
     """
     if num_devices == 1:
         return vocab_size
@@ -72,7 +72,7 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> Iterator[str]:
-    """Compares the shapes of a device's parts of weights with those of the model that it computes."""
+    """Compares the shapes of a device's parts of weights with the weights of the model that it computes."""
     whole, parts = param_shapes(config), param_shapes(local)
     for weights, of_device in dict.fromkeys(((whole, parts), *zip(whole.layers, parts.layers, strict=True))):
         wanted = weights_of(of_device)

@@ -1,4 +1,4 @@
-"""Which axis of each array is divided among devices, as `PartitionSpec`s."""
+"""`PartitionSpec`s: the axis of each array that devices divide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ksana_jax.sharding.shares import division
 
 # Name of the mesh's axis.
 AXIS = "tensor"
-# Of arrays that are whole on every device, and of leaves [M, *shape] of the pool, whose kv heads are divided.
+# Specs of replicated arrays, and of the pool's leaves [M, *shape], whose KV heads are divided.
 EVERYWHERE = PartitionSpec()
 BY_HEAD = PartitionSpec(*[None] * (1 + KV_HEADS), AXIS)
 
@@ -45,8 +45,8 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def specs_of(argument: Any) -> Any:
-    """Returns the specs of one argument of a program, a tree like it: of weights, of pools, or of what is whole, as an
-    embedding in the host's memory is, which no program reads."""
+    """Returns the specs of one argument, a tree like it: weights, pools, or replicated arguments, including a host-side
+    embedding, which no program reads."""
 
     def of_weight(path: Any, weight: Any) -> PartitionSpec:
         return EVERYWHERE if isinstance(weight, np.ndarray) else spec_of_weight(path, weight.shape)

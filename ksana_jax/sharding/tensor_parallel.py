@@ -42,7 +42,7 @@ class TensorParallel(Placement):
 
     @staticmethod
     def of_this_process(devices: Sequence[Any]) -> Sequence[Any]:
-        """Returns those of the devices that this process has."""
+        """Returns the devices that belong to this process."""
         return [device for device in devices if device.process_index == jax.process_index()]
 
     @property
@@ -50,9 +50,9 @@ class TensorParallel(Placement):
         return len(self._here)
 
     def connect(self) -> None:
-        """Adds up something over all devices, for which those of other processes are connected.
+        """Sums a value over all devices, which connects the processes.
 
-        On a CPU gloo says so on standard output, which is for what a program prints.
+        On a CPU gloo reports the connection on standard output, which belongs to the program's output.
         """
         if self.num_local == self.num_devices:
             return
@@ -118,7 +118,7 @@ class TensorParallel(Placement):
             repeats = max(self.num_devices // config.num_kv_heads, 1)
             rows //= repeats
         shape = (rows, *weight.shape[1:])
-        if self.num_local < self.num_devices:  # of what this process has
+        if self.num_local < self.num_devices:  # of this process's parts
             part = weight.addressable_shards[0].data.reshape(-1)
             return shape, np.asarray(part[:: max(part.size // most, 1)])
         size = math.prod(shape)
@@ -214,7 +214,7 @@ class TensorParallel(Placement):
 
 
 class _Jitted(NamedTuple):
-    """What `TensorParallel.jit` returns: specs follow from the arguments."""
+    """Function returned by `TensorParallel.jit`, whose specs follow from the arguments."""
 
     placement: TensorParallel
     function: Callable

@@ -1,4 +1,4 @@
-"""A vocabulary of which each device has some ids: sampling exchanges candidates, never the scores of all ids."""
+"""A vocabulary divided among devices: sampling exchanges candidates, never the scores of all ids."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DividedVocabulary(Vocabulary):
 
     def best(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids, values = (jax.lax.all_gather(x, AXIS) for x in (ids + self._first, values))
-        # Of equal values the first is taken, and NaN for the largest.
+        # The first of equal values wins, and NaN counts as the largest.
         chosen = jnp.argmax(values, axis=0)[None]
         found_ids, found_values = (jnp.take_along_axis(x, chosen, axis=0)[0] for x in (ids, values))
         return found_ids, found_values
