@@ -1,7 +1,7 @@
 """Rules by which draft tokens are accepted: pure functions of NumPy or jax arrays, under jit too.
 
-A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first of them after the text and the others
-after one draft token more; the draft model gave K, from which the draft tokens were drawn.
+A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first after the text and each further one
+after one more draft token; the draft model gave K, and the draft tokens were drawn from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def equal_sampled(tokens: Array, following: Array) -> Array:
     """Returns which draft tokens [J] equal what the model has sampled in their places: those before the first that does
     not are accepted, see `num_before`.
 
-    The tokens sampled up to there, and the one that differs from the draft, are those of plain decoding: each was drawn
+    The tokens sampled up to there, and the one that differs from the draft, equal plain decoding's: each was drawn
     from the model's distribution after the text before it, with the random numbers of its place. The one that differs
     must not be drawn again, or the drafts would bias it.
 
@@ -93,7 +93,7 @@ def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
 
 
 def accept_rejection(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array, xp: Any) -> tuple[Array, Array]:
-    """Accepts draft tokens one after the other; texts are distributed as those of the target.
+    """Accepts draft tokens one after the other; texts have the target's distribution.
 
     Args:
       p, q, ids: see `rejection_probabilities`. counts: [R] draft tokens of each row.
@@ -123,7 +123,7 @@ def block_probabilities(p: Array, q: Array, ids: Array, counts: Array, xp: Any) 
         weights.append(xp.minimum(weights[-1] * ratio, 1.0))
     weight = xp.stack(weights, axis=1)
     left = xp.maximum(weight[:, :-1, None] * p[:, :-1] - q, 0.0).sum(axis=2)
-    # Of the first i tokens, which others follow: h_i; of all of them: P_K.
+    # h_i for the first i < K tokens, and P_K for all of them.
     among = left[:, 1:] / xp.maximum(left[:, 1:] + 1 - weight[:, 1:-1], xp.finfo(p.dtype).tiny)
     among = xp.concatenate([among, weight[:, -1:]], axis=1)
     last = xp.arange(1, ids.shape[1] + 1) == counts[:, None]
@@ -131,8 +131,8 @@ def block_probabilities(p: Array, q: Array, ids: Array, counts: Array, xp: Any) 
 
 
 def accept_block(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array, xp: Any) -> tuple[Array, Array]:
-    """Accepts the longest beginning of a draft of which it may be; never fewer tokens in the mean than
-    `accept_rejection`, whose arguments and results it has."""
+    """Accepts the longest prefix of a draft that keeps the distribution; on average at least as many tokens as
+    `accept_rejection`, with the same arguments and results."""
     probabilities, weight = block_probabilities(p, q, ids, counts, xp)
     nth = xp.arange(1, ids.shape[1] + 1)
     accepted = (uniforms < probabilities) & (nth <= counts[:, None])
@@ -148,7 +148,7 @@ def rule_of(acceptance: str, samples: bool) -> str:
     """Returns the rule that a program needs for one by which drafts are accepted.
 
     Args:
-      samples: whether there are sampling settings. Of the most probable tokens, rules that compare distributions accept
+      samples: whether there are sampling settings. For greedy rows, rules that compare distributions accept
         the same as "sampled".
     """
     return "sampled" if acceptance in RULES and not samples else acceptance

@@ -15,7 +15,7 @@ def gumbel_noise(settings: SamplingArrays, size: int, generator: str) -> jax.Arr
     """Returns Gumbel noise [S, size] of each row's seed, at its place in the random stream.
 
     Args:
-      generator: "threefry", whose numbers are the same everywhere: those of `jax.random.gumbel` with the key
+      generator: "threefry", whose numbers are the same everywhere, equal to `jax.random.gumbel` with the key
         `fold_in(seed, num_outputs)`, in additions, shifts and exclusive ors of 32 bits. Or "rbg", the random bits of
         the device's own generator: a compiler's choice, so that tokens differ from threefry's and from one kind of
         device to another.
@@ -32,7 +32,7 @@ def gumbel_noise(settings: SamplingArrays, size: int, generator: str) -> jax.Arr
 
 
 def _threefry_bits(seed: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """Returns uint32 [size] of a seed [2] at a place in its stream; those of jax with jax_threefry_partitionable."""
+    """Returns uint32 [size] of a seed [2] at a place in its stream, as jax with jax_threefry_partitionable."""
     key = threefry_2x32(seed, jnp.stack([jnp.uint32(0), at.astype(jnp.uint32)]))
     counts = jnp.arange(size, dtype=jnp.uint32)
     both = threefry_2x32(key, jnp.concatenate([jnp.zeros_like(counts), counts]))
@@ -48,7 +48,7 @@ def _rbg_bits(seed: jax.Array, at: jax.Array, size: int) -> jax.Array:
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:
-    """Returns Gumbel noise of uniform uint32; that of `jax.random.gumbel`, to the bit."""
+    """Returns Gumbel noise of uniform uint32, bitwise equal to `jax.random.gumbel`."""
     tiny = jnp.finfo(jnp.float32).tiny
     in_1_2 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = jnp.maximum((in_1_2 - 1.0) * (1.0 - tiny) + tiny, tiny)
@@ -63,5 +63,5 @@ def uniforms(settings: SamplingArrays, generator: str) -> jax.Array:
 
 
 def of_stream(settings: SamplingArrays, number: int) -> SamplingArrays:
-    """Returns settings whose random numbers are independent of those of others; number: of the stream, above 0."""
+    """Returns settings of an independent random stream; number: the stream's, above 0."""
     return settings._replace(seeds=settings.seeds ^ jnp.array([number << 16, 0x5BD1E995], jnp.uint32))

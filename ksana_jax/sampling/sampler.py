@@ -11,7 +11,7 @@ from ksana_jax.sampling.truncation import Limits, least_kept
 from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
 from ksana_jax.scheduler.step.types import SamplingArrays
 
-# Width of the groups in which the scores of a row are searched and drawn from.
+# Width of the groups of a row's scores that top-k search and drawing use.
 GROUP = 128
 
 
@@ -20,7 +20,7 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vo
     """Samples one token [S] for each row of float32 scores [S, V]; settings None takes the most probable in all rows.
 
     Args:
-      vocabulary: of which the scores, penalties and biases are a part.
+      vocabulary: maps this device's scores, penalties and biases to the whole vocabulary.
 
     A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
     Among equal scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets
@@ -85,7 +85,7 @@ def _draw(
     settings: SamplingArrays,
     vocabulary: Vocabulary,
 ) -> jax.Array:
-    """Draws a token [S] from the softmax of those of a row's scores / temperature [S] that are at least `least` [S].
+    """Draws a token [S] from the softmax of scores / temperature [S], over scores of at least `least` [S].
 
     The Gumbel-max trick (the argmax of score + noise is distributed as the softmax of the scores) first draws a group
     by the logarithm of its sum, then a token of it: noise for G + W numbers, not for V.
@@ -147,7 +147,7 @@ def score(
     Args:
       logits_SV: float32 scores [S, V].
       tokens: [S] ids; results for negative ids are undefined.
-      vocabulary: of which the scores are a part.
+      vocabulary: maps this device's scores to the whole vocabulary.
 
     Returns:
       logprob [S], rank [S] (1 for the most probable; ties share the better rank), top ids [S, num_top] and their

@@ -16,7 +16,7 @@ NUM_CANDIDATES = 256
 
 
 class Limits(NamedTuple):
-    """Which tokens are drawn from, [S] each.
+    """Limits on the tokens that can be drawn, [S] each.
 
     top_k: below 1 keeps all. top_p: in (0, 1]; keeps the smallest set that reaches this probability. min_p: minimum
     probability relative to the best token's.
@@ -38,7 +38,7 @@ def least_kept(
 
     Args:
       best: [S] best score. temperature: [S], above 0: probabilities are the softmax of scores / temperature.
-      vocabulary: of which the scores are a part.
+      vocabulary: maps this device's scores to the whole vocabulary.
 
     Tokens that tie with the last one kept are kept too. Source: nucleus sampling, arXiv:1904.09751; min-p,
     arXiv:2407.01082.
@@ -80,7 +80,7 @@ def _among_best(
     by_k = jnp.take_along_axis(candidates, jnp.minimum(k, most)[:, None] - 1, axis=-1, mode="clip")[:, 0]
     floor_k = jnp.where(k < vocab, by_k, -jnp.inf)
     sums = running_sum(jnp.where(candidates >= floor_k[:, None], weigh(candidates), 0.0))
-    # top_p applies to what top_k has kept.
+    # top_p applies to the tokens that top_k has kept.
     total = jnp.where(k < vocab, sums[:, -1], vocabulary.sum(sum_by_halves(weigh(logits_SV))))
     reached = sums >= (top_p * total)[:, None]
     floor_p = jnp.take_along_axis(candidates, jnp.argmax(reached, axis=-1)[:, None], axis=-1, mode="clip")[:, 0]

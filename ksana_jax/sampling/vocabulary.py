@@ -1,4 +1,4 @@
-"""How the functions of this package look at scores: those of the whole vocabulary, where one device has them all."""
+"""The sampling functions' view of scores: here one device has the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ksana_jax.devices.features import ALL_FEATURES, Features
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The scores [S, V] that a function gets, as part of those of the vocabulary: here all of them.
+    """Relates the scores [S, V] that a function gets to the whole vocabulary: here they are all of it.
 
     `sharding.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
     on all of them.
@@ -27,7 +27,7 @@ class Vocabulary:
         return scores_SV.shape[-1]
 
     def own(self, x_SV: jax.Array) -> jax.Array:
-        """Returns of numbers for the whole vocabulary those of this device."""
+        """Selects this device's part of numbers for the whole vocabulary."""
         return x_SV
 
     def without_padding(self, scores_SV: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ class Vocabulary:
         return scores_SGW.shape[1]
 
     def own_groups(self, x_SG: jax.Array) -> jax.Array:
-        """Returns of numbers for all groups those of this device."""
+        """Selects this device's part of numbers for all groups."""
         return x_SG
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -47,11 +47,11 @@ class Vocabulary:
         return x
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Returns the largest of what devices have found; NaN if one of them is."""
+        """Returns the maximum over devices; NaN if any value is NaN."""
         return x
 
     def min(self, x: jax.Array) -> jax.Array:
-        """Returns the least of what devices have found."""
+        """Returns the minimum over devices."""
         return x
 
     def best(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def largest(x_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         return values, ids
     padded = jnp.pad(x_SV, ((0, 0), (0, -width % SEARCHED_TOGETHER)), constant_values=-jnp.inf)
     groups_SGW = padded.reshape(rows, num_groups, SEARCHED_TOGETHER)
-    # In the order of their ids, so that of equal numbers the first is that with the lowest id.
+    # Sorted by id, so that the lowest id comes first among equal scores.
     groups = jnp.sort(jax.lax.top_k(jnp.max(groups_SGW, axis=-1), count)[1], axis=-1)
     found = jnp.take_along_axis(groups_SGW, groups[:, :, None], axis=1, mode="clip").reshape(rows, -1)
     values, at = jax.lax.top_k(found, count)
