@@ -1,6 +1,6 @@
 """How byte-level BPE in GGUF files splits a text into words, by the name in `tokenizer.ggml.pre`. Knows names only.
 
-The words are those of llama.cpp, also where a model's tokenizer.json has others: for tekken and gpt-4o, a letter
+The words equal llama.cpp's, even where a model's tokenizer.json splits differently: for tekken and gpt-4o, a letter
 outside ASCII is upper and lower case at once, and no combining mark belongs to a word.
 Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp.
 """

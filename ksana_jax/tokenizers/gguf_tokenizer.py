@@ -20,7 +20,7 @@ from ksana_jax.tokenizers.gguf_splits import SPLITS
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPECIAL = (UNKNOWN, CONTROL)
 _WHOLE = "iu"
-# What converters write for a token that a model lacks: -1, or its 32 bits.
+# Converters write this for a token that a model lacks: -1, or its 32 bits.
 _NO_ID = (-1, 2**32 - 1)
 
 
@@ -66,7 +66,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     tokenizer.more_eos_ids = fields.special_ids().eos
     try:
         tokenizer.set_templates(fields.chat_templates(), source)
-    except TokenizerError as error:  # only those who chat need one
+    except TokenizerError as error:  # only chats need one
         tokenizer.no_template = str(error)
     return tokenizer
 
@@ -116,7 +116,7 @@ class _Fields:
         return tokens
 
     def numbers(self, name: str, kinds: str) -> np.ndarray | None:
-        """Reads an array with a number for each token; kinds are those of NumPy's dtypes."""
+        """Reads an array with a number for each token; kinds: NumPy's dtype kinds."""
         value = self._metadata.get(f"tokenizer.ggml.{name}")
         if value is None:
             return None
@@ -251,7 +251,7 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
         # A space in a text becomes MARK before merging, so a token with MARK is not found in texts.
         if kind == UNKNOWN or (kind == USER_DEFINED and MARK not in token):
             added[index] = AddedToken(token, index, special=kind == UNKNOWN)
-        # The numbers are those of SentencePiece. Merging takes user-defined and unused tokens for normal ones.
+        # SentencePiece's numbers. Merging treats user-defined and unused tokens as normal ones.
         merged = kind not in (UNKNOWN, CONTROL, BYTE)
         proto.pieces.add(piece=token, score=score, type=NORMAL if merged else kind)
     bos, eos = fields.added(add_bos=True)

@@ -35,7 +35,7 @@ def growth(step: Mapping[str, Any] | None, length: float = 1.0) -> float:
     if kind == "Prepend":
         return length + len(step["prepend"])
     if kind == "ByteLevel":
-        return length * 2  # a non-ASCII character is two or more bytes, each of which may map to a non-ASCII character
+        return length * 2  # a non-ASCII character is two or more bytes, each may map to a non-ASCII character
     if kind == "Precompiled":
         return length * _longest_replacement(step["precompiled_charsmap"])
     return length

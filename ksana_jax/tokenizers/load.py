@@ -91,9 +91,9 @@ def _special_token(name: str, sources: Mapping[Path, Mapping[str, Any]]) -> str 
 
 
 def _read_template(tokenizer: Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:
-    """Reads chat templates from chat_template.jinja and the folder of the others, or else tokenizer_config.json.
+    """Reads chat templates from chat_template.jinja and the folder of further templates, or else tokenizer_config.json.
 
-    One that cannot be used is an error only for those who chat.
+    An unusable template is an error only for chats.
     """
     try:
         tokenizer.set_templates(_named_templates(directory, config), str(directory / CONFIG))

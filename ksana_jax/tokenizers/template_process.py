@@ -52,7 +52,7 @@ class _Sandbox:
                 self._start()
             try:
                 answer = _exchange(self._process, line)
-            except BaseException:  # such as Ctrl-C; the answer would be taken for that of the next request
+            except BaseException:  # such as Ctrl-C; the answer would be taken for the next request's
                 self._process.kill()
                 self._process.wait()
                 raise

@@ -69,7 +69,7 @@ def render(source: str, given: Mapping[str, Any], now: str | None, most: int) ->
       most: characters of output.
 
     Raises:
-      ValueError: the output is longer. Besides, a template can make Python raise anything.
+      ValueError: the output is longer. A template can also make Python raise anything.
     """
     time = datetime.datetime.now() if now is None else datetime.datetime.fromisoformat(now)
     parts, length = [], 0
