@@ -122,7 +122,7 @@ class _Tiles(NamedTuple):
         return slot_positions - self.positions[:, :1]
 
     def key_positions(self, slot_positions):
-        """Returns at what positions [S, C] the keys in slots are seen: those of tree nodes at that of their queries."""
+        """Returns the positions [S, C] of the keys in slots; tree nodes take their queries' position."""
         if self.ancestors is None:
             return slot_positions
         nodes, last = self.nodes(slot_positions), self.positions.shape[1] - 1
@@ -193,7 +193,7 @@ def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):
 def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
-    The number of pieces is that of the longest table in use, found on the device: time follows the text, not the
+    The number of pieces follows from the longest table in use, found on the device: time follows the text, not the
     width P that the step was compiled for, unless the device has no loops of dynamic length.
 
     Source: online softmax, arXiv:2205.14135, algorithm 1.

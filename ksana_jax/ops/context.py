@@ -1,4 +1,4 @@
-"""What attention reads besides queries, keys and values. Knows no pool."""
+"""Inputs of attention besides queries, keys and values. Knows no pool."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
 class AttentionContext(NamedTuple):
-    """What attention in one layer reads besides q, k and v: tables, positions, pattern, rope, caps and sinks.
+    """Inputs of attention in one layer besides q, k and v: tables, positions, pattern, rope, caps and sinks.
 
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
-    of decodes share leading blocks, a decode row sees those of its group's table and of its own. pattern: which text
+    of decodes share leading blocks, a decode row sees its group's table and then its own. pattern: which text
     positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
     denominator. observer: None where no eviction method looks on. residual: with a block codec, of the exact keys and
-    of the exact values the index among those of a block, and the batch with the tables of their group; else None.
-    features: what programs are made of on the device.
+    of the exact values the layer's index in a block, and the batch with the tables of their group; else None.
+    features: operations that programs may use on the device.
     """
 
     layer: int

@@ -104,7 +104,7 @@ IMPLEMENTATIONS = (
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns all implementations in order of preference: those of installed packages, then our own.
+    """Returns all implementations in order of preference: installed packages' first, then our own.
 
     Raises:
       ConfigError: a package's entry point is not an Implementation of that name, or cannot be imported.
@@ -159,7 +159,7 @@ def explain(needs: Requirements | None = None) -> list[tuple[str, bool, str]]:
     """Returns, for each implementation of paged attention, its name, whether it is used, and why (not).
 
     Args:
-      needs: by default those of a Llama-8B in bfloat16 with blocks of 64, on this process's device.
+      needs: by default a Llama-8B in bfloat16 with blocks of 64, on this process's device.
     """
     if needs is None:
         needs = example_needs()

@@ -1,4 +1,4 @@
-"""What `numerics: invariant` needs: operators whose result for one row of a step does not depend on the other rows."""
+"""Operators for `numerics: invariant`: a row's result does not depend on the other rows of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ksana_jax.ops.native_kernels import CODECS
 from ksana_jax.ops.norm import kinds_of, not_native
 from ksana_jax.ops.requirements import Requirements
 
-# The implementation of attention that computes each row by itself.
+# The implementation of attention that computes each row separately.
 ROW_BY_ROW = "native"
 
 

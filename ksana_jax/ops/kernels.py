@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
         """Returns the kernel for one call."""
         if call.tile == 1:
             return self.decode
-        # What is shared is few tiles over many keys: they are split among all workers by the other one alone.
+        # Shared blocks give few tiles over many keys: only the ragged kernel splits them among all workers.
         if self.prefill is None or call.tile * asked.group < PREFILL_ROWS:
             return self.ragged
         return self.ragged if self.prefill.unsupported(asked) else self.prefill
@@ -215,7 +215,7 @@ def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
 
 
 def lacks(kernels: Kernels, needs: Requirements) -> str | None:
-    """Returns what the kernels do not support besides codecs, or None."""
+    """Returns the first unsupported requirement other than codecs, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
     if (method := needs.eviction) is not None:

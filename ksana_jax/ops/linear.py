@@ -64,7 +64,7 @@ class LinearImplementation(NamedTuple):
         return getattr(importlib.import_module(module), name)(self.apply, normaliser)
 
     def weights(self, params: Params, config: ModelConfig, joins: bool, *, consume: bool = False) -> Params:
-        """Returns weights in the form in which the products read them.
+        """Returns weights in the form that the products read.
 
         Args:
           params: weights, or their shapes.

@@ -25,7 +25,7 @@ class Observer(NamedTuple):
 
     @property
     def unrotated_keys(self) -> bool:
-        """Whether keys are stored before the rotation, and rotated by their index in the cache when they are read."""
+        """True if keys are stored before the rotation, and rotated by their index in the cache when they are read."""
         return self.method.positions == "cache"
 
 

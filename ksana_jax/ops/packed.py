@@ -1,4 +1,4 @@
-"""Packed weights, and the operators of a layer with them: two calls into C++ for each layer, besides attention."""
+"""Packed weights, and the operators of a layer with them: two calls into C++ for each layer, attention excluded."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def _norms(spec: NormSpec) -> Norms | None:
 
 
 def _are_packed(*matrices: Any) -> bool:
-    """Whether one call takes them: all are packed, and either all or none in blocks."""
+    """True if one call takes them: all are packed, and either all or none in blocks."""
     return len(kinds := {type(w) for w in matrices}) == 1 and kinds <= {PackedMatrix, PackedBlocks}

@@ -1,4 +1,4 @@
-"""Packs matrices into the order in which a processor's vectors read them (`packed.PackedMatrix`), and unpacks them."""
+"""Packs matrices into the order that a processor's vectors read (`packed.PackedMatrix`), and unpacks them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ksana_jax.ops.packed import PackedMatrix
 
 
 def can_pack(w: Any) -> bool:
-    """Whether this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words, or a
+    """True if this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words, or a
     `BlockMatrix`."""
     if isinstance(w, BlockMatrix):
         return True
@@ -59,7 +59,7 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
 
     Args:
       params: weights, or their shapes.
-      consume: deletes each array that has been packed, so that there need be room for one matrix only besides them.
+      consume: deletes each array once it is packed, so that the extra memory is one matrix.
     """
     abstract = isinstance(params.final_norm, jax.ShapeDtypeStruct)
 
@@ -71,7 +71,7 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
         made = jax.block_until_ready(pack(w))
         if consume:
             for array in jax.tree.leaves(w)[: None if isinstance(w, BlockMatrix) else 1]:
-                array.delete()  # its numbers; vectors beside them go on
+                array.delete()  # its numbers; its vectors stay in use
         return made
 
     layers = []

@@ -49,7 +49,7 @@ class KVCache:
 
     @property
     def unrotated_keys(self) -> bool:
-        """Whether keys are stored before the rotation, for all layers and eviction methods."""
+        """True if keys are stored before the rotation, for all layers and eviction methods."""
         return False
 
     @property

@@ -18,7 +18,7 @@ class Requirements(NamedTuple):
 
     platform: "cpu", "gpu", "tpu" or a plugin's, see `platform_of`. compute_capability: of an NVIDIA GPU, (9, 0) for
       Hopper; None elsewhere.
-    dtype: NumPy's name of the type in which keys and values are stored. codec: how they are encoded in it, see
+    dtype: NumPy's name of the stored type of keys and values. codec: how they are encoded in it, see
       `KVLayout`. query_dtype: NumPy's name of the queries' type; None where it is dtype.
     num_repositioned_sinks: maximum number of repositioned sinks.
     soft_cap: whether scores are capped. sinks: whether heads have sink logits.

@@ -1,5 +1,5 @@
-"""Where attention in one layer reads keys and values: the blocks of its group, or with a block codec those with codes
-and those with exact tokens. Each part of the text is read from one of them."""
+"""Sources of keys and values for attention in one layer: its group's blocks, or with a block codec blocks of codes
+and blocks of exact tokens. Each part of the text is read from one of them."""
 
 from __future__ import annotations
 

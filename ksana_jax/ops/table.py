@@ -57,7 +57,7 @@ def serving(config: ModelConfig, needs: Requirements, dtype: str) -> dict[str, l
     """Returns the implementations that serve, by operator but for sampling, each in order of preference.
 
     Args:
-      needs, dtype: as those of `operator_table`.
+      needs, dtype: as for `operator_table`.
     """
     found: dict[str, list[Any]] = {}
     for operator, implementation, why in _implementations(config, needs, dtype):
