@@ -23,10 +23,10 @@ from pallas_kernels.speed import models
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
 NUM_BLOCKS = (28_001, 4096)
-# With scores of tokens, of which the same is true; rows of up to 2k tokens then.
+# The same for pools with scores of tokens, whose rows have up to 2k tokens.
 NUM_SCORED_BLOCKS, SCORED_WIDTH = 14_000, 32
 
-# Of cases: the kernels', and the engine's below.
+# Sources of cases: the kernels', and the engine's below.
 SOURCES = (*check.SOURCES, "ksana_jax.devkit.compile_check.kernels:cases")
 
 # Models divided among devices of a host: by name, with their numbers of devices.

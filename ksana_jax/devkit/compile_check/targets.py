@@ -46,7 +46,7 @@ class Target:
         return place_on_absent(self.devices(num_devices))
 
     def described(self, num_devices: int = 1) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which jax lowers for as many of its devices; several are described by their mesh."""
+        """Returns a context where jax lowers for num_devices of the target; several are described by their mesh."""
         return self.context() if num_devices == 1 else contextlib.nullcontext()
 
 

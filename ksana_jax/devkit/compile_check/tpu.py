@@ -92,7 +92,7 @@ def _gathered(shape: StepShape, target: Target, num_blocks: int):
     q, tables, starts, positions, _ = tiles(shape)
     pool = (num_blocks, LLAMA.num_layers, 2, LLAMA.num_kv_heads, BLOCK_SIZE, LLAMA.head_dim)
 
-    def run(q, kv, tables, starts, positions):  # the pattern is to be known
+    def run(q, kv, tables, starts, positions):  # the pattern is a constant
         return tpu_attention.KERNEL(Call(q, Pool(kv), tables, starts, positions, layer=1)).out
 
     return lower(target, run, q, jax.ShapeDtypeStruct(pool, jnp.bfloat16), tables, starts, positions)

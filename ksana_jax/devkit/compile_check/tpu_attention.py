@@ -1,8 +1,8 @@
 """jax's own TPU kernel behind the contract of `pallas_kernels`. Not chosen by the engine.
 
-The kernel reads pages [B, 2K, H], each token's keys and values in turn; the pool holds [2, K, B, H]. So the visible
+The kernel reads pages [B, 2K, H], each token's keys and values alternating; the pool holds [2, K, B, H]. So the visible
 blocks of one layer are gathered into that order before every call: read, written, and read again by the kernel, where
-one reading would do. A pool that rested as [M, L, B, 2K, H] would go in as it is: that is `attend_pages`. Besides, the
+one reading would do. A pool stored as [M, L, B, 2K, H] would need no copy: that is `attend_pages`. Moreover, the
 kernel knows causal masks and a window that is fixed when it is compiled and counted in slots of the table, which is
 wrong where blocks are evicted; the engine's patterns are data, so that changing one compiles nothing.
 `ksana_jax.devkit.compile_check.tpu` compiles both ways and says how much memory each takes.
@@ -71,7 +71,7 @@ def attend_pages(
 
     Args:
       q: [S, Q, N, H].
-      pages: [number, B, 2K, H], keys and values of each kv head in turn. A pool [M, L, B, 2K, H] is one of M*L pages.
+      pages: [number, B, 2K, H], keys and values alternating by KV head. A pool [M, L, B, 2K, H] is one of M*L pages.
       page_ids: [S, P] int32; of such a pool, block * L + layer.
       starts, positions: [S, P] and [S, Q], as in the contract.
 
@@ -83,7 +83,7 @@ def attend_pages(
     lengths = jnp.clip(positions.max(axis=1, keepdims=True) + 1 - starts, 0, block_size).sum(axis=1)
     valid = positions >= 0
     counts = valid.sum(axis=1)
-    # The kernel knows neither padding nor empty rows: tokens and tiles that are there come first.
+    # The kernel knows neither padding nor empty rows: real tokens and tiles come first.
     present = jnp.argsort(counts == 0, stable=True)
     packed = jnp.argsort(~valid.reshape(-1), stable=True)
     ends = jnp.cumsum(counts[present])
@@ -103,7 +103,7 @@ def attend_pages(
 
 
 def _refuse(call: Call) -> None:
-    """Raises NotImplementedError for what the kernel does not support."""
+    """Raises NotImplementedError if the kernel does not support a requirement."""
     check_options(call, "soft_cap", "out_dtype")
     pattern, q, kv = call.pattern, call.q, call.pool.kv
     if not all(isinstance(x, int) for x in pattern) or pattern != FULL:

@@ -41,7 +41,7 @@ class Chip:
         return _devices(self, number)
 
     def described(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which jax lowers for one chip."""
+        """Returns a context where jax lowers for one chip."""
         device = jax.sharding.AbstractDevice(device_kind=self.kind, num_cores=1, platform="tpu")
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 

@@ -1,4 +1,4 @@
-"""What a check of a device has found. Knows no jax."""
+"""Findings of a device check. Knows no jax."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _normal_bf16() -> Any:
     return jnp.asarray(_X, jnp.bfloat16)
 
 
-# What: function under jit, its arguments, and what it should give.
+# Operation: function under jit, its arguments, and its expected result.
 OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[], Any]]] = {
     "gather": (lambda x, at: x[at], (_X, _AT), lambda: _X[_AT]),
     "scatter, dropping what is beyond the end": (
@@ -88,7 +88,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[], An
     ),
 }
 
-# What the engine does without an operation.
+# The engine's fallback where an operation is missing.
 WITHOUT = {
     "loop of dynamic length": "attention has loops of constant length",
     "cond": "sampling computes both branches",

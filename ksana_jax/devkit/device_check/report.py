@@ -20,7 +20,7 @@ SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What all groups found. device: the setting. groups: {group: findings}. verdict: None if tokens are the CPU's, or
+    """Findings of all groups. device: the setting. groups: {group: findings}. verdict: None if tokens are the CPU's, or
     why they are not."""
 
     device: Any
@@ -56,7 +56,7 @@ def probe(
     Args:
       setting: the setting `device`; None takes jax's default.
       seconds: time limit of a group.
-      on_group: called with each group's name and findings as soon as they are there.
+      on_group: called with each group's name and findings as soon as they arrive.
 
     Raises:
       ConfigError: the setting is wrong.
@@ -70,7 +70,7 @@ def probe(
 
 def _run(group: str, device: Any, seconds: float) -> list[Finding]:
     command = [sys.executable, "-m", "ksana_jax.devkit.device_check.child", group, json.dumps(device)]
-    # Else the child's C++ libraries write what they do into the report.
+    # Otherwise the child's C++ libraries log into the report.
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -92,7 +92,7 @@ def _run(group: str, device: Any, seconds: float) -> list[Finding]:
 
 
 def _compared(here: list[Finding], cpu: list[Finding]) -> str | None:
-    """Returns None if tokens are those of the CPU, or what differs."""
+    """Returns the difference from the CPU's tokens, or None."""
     if broken := [f for f in (*here, *cpu) if f.works is False]:
         return f"{broken[0].what}: {broken[0].detail}"
     for a, b in zip(here, cpu, strict=True):

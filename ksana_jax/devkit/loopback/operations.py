@@ -43,7 +43,7 @@ def _walk(op: Any) -> Iterator[Any]:
 
 
 def _has_constant_turns(loop: Any) -> bool:
-    """Whether a loop compares one of its variables with a constant, as jax writes loops of static length."""
+    """True if a loop compares one of its variables with a constant, as jax writes loops of static length."""
     from jaxlib.mlir import ir
 
     [block] = loop.regions[0]

@@ -1,7 +1,7 @@
 """Withholds each function of the PJRT C API, and each operation of StableHLO, one at a time from an engine on the
 loopback: does it run, and if not, what does it say?
 
-Each engine has a process of its own, forked from one that has imported all modules and in which jax has not started.
+Each engine runs in a separate process, forked from one that has imported all modules but not started jax.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 RUNS, RUNS_WITH_RBG, ENDS = "runs", "runs, with other random numbers (rbg)", "the process ends"
-# What the engine is asked for: eight tokens each.
+# Requests to the engine: eight tokens each.
 ASKED = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.9, "seed": 1}}
 SECONDS = 120.0
 # jaxlib's last words.

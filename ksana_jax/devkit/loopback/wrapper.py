@@ -88,7 +88,7 @@ def why_missing() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """Returns the compiled wrapper, from the user's cache folder where it is there.
+    """Returns the compiled wrapper, from the user's cache folder if it is cached.
 
     Raises:
       CannotBuild: there is no compiler, or it fails. OSError: the folder cannot be written.
@@ -106,7 +106,7 @@ def library() -> Path:
     return path
 
 
-# Of this process; the last one counts. Never freed, because jaxlib calls them.
+# This process's; the last one counts. Never freed, because jaxlib calls them.
 opened: list[Loopback] = []
 
 
