@@ -85,10 +85,10 @@ app.command("follow", hidden=True, deprecated=True, cls=groups.Command)(worker.w
 
 app.command(cls=groups.ServeCommand)(serving.serve)
 
-# Their arguments may be those of another command.
+# Their arguments may belong to another command.
 for command in (tracing.trace, routing.route):
     app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(command)
-# All of its arguments are those of another program.
+# All of its arguments belong to another program.
 app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
 
 app.add_typer(simulating.app, name="simulate")
@@ -119,7 +119,7 @@ def _run(argv: list[str]) -> None:
     moved = [a for a in argv if a in ANYWHERE]
     argv = [a for a in argv if a not in ANYWHERE]
     warnings.showwarning = _warn
-    # What an encoding lacks is written as its code, such as \xe9; input is decoded strictly in any locale.
+    # Characters that an encoding lacks are escaped, such as \xe9; input is decoded strictly in any locale.
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "strict")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)

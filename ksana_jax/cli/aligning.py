@@ -44,7 +44,7 @@ def align(
     """Compares tokens, log-probabilities and operators of two settings, or of an engine and stored log-probabilities.
 
     Prints the first greedy token that differs, quantiles of the differences of log-probabilities of the same texts, and
-    the operator in which they start: every operator of B gets what that of A got.
+    the operator where they start: each operator of B gets the inputs that A's got.
 
     With --choose, measures agreement with the float32 model (or with B, a .json file) and speed of the implementations
     of attention and of products with weights, and keeps both for engines with operators.prefer: agreement.

@@ -39,7 +39,7 @@ class Benches(Mapping):
 
 
 class BenchGroup(Group):
-    """The group whose commands are those of BENCHES."""
+    """The command group of BENCHES."""
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)

@@ -13,7 +13,7 @@ def lm_eval(
 ) -> None:
     """Runs lm-evaluation-harness with the model "ksana": --model ksana --model_args pretrained=DIR --tasks ...
 
-    Needs the extra eval. Arguments are those of the command lm_eval; model_args are those of LLM:
+    Needs the extra eval. Takes lm_eval's arguments; model_args are LLM's:
     docs/use/evaluation.md.
     """
     from ksana_jax.lab.evaluation import harness  # registers the model

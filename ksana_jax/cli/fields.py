@@ -24,7 +24,7 @@ def takes_fields(cls: type, names: str = "", meanings: Mapping[str, str] | None 
     Args:
       names: the fields separated by spaces, each as "field", or as "field=option" where the option has another name;
         empty for all.
-      meanings: descriptions of fields, by default those of the class's docstring.
+      meanings: descriptions of fields, by default the class's docstring.
     """
     hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
     pairs = [name.partition("=") for name in names.split() or fields]

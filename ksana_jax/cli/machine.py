@@ -177,7 +177,7 @@ def _print_model(model: str, as_json: bool) -> None:
 
 
 def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Verdict | None) -> None:
-    """Prints the table of operators, with what a verdict has measured of them."""
+    """Prints the table of operators, with a verdict's measurements."""
     from rich.markup import escape
 
     from ksana_jax.lab.experiments.tables import terminal_grid

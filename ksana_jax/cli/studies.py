@@ -99,7 +99,7 @@ def compare(
 ) -> None:
     """Compares two runs row by row: what differs between their trials, and a paired t-test for each number.
 
-    Rows are joined with those of the nearest settings. Runs that scored different texts are refused. `ksana report A B`
+    Rows with the nearest settings are paired. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
 
     Of two recordings (`ksana trace --record`), shows the first step in which their decisions and their blocks differ,

@@ -1,6 +1,6 @@
 """Flags of `vllm serve` as settings of `ksana serve`: --max-model-len 512 is max_model_len=512. No jax.
 
-Flags of the engine are the keywords of `vllm_names`, with dashes; those of the server are below. `page` returns
+Flags of the engine are the keywords of `vllm_names`, with dashes; the server's are below. `page` returns
 docs/use/coming-from-vllm.md, which has the fields of requests too.
 """
 
@@ -18,7 +18,7 @@ from ksana_jax.core.vllm_names import LLM, NAMES, Name, read_table, refuse_unles
 
 SERVE = "ksana serve"
 _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-# As vllm_names.MISSING.
+# Like vllm_names.MISSING.
 _SERVER = """
 requests are not logged; --verbose shows what the engine does
     disable_log_requests = True, False | True
@@ -57,10 +57,10 @@ def as_settings(arguments: Sequence[str], own: Collection[str]) -> Iterator[str]
     """Yields arguments with flags of vLLM as settings, name=value, or left out where they have no effect.
 
     Args:
-      own: options of the command itself, which stay, as flags do that nobody knows.
+      own: options of the command itself, which stay, as do unknown flags.
 
     Raises:
-      ConfigError: a flag lacks its value, or asks for what is not supported.
+      ConfigError: a flag lacks its value, or asks for something unsupported.
     """
     rest = iter(arguments)
     for argument in rest:
