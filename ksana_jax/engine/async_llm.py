@@ -29,20 +29,20 @@ class AsyncLLM:
     """Serves an event loop: each request is a stream of outputs, and all of them share the engine's steps.
 
     Steps run in a thread per replica; text prompts are tokenized in others. Outputs reach the event loop once per step,
-    and a reader that is slower than the engine gets longer pieces. All methods are for tasks of one event loop, that of
-    the first request; creating an `AsyncLLM`, which loads the model, needs none and takes time. ::
+    and a reader that is slower than the engine gets longer pieces. All methods are for tasks of one event loop,
+    the first request's; creating an `AsyncLLM`, which loads the model, needs none and takes time. ::
 
         async with AsyncLLM("ksana-tiny") as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64), delta=True):
                 print(output.outputs[0].text, end="")
 
     Args:
-      model, settings: as those of `LLM`.
+      model, settings: as for `LLM`.
 
     Attributes:
       observers: called on the event loop with the `StepNews` of each step; they may look, not change anything.
       admission: called as admission(num_sequences, num_prompt_tokens) right before new requests are queued; raises to
-        refuse them. None admits all. What it looks at, `stats()` say, cannot change until they are queued.
+        refuse them. None admits all. State that it reads, such as `stats()`, cannot change until they are queued.
       tokenizer_threads: threads for tokenizing, which callers may use for similar work.
     """
 
@@ -93,7 +93,7 @@ class AsyncLLM:
         cache_salt: str = "",
         delta: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """Completes a prompt; yields its output whenever it has grown. Arguments and errors are those of `submit`.
+        """Completes a prompt; yields its output whenever it has grown. Arguments and errors as for `submit`.
 
         The request is aborted if the reader closes the iterator, or its task is cancelled.
         """
@@ -222,12 +222,12 @@ class AsyncLLM:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engines can compute steps: none has been closed, or has failed three times in a row."""
+        """True if the engines can compute steps: none was closed or failed three times in a row."""
         return not self._open.has_dead and all(thread.is_alive for thread in self._threads)
 
     @property
     def error(self) -> str | None:
-        """What has killed an engine; None while all are alive, or if they were closed."""
+        """The exception that killed an engine; None while all are alive, or if they were closed."""
         if self.is_alive or self._open.failure is None or self._refuses == _CLOSED:
             return None
         return f"{type(self._open.failure).__name__}: {self._open.failure}"

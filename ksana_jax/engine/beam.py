@@ -2,7 +2,7 @@
 
 A beam is a sequence whose tokens are chosen by its request: the scheduler computes them, and the beam then waits until
 the request has appended the next one. When all beams of a request have reported, the best continuations are chosen: one
-child of each surviving beam takes its place, and the others fork from it and share its blocks. Copy-on-write does the
+child of each surviving beam takes its place; its other children fork and share its blocks. Copy-on-write does the
 rest; the cache is never reordered.
 """
 
@@ -36,7 +36,7 @@ class Branch(NamedTuple):
 
 
 def num_kept(width: int, stop_ids: tuple[int, ...]) -> int:
-    """Returns how many continuations of all beams to consider per step: enough for `width` to go on if others end."""
+    """Returns the number of continuations to consider per step: enough for `width` to continue if the rest end."""
     return max(2, 1 + len(stop_ids)) * width
 
 
@@ -86,7 +86,7 @@ class Beams:
           texts: tokens of each beam, prompt included.
 
         Source: transformers. Among the num_kept best continuations, those that end become finished hypotheses if they
-        are among the first `width`, and the first `width` of the others continue. The search ends when no continuing
+        are among the first `width`, and the first `width` of the rest continue. The search ends when no continuing
         beam scores better, at its current length, than the worst of `width` finished hypotheses.
         """
         found = [

@@ -56,7 +56,7 @@ def build_engine(
 ) -> Engine:
     """Builds an engine from scheduler, KV memory, batch builder and executor.
 
-    What takes no time is checked first, then the pool is sized, for which a step may have to be compiled, and then the
+    Cheap checks come first, then the pool is sized, which may compile a step, and then the
     weights are read.
 
     Args:

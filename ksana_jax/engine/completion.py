@@ -55,21 +55,21 @@ class Completion:
         self._stops = self.seq.params.stop_strings
         self._detokenizer = None
         if self.tokenizer:
-            # What comes after the prompt: the first word keeps its space.
+            # Detokenizes after the prompt, so that the first word keeps its space.
             self._detokenizer = IncrementalDetokenizer(
                 self.tokenizer, self.seq.params.skip_special_tokens, context=self.seq.token_ids.tolist()
             )
 
     @property
     def watched(self) -> bool:
-        """Whether it needs each token as soon as it is sampled."""
+        """True if the request needs each token as soon as it is sampled."""
         return self.streams or bool(self._stops) or self.logprobs is not None
 
     def add(self, token: int, scores: TokenScores | None, at: int, *, has_text: bool = True) -> str | None:
         """Adds a new token.
 
         Args:
-          scores: of the step's sampled tokens; those of this token are at index `at`.
+          scores: scores of the step's sampled tokens; this token's are at index `at`.
           has_text: False for an id that ends the output.
 
         Returns:
@@ -173,8 +173,8 @@ class Request:
     """A request in the engine, with its prompt and n completions.
 
     Attributes:
-      news: where the request is put whenever there is something new to report; None while nobody reads it so.
-      failure: what has ended it, where that was none of its doing.
+      news: queue that receives the request whenever it has something new to report; None without such a reader.
+      failure: the error that ended the request, if not its own fault.
     """
 
     request_id: str

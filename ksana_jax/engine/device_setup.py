@@ -115,7 +115,7 @@ def prepare(
     """Checks what an engine asks of its devices, chooses implementations, and plans the memory.
 
     Args:
-      config: of which `EngineConfig.for_model` has filled in what the model decides.
+      config: completed by `EngineConfig.for_model`.
       placement: on the devices; None takes jax's first ones.
 
     Raises:

@@ -74,9 +74,9 @@ class Engine:
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
-        # Those whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
+        # Requests whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
-        # Steps of the call that is being reported, and those of the call after it.
+        # Steps of the call that is being reported, and of the call after it.
         self._running: Steps = collections.deque()
         self._ahead: Steps = collections.deque()
         # When the last step was reported; None if the engine has been idle since.
@@ -265,7 +265,7 @@ class Engine:
 
     def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
         submitted = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
-        if batch is not None and batch.admitted:  # those that follow in the same call admit nobody
+        if batch is not None and batch.admitted:  # later steps of the same call admit no request
             steps.note_scheduled(self.scheduler.rows, batch.admitted, submitted[0].began)
         return submitted
 

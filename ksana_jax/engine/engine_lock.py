@@ -44,7 +44,7 @@ class EngineLock:
 
     @property
     def running_here(self) -> bool:
-        """Whether this thread is in the middle of a change, in an observer or in a finaliser."""
+        """True if this thread is in the middle of a change, in an observer or in a finaliser."""
         return self._lock._is_owned()  # type: ignore[attr-defined]  threading.Condition asks an RLock in the same way
 
     def begin_write(self) -> None:
@@ -53,7 +53,7 @@ class EngineLock:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a forked child of the engine's process."""
+        """True if this is a forked child of the engine's process."""
         return self._process != os.getpid()
 
     def check_process(self) -> None:

@@ -1,4 +1,4 @@
-"""What an `AsyncLLM` says about itself: a summary of its engines, and why it serves no more."""
+"""Status of an `AsyncLLM`: a summary of its engines, and why it stopped serving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class NotServing(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """What the engines are doing at one moment, summed over replicas.
+    """Load of the engines at one moment, summed over replicas.
 
     num_requests: accepted and not ended. num_sequences: of these requests; n completions of a prompt count n.
     num_running: sequences that hold a row. num_waiting: sequences that wait for one, also again after preemption.

@@ -25,7 +25,7 @@ logger = logging.getLogger("ksana_jax")
 
 
 class StepNews(NamedTuple):
-    """What a step of one replica has brought.
+    """Results of one replica's step.
 
     outputs: deltas, one per request that has something new. first_tokens: requests whose first token it has sampled.
     records: of the steps computed since the last news. failure: of the step; it has ended all requests of the replica.
@@ -45,7 +45,7 @@ class EngineThread:
 
     Args:
       index: of the replica whose engine it runs.
-      post: takes each step's news, in the thread; raises if nobody will ever read them, which ends the thread.
+      post: takes each step's news, in the thread; raises if no reader is left, which ends the thread.
     """
 
     def __init__(self, replicas: Replicas, index: int, post: Callable[[StepNews], None]):
@@ -117,7 +117,7 @@ class EngineThread:
 
     @property
     def _busy(self) -> bool:
-        """Whether there is something to compute or to report."""
+        """True if there is something to compute or to report."""
         engine = self._engine
         return bool(self._news) or engine.has_work or engine.num_steps_under_way > 0 or self._has_aborted
 
@@ -149,7 +149,7 @@ class EngineThread:
             self._abort(request_id)
 
     def _observe(self, engine: Engine) -> None:
-        """Notes a step that has gone well, whichever thread has computed it."""
+        """Records a successful step, whichever thread computed it."""
         self._num_failures = 0
         self._first_tokens += engine.first_tokens
         self._records.append(engine.records[-1])
@@ -179,7 +179,7 @@ class EngineThread:
 
     def _leave(self) -> None:
         """Ends all requests that are still in the engine, and says that nothing more will come."""
-        with contextlib.suppress(Exception):  # there may be nobody who reads it, or an engine that cannot recover
+        with contextlib.suppress(Exception):  # the reader may have left, or the engine may be unable to recover
             for request_id in list(self._requests):
                 self._engine.abort(request_id)
         outputs = [request.take_delta() for request in self._news]

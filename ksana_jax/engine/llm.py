@@ -243,7 +243,7 @@ class LLM:
 
         Args:
           shape: sizes of the step, such as a key of `llm.runner.programs`; None takes a decode of max_num_seqs rows.
-          context: tokens of each row, those of the step included; None takes as many as the block tables hold and the
+          context: tokens of each row, including the step's; None takes as many as the block tables hold and the
             pool has room for.
 
         Raises:
@@ -277,7 +277,7 @@ class LLM:
         """Changes the numbers of the eviction method, such as the budget, without loading or compiling anything.
 
         Args:
-          setting: as `EngineConfig.kv_eviction`; the same method as that of the engine.
+          setting: as `EngineConfig.kv_eviction`; the same method as the engine's.
 
         Raises:
           RuntimeError: requests are running.

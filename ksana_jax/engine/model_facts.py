@@ -1,4 +1,4 @@
-"""What the files of a model say that decides its answers, each with its file: for `ksana doctor MODEL`."""
+"""Facts in a model's files that decide its answers, each with its file, for `ksana doctor MODEL`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def read_requests(
 
 
 def _is_ids(prompts: Any) -> bool:
-    """Whether `prompts` is the token ids of a single prompt: a flat list of integers."""
+    """True if `prompts` is the token ids of a single prompt: a flat list of integers."""
     if isinstance(prompts, np.ndarray):
         return prompts.ndim == 1
     return isinstance(prompts, (list, tuple)) and bool(prompts) and isinstance(prompts[0], (int, np.integer))

@@ -53,7 +53,7 @@ class RequestStream:
     def listen(self, arrived: Callable[[], None]) -> None:
         """Has a function called on the event loop whenever output has arrived, which it may `take`, and must not raise.
 
-        It is called once now, for what has arrived before.
+        It is called once now, for earlier arrivals.
         """
         self._mailbox.listener = arrived
         arrived()

@@ -29,7 +29,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
-    """Returns a configuration with dtype "auto" replaced by that of the weights.
+    """Returns a configuration with dtype "auto" replaced by the weights' dtype.
 
     Raises:
       ConfigError: there are no weights to take it from.

@@ -124,7 +124,7 @@ def note_scheduled(rows: Rows, admitted: Iterable[int], now: float) -> None:
 
 
 def note_costs(scheduler: Scheduler, step: Step, output: StepOutput, now: float) -> None:
-    """Tells those who choose by measured times how long a step took.
+    """Reports a step's seconds to the choices that use measured times.
 
     Args:
       now: when its output came.
@@ -256,7 +256,7 @@ def advance_beams(
     place_of = {row: place for place, row in enumerate(batch.sampled.tolist())}
     scores = output.scores
     assert scores is not None
-    # Dropped beams leave their rows: who is where is asked before.
+    # Dropped beams leave their rows: read the rows first.
     for seq, row in [(scheduler.rows.seqs[row], row) for row in result.beams.tolist()]:
         assert seq is not None
         request, place = seq.owner, place_of[row]

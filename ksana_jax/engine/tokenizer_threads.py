@@ -50,7 +50,7 @@ class TokenizerThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Cancels what waits; does not wait for what runs."""
+        """Cancels waiting calls; does not wait for running ones."""
         with self._lock:
             self._end()
 

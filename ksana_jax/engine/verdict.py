@@ -28,7 +28,7 @@ from ksana_jax.loading.load import array_dtype
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.ops.table import serving
 
-# Two implementations agree equally long if the mean difference between their texts is within so many standard errors.
+# Two implementations agree equally long if the mean difference between their texts is within this many standard errors.
 NUM_ERRORS = 2
 # Share of the processors' time, taken by other programs, above which the choice by speed says so.
 BUSY = 0.1
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a pair of implementations has shown.
+    """Measured agreement of a pair of implementations.
 
     agreed: of each text, the generated tokens before the first that the reference would not have chosen.
     mean_difference, max_difference: absolute, between the log-probabilities of these tokens.
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredOperator:
-    """What one implementation of one operator has shown by itself; see `ops.table` for their names.
+    """Measurements of one implementation of one operator; see `ops.table` for their names.
 
     seconds: of one call, by step: "decode", "chunk".
     error: root mean square of the differences from the float32 model's results for the same inputs, relative to them;
@@ -82,9 +82,9 @@ class MeasuredOperator:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was measured for one model, type of numbers, device and version.
+    """Measurements for one model, dtype, device and version.
 
-    operators: each by itself. steps: what the steps of their times are, for readers.
+    operators: each measured alone. steps: description of the timed steps, for readers.
     conditions: see `conditions_of`; an engine uses a verdict only if they are its own. model, reference: for readers.
     num_tokens: generated in all texts. others_busy: share of the processors' time that other programs took.
     """
@@ -131,7 +131,7 @@ class Verdict:
 
 
 def is_longer(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether one implementation agrees longer with the reference than another on the same texts, beyond the noise."""
+    """True if one implementation agrees longer with the reference than another on the same texts, beyond the noise."""
     apart = [x - y for x, y in zip(a, b, strict=True)]
     error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
     return statistics.fmean(apart) > NUM_ERRORS * error

@@ -1,4 +1,4 @@
-"""Process 0 of several that divide a model: what it asks of its runner, it also asks of those of the others.
+"""Process 0 (driver) of several that divide a model: forwards every runner call to the worker processes.
 
 Each request goes out before process 0 starts on it, under one lock, so that all processes start the same programs in
 the same order; their collectives then find each other.
@@ -35,7 +35,7 @@ OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
 
 def facts(prepared: Prepared, model: str, load_format: str) -> dict[str, Any]:
-    """Returns what must be the same in all processes, by what an error calls it."""
+    """Returns values that must be equal in all processes, by their names in errors."""
     path = model_path(model, weights=load_format != "dummy")
     return {
         "operators.attention": prepared.attention,
@@ -70,7 +70,7 @@ class Workers:
 
         Raises:
           ConfigError: one of them cannot, or differs from this one.
-          JobError: one of them is gone.
+          JobError: a process is lost.
         """
         try:
             with self.job.lock:

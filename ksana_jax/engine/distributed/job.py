@@ -1,8 +1,8 @@
 """The job that this process belongs to: its connections, jax across its processes, and its end when one of them fails.
 
-A collective whose other side is gone may fail, or wait for ever. So a thread of process 0 listens to each other
-process, and one of theirs to process 0: a broken connection fails the job. What then waits for a collective gets its
-exception replaced by the reason, or, if it goes on waiting, the process ends with that line.
+A collective whose peer has exited may fail, or wait for ever. So a thread of process 0 listens to each other
+process, and a thread of each to process 0: a broken connection fails the job. A caller in a collective then gets its
+exception replaced by the reason, or, if it still waits, the process ends with that line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ksana_jax.engine.distributed.rendezvous import Peer
 from ksana_jax.engine.distributed.wire import Closed, encoded
 
 logger = logging.getLogger("ksana_jax")
-# Seconds for a collective to notice by itself that the job has failed, and for a failed collective to learn why.
+# Seconds for a collective to notice that the job has failed, and for a failed collective to learn why.
 GRACE_S = 3.0
 _LEAVE_S = 5.0
 _lock = threading.Lock()
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0."""
+        """True if this is process 0."""
         return self.setting.process_id == 0
 
     def _listen(self, peer: Peer) -> None:
@@ -117,7 +117,7 @@ class Job:
         return [found[peer.process_id] for peer in self.peers]
 
     def check(self) -> None:
-        """Checks that the job goes on.
+        """Checks that the job has not failed.
 
         Raises:
           JobError: it has failed.
@@ -150,7 +150,7 @@ class Job:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds what may wait for other processes: if the job fails and it goes on waiting, this process ends.
+        """Surrounds waits for other processes: this process ends if the job fails and the wait goes on.
 
         Raises:
           JobError: the job has failed.
@@ -219,7 +219,7 @@ def join(given: Any, device: Any, kinds: Iterable[type]) -> Job:
     """Starts jax in this process together with the others of a job; a process joins one job.
 
     Args:
-      given: see `HostsSetting.read`; not None. device: as in `EngineConfig`; that of process 0 counts.
+      given: see `HostsSetting.read`; not None. device: as in `EngineConfig`; process 0's counts.
       kinds: types of messages.
 
     Raises:
@@ -294,7 +294,7 @@ def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
         client.connect()
         state.client = client
 
-        # By itself gloo takes the address that the host's name has, which is often that of the loopback interface.
+        # By default gloo takes the address of the host's name, which is often the loopback interface's.
         def cpu_client() -> Any:
             gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=own_address)
             return xla_bridge.make_cpu_client(collectives=gloo)
@@ -305,7 +305,7 @@ def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
 
 
 def forget_jax() -> None:
-    """Keeps jax from taking leave of its coordination service, which may be gone, at the process's exit."""
+    """Keeps jax from disconnecting at exit from its coordination service, which may have ended."""
     from jax._src import distributed
 
     distributed.global_state.client = None

@@ -13,10 +13,10 @@ from typing import Any
 
 from ksana_jax.core.errors import ConfigError
 
-# Where Ray is: a cluster of this process, or the one that RAY_ADDRESS or this machine's `ray start` names.
+# Ray's address: a cluster of this process, or the one that RAY_ADDRESS or this machine's `ray start` names.
 LOCAL, AUTO = "local", "auto"
 
-CONNECT_S = 5.0  # a machine that is there takes a connection within milliseconds
+CONNECT_S = 5.0  # a reachable machine takes a connection within milliseconds
 ANSWER_S = 30.0  # a cluster takes a new driver within 2 s; Ray itself would try for more than a minute
 
 _PROBE = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, configure_logging=False)"

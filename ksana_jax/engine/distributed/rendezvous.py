@@ -1,4 +1,4 @@
-"""How the processes of a job find each other: process 0 listens, the others connect and show who they are. No jax."""
+"""Connects the processes of a job: process 0 listens, the workers connect and identify themselves. No jax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_NAME = 300
 
 
 class _Hello(NamedTuple):
-    """What a process of the job says of itself."""
+    """A process's description of itself."""
 
     peer: Peer
     num_processes: int
@@ -174,7 +174,7 @@ def _read_hello(channel: Channel) -> _Hello:
 
 
 def _belongs(hello: _Hello, setting: HostsSetting, found: dict[int, Peer]) -> bool:
-    """Whether a process has a number that is still missing.
+    """True if a process has a number that is still missing.
 
     Raises:
       ConfigError: it differs from this process.

@@ -1,7 +1,7 @@
 """Several engines with one model, each on devices of its own, with the methods of `Engine` by which `LLM` is served.
 
 A request goes to one engine, which serves it alone. While requests are served, each engine that has some runs in a
-thread: its device computes while the threads of others schedule. Requests are numbered and seeded as by one engine, so
+thread: its device computes while other threads schedule. Requests are numbered and seeded as in one engine, so
 that their tokens are the same, wherever they go.
 """
 
@@ -28,8 +28,8 @@ from ksana_jax.kv.prefix_hashing import hashes_of
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.placing import place_on
 
-# Blocks of prompts whose replica is remembered, and how much more work than the others a replica may have before a
-# request whose prefix it knows goes elsewhere, in steps of max_num_batched_tokens.
+# Blocks of prompts whose replica is remembered, and the extra work that a replica may have before a
+# request whose prefix it has goes elsewhere, in steps of max_num_batched_tokens.
 MAX_BLOCKS = 2**16
 MOST_STEPS_AHEAD = 8
 
@@ -120,7 +120,7 @@ class Replicas:
         return [record for engine in self.engines for record in engine.records]
 
     def each(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with each engine in turn, on its device; raises RuntimeError in a forked child."""
+        """Calls a function with one engine after the other, on its device; raises RuntimeError in a forked child."""
         self.replicas[0].engine.lock.check_process()
         found = []
         for replica in self.replicas:
@@ -153,7 +153,7 @@ class Replicas:
         """Serves requests; see `Engine.serve`.
 
         Raises:
-          Exception: that of a replica's step, which ends its requests; raised when those of the others have ended.
+          Exception: a replica's failed step, which ends its requests; raised after the other replicas' requests.
         """
         shares: dict[int, list[Request]] = {}
         loads: collections.Counter[int] = collections.Counter()
@@ -204,7 +204,7 @@ class Replicas:
 
 
 def build_replicas(config: EngineConfig, build: Callable[[Placement], Engine]) -> Replicas:
-    """Builds config.data_parallel_size engines, the first on jax's first devices, the others on those after them.
+    """Builds config.data_parallel_size engines, the first on jax's first devices, the next on the devices after them.
 
     Args:
       build: builds one engine on a placement.

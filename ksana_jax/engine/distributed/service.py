@@ -1,7 +1,7 @@
 """jax's coordination service, by which processes exchange what their collectives need to start, in its own process.
 
-Clients of the service end their process in the moment in which it disappears, with a page of text. In a process of its
-own it outlives process 0 by some seconds, if that is killed, in which the others end with one line.
+Clients of the service end their process as soon as it disappears, with a page of text. In a separate process,
+it outlives a killed process 0 by some seconds, so that the workers end with one line.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 
 from ksana_jax.core.errors import ConfigError
 
-# Seconds that the service goes on after process 0.
+# Seconds that the service outlives process 0.
 LINGER_S = 5
-# The job notices by itself who is gone: the service must not end processes.
+# The job detects lost processes: the service must not end processes.
 NEVER_S = 10**6
 _START_S = 60.0
 

@@ -184,12 +184,12 @@ class Channel:
         self.socket.close()
 
 
-# Seconds after which the kernel asks a silent peer whether it is there, between its questions, and how many it asks.
+# TCP keepalive: idle seconds before the first probe, seconds between probes, and their number.
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 def watch(connection: socket.socket) -> None:
-    """Has the kernel end a connection within some 8 s after the other host is gone, whatever both processes do.
+    """Has the kernel end a connection within some 8 s after the other host is lost, whatever both processes do.
 
     A process that ends closes its connections at once; only a host or a network that fails is silent.
     """

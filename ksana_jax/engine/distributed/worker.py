@@ -1,4 +1,4 @@
-"""What a process of a job does that is not process 0: it computes the steps that process 0 schedules.
+"""Worker process of a job: computes the steps that process 0 schedules.
 
 It holds a runner for each of process 0's engines, with its own devices' part of the weights and of the pool, and the
 host tier of its own heads. It has no scheduler, no requests and no text.
@@ -31,8 +31,8 @@ def start(distributed: Any, device: Any = None, given: tuple[str, EngineConfig] 
     """Starts jax in all processes of a job; returns the job in process 0 alone.
 
     Args:
-      distributed, device: as in `EngineConfig`. given: model and settings of this process, which must be those of
-        process 0.
+      distributed, device: as in `EngineConfig`. given: model and settings of this process, which must equal
+        process 0's.
 
     Raises:
       SystemExit: this is another process, and process 0 has ended.
@@ -152,7 +152,7 @@ class _Engine:
         self._submit(self._runner.run_loop(loop))
 
     def _before(self, moves: Moves | None) -> None:
-        if moves is not None and len(moves.loads):  # perhaps of what a step before has saved
+        if moves is not None and len(moves.loads):  # perhaps of blocks that an earlier step saved
             self._submit([])
 
     def _submit(self, steps: list[Submitted]) -> None:

@@ -1,6 +1,6 @@
 """Big Little Decoder: a small model decodes while confident; a large model corrects it where they disagree.
 
-Source: Kim et al., arXiv:2302.07863. Lossy: texts are not those of the large model alone, unless the rollback threshold
+Source: Kim et al., arXiv:2302.07863. Lossy: texts differ from the large model's, unless the rollback threshold
 is 0.
 """
 

@@ -1,4 +1,4 @@
-"""What the slots of a draft model's pool hold: of which token, at which position of a text. NumPy."""
+"""Tracks the token and text position of each slot in a draft model's pool. NumPy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldKeys:
 
         Args:
           rows: with one group of blocks. which: [n] rows. until: [n] position at which to end.
-          since: [n] positions before it were right, unless they lie in the same block or are those of draft tokens.
+          since: [n] positions before it were right, unless they share the block or belong to draft tokens.
         """
         [counts], size = rows.num_blocks[:, which], self._size
         width = int(counts.max())

@@ -34,7 +34,7 @@ class SmallModel:
       context: the engine that it drafts for.
 
     Attributes:
-      num_computed: [R] tokens of each row's text whose keys and values are there, as far as the row still has blocks
+      num_computed: [R] tokens of each row's text whose keys and values are stored, as far as the row still has blocks
         for them.
       num_sampled: J, see `StepShape.max_sampled`.
       forgets: whether rows return blocks before they end.
@@ -94,7 +94,7 @@ class SmallModel:
         while True:
             since = np.minimum(self.num_computed[which], until)
             missing = self._held.first_missing(view, which, until, since)
-            # What slots hold after a token that was missing is of another text.
+            # Slots after a missing token belong to another text.
             goes_on = begun & self._has_block(view, which, since)
             self.num_computed[which] = np.where(goes_on, since, missing)
             behind = self.num_computed[which] < until

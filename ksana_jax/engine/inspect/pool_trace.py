@@ -48,7 +48,7 @@ class PoolTrace:
         always kept.
 
     Attributes:
-      requests: {id: number}, in the order in which they first owned a block.
+      requests: {id: number}, in order of their first block.
       num_steps: number of steps observed.
     """
 
@@ -68,7 +68,7 @@ class PoolTrace:
 
     @property
     def columns(self) -> list[Column]:
-        """Returns the recorded columns, evenly spaced, and that of the last step."""
+        """Returns the recorded columns, evenly spaced, and the last step's."""
         missing = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
         return [*self._kept, *([self._last] if missing and self._last else [])]
 
