@@ -1,4 +1,4 @@
-"""Who may ask the proxy what: keys of clients, the key of its operators, and paths that are refused. Serves nothing."""
+"""Access rules of the proxy: clients' keys, its operators' key, and refused paths. Serves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Access:
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need a key."""
+        """True if clients need a key."""
         return bool(self._keys)
 
     def check(self, request: web.Request) -> str:
@@ -55,7 +55,7 @@ class Access:
         if admin and not self._admin_keys:
             _check_local(request)
         if admin and request.method == "POST" and request.content_type != "application/json":
-            # Web pages can send other types to a proxy on the machine of who visits them.
+            # Web pages can send other types to a proxy on their visitor's machine.
             raise APIError(415, f"content-type is {request.content_type!r:.80}, must be application/json")
         return ""
 

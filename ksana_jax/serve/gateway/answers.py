@@ -1,4 +1,4 @@
-"""Answers that the proxy gives itself, with aiohttp. The forms are those of `ksana serve`."""
+"""The proxy's own answers, with aiohttp, in the forms of `ksana serve`."""
 
 from __future__ import annotations
 

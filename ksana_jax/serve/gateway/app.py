@@ -42,9 +42,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Paths that any server answers alike.
 ANYWHERE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"))
 PASSED_ON = ("Content-Type", "Accept", "User-Agent")
-# Who the client is, for servers that see one key for all: they divide their prefix caches by it.
+# The client's identity: servers see one key for all clients, and divide their prefix caches by this.
 CLIENT = "X-Ksana-Client"
-# What a request is called, and the salt of its client's key.
+# The request's id, and the salt of its client's key.
 ID, WHO = web.RequestKey("id", str), web.RequestKey("client", str)
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 MAX_HEADER_BYTES = 16 * 2**10
@@ -53,7 +53,7 @@ ANYWHERE_S = 30.0
 
 
 class Proxy:
-    """What all requests share.
+    """State that all requests share.
 
     Args:
       fleet: the servers.

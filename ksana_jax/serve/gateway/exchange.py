@@ -21,7 +21,7 @@ from ksana_jax.serve.routing.health import RETRIED, retry_wait_s
 from ksana_jax.serve.server.errors import APIError
 from ksana_jax.serve.server.sse import error_events
 
-# Bytes at the end of an answer in which its usage is.
+# Bytes at the end of an answer that contain its usage.
 TAIL = 2048
 CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 # How an event with JSON begins, and how events end.
@@ -44,11 +44,11 @@ class _TryAnother(Exception):
 
 
 class _ClientLeft(Exception):
-    """The client's connection is gone."""
+    """The client has disconnected."""
 
 
 class Exchange:
-    """One request on its way; `run` returns the answer, of which a stream has already been sent.
+    """One proxied request; `run` returns the answer, which a stream has already sent.
 
     Args:
       fleet: the servers. routed: what the router knows of the request.
@@ -131,7 +131,7 @@ class Exchange:
                 if not data:
                     continue
             if self._sent is None:
-                # Not before the first bytes are there: until then, another server can take over.
+                # Not before the first bytes arrive: until then, another server can take over.
                 await self._write(answer.prepare(self._request))
                 self._sent = answer
             if num_events := data.count(EVENT):

@@ -61,7 +61,7 @@ class Server:
 
     @contextlib.contextmanager
     def carrying(self, time_limit: asyncio.Timeout) -> Iterator[None]:
-        """Counts an exchange among those of this server while the context is open."""
+        """Counts an exchange as this server's while the context is open."""
         self.carried.add(time_limit)
         try:
             yield
@@ -102,10 +102,10 @@ class Fleet:
     Attributes:
       router: policy, index and ledger; its servers are those that are not dead.
       servers: by URL, dead ones too.
-      num_retries: requests that were sent again, by what had failed. num_broken: streams that ended with an error.
+      num_retries: requests that were sent again, by cause. num_broken: streams that ended with an error.
       decision_s: seconds that all choices took.
       on_ready: called with a server that has become ready. on_room: called when there is room for more requests.
-      on_served: called with client, prompt tokens computed and output tokens, as they are served; None for nobody.
+      on_served: called with client, prompt tokens computed and output tokens, as they are served; None for no callback.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Fleet:
           cold: whether its share has to grow slowly once it is ready.
 
         Raises:
-          ConfigError: it is there already.
+          ConfigError: it is a server already.
         """
         if url in self.servers:
             raise ConfigError(f"server {url} is given twice")
@@ -299,7 +299,7 @@ class Fleet:
         return server
 
     def progress(self, routed: RoutedRequest, num_tokens: int) -> None:
-        """Notes output tokens of a request, of which the first end its prefill."""
+        """Records output tokens of a request; the first end its prefill."""
         self.router.progress(routed.request_id, num_tokens, self.clock())
         if self.on_served is not None:
             self.on_served(routed.client, 0, num_tokens)

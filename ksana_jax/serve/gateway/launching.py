@@ -69,7 +69,7 @@ class Keeper:
             self.failed.exception()
 
     def keeps(self, server: Server) -> bool:
-        """Whether it was started here."""
+        """True if it was started here."""
         return server.url in self._indices
 
     def restart(self, server: Server, timeout_s: float) -> None:

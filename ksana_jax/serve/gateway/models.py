@@ -1,4 +1,4 @@
-"""Which model each server serves: all must serve the same one."""
+"""Looks up each server's model: all must serve the same one."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class RayLauncher:
         return await asyncio.wait_for(actor.url.remote(), START_S)
 
     async def ended(self, index: int) -> Ended:
-        """See `Launcher`. An actor that has died ends its server too, or its node is gone."""
+        """See `Launcher`. A server also ends when its actor or node dies."""
         last = ""
         while True:
             try:

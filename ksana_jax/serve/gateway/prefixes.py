@@ -52,7 +52,7 @@ class ConfiguredPrefixes:
         for prefix, servers in self._texts:
             while (ids := await reader.token_ids(prefix.text or "")) is None:
                 await asyncio.sleep(RETRY_S)
-            # The last token may be another one where the text goes on.
+            # The last token may differ once the text continues.
             if len(ids) - 1 < self._size:
                 log.warning("%s is skipped: %s", prefix.where, self._too_short(len(ids)))
             else:

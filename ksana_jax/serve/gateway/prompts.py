@@ -41,7 +41,7 @@ class PromptReader:
 
     @property
     def reads_chats(self) -> bool:
-        """Whether there is a chat template; without one, only a server knows how messages become a prompt."""
+        """True if the model has a chat template; without one, only a server knows how messages become a prompt."""
         return self._tokenizer.chat_template is not None
 
     def completion(self, prompt: str, add_special_tokens: bool = True) -> np.ndarray:

@@ -12,7 +12,7 @@ from ksana_jax.serve.server.errors import APIError
 
 
 class Turns:
-    """Lets as many requests go to the servers as these take at once; others wait, by what their clients have had.
+    """Sends as many requests as the servers take at once; the rest wait, ordered by their clients' past service.
 
     Args:
       settings: num_queued 0 lets every request go at once.
@@ -75,5 +75,5 @@ class Turns:
                 turn.set_result(None)
 
     def _has_room(self) -> bool:
-        # Without a server, requests go on to be refused.
+        # Without a server, requests pass, to be refused.
         return self._num_going < max(self._num_ready(), 1) * self._settings.max_requests_per_server

@@ -36,7 +36,7 @@ AskTokens = Callable[[dict[str, Any]], Awaitable[list[int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is known of a request: tokens of the prompt, counted or estimated; a hash for each full block of it; output
+    """Facts about a request: tokens of the prompt, counted or estimated; a hash for each full block of it; output
     tokens asked for."""
 
     num_tokens: int
@@ -65,7 +65,7 @@ class RequestReader:
 
     @property
     def tokenizes(self) -> bool:
-        """Whether texts are tokenized on this machine."""
+        """True if texts are tokenized on this machine."""
         return self._prompts is not None
 
     def use(self, prompts: PromptReader | None) -> None:

@@ -176,7 +176,7 @@ def new_key() -> str:
 def run(serving: Coroutine[Any, Any, None]) -> None:
     """Runs a coroutine on uvloop, which halves the cost of an event, if it is installed; else on asyncio's loop.
 
-    What happens to servers is shown on stderr.
+    Events of servers are shown on stderr.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ksana: %(message)s"))

@@ -21,11 +21,11 @@ class ProxySettings(HTTPSettings):
     Args:
       policy: name, or with settings as in YAML: '{name: chwbl, bound: 1.5}'.
       prefix_file: JSON lines of prefixes that the table of policy prefix_table has from the start.
-      index: what servers are known to cache: approximate, from what was sent to them, or exact, from their events
+      index: source of the servers' cached blocks: approximate, from sent prompts, or exact, from their events
         (`GET /kv_events`).
       tokenizer: model whose tokenizer reads prompts, a directory or name; None takes the served model's, or asks a
         server where that is not on this machine.
-      admin_keys: keys of which who asks for /servers must send one; without any, only this machine may, with one of
+      admin_keys: requests to /servers must send one of these; without any, only this machine may ask, with one of
         `api_keys` where there are any.
       server_api_key: sent to the servers instead of the client's own.
       num_queued: requests that wait here, fairly among keys, while servers are busy, more get 429; 0 sends each on at

@@ -15,7 +15,7 @@ from ksana_jax.serve.gateway.launching import INVALID, Ended
 
 STOP_S = 10.0  # beyond a server's own time for running requests
 LINE_BYTES = 2**16
-# What `ksana` writes before an error that ends it.
+# Prefix of `ksana`'s fatal error.
 ERROR = "ksana: error: "
 LOCALHOST = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
@@ -114,7 +114,7 @@ def serve_command(
 
 
 def free_port(host: str = LOCALHOST) -> int:
-    """Returns a port of an address of this machine on which nobody listens now."""
+    """Returns a free port of an address of this machine."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         return listener.getsockname()[1]
 

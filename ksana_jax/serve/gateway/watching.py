@@ -17,7 +17,7 @@ SAMPLES = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnFigures:
-    """What a server said of itself.
+    """A server's report of its state.
 
     running, waiting: its requests. kv_usage: share of its KV pool in use, of the fullest engine; None if it has none.
     ledger_error: its requests minus those in the router's ledger; those that began or ended while it answered do not

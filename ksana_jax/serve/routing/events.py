@@ -1,4 +1,4 @@
-"""Changes of a server's prefix cache, as it reports them. The names and fields are those of vLLM's KV events."""
+"""Changes of a server's prefix cache, as it reports them, with the names and fields of vLLM's KV events."""
 
 from __future__ import annotations
 

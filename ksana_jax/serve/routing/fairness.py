@@ -1,4 +1,4 @@
-"""A queue in the router that is fair to clients: who has been served the least is next."""
+"""A queue in the router that is fair to clients: the least-served client is next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FairQueue(Generic[Item]):
     """Orders waiting requests by the service that their clients have had: the virtual token counter.
 
     Each client has a counter of the tokens served, weighted; the next request is the oldest one of the client with the
-    lowest counter. A client that comes back is lifted to the lowest counter of those that wait, so that nobody saves up
+    lowest counter. A client that comes back is lifted to the lowest counter of waiting clients, so that none saves up
     service. Counters of two clients that both wait all the time differ by at most max(w_p x longest input, w_q x tokens
     that fit a batch), and the service they get in any interval by at most twice that.
 
@@ -67,7 +67,7 @@ class FairQueue(Generic[Item]):
         return client, item
 
     def charge(self, client: str, num_input: float = 0, num_output: float = 0) -> None:
-        """Adds tokens to what a client has been served.
+        """Adds tokens to a client's counter.
 
         Args:
           num_input: prompt tokens that are computed; negative to take back what turned out to be cached.
@@ -77,7 +77,7 @@ class FairQueue(Generic[Item]):
         self._counters[client] = self.counter(client) + tokens
 
     def remove(self, client: str, item: Item) -> bool:
-        """Takes out a request whose client has gone; returns whether it was there."""
+        """Removes a request whose client has disconnected; returns whether it was queued."""
         queue = self._queues.get(client, ())
         at = next((at for at, waiting in enumerate(queue) if waiting is item), None)
         if at is None:
@@ -91,7 +91,7 @@ class FairQueue(Generic[Item]):
         if not self._queues[client]:
             del self._queues[client]
             self._last = self._last if self._queues else client
-            # Who is below the floor would be lifted to it on return, and need not be remembered.
+            # Clients below the floor would be lifted to it on return, so their counters can be dropped.
             if len(self._counters) > 2 * len(self._queues) + 1024:
                 floor = self._floor()
                 kept = {c: n for c, n in self._counters.items() if c in self._queues or n >= floor}

@@ -19,7 +19,7 @@ RETRY_S = 0.05
 
 
 class State(enum.Enum):
-    """READY takes requests. WARMING takes a growing share of them. DRAINING only ends those it has. DEAD is gone."""
+    """READY takes requests. WARMING takes a growing share of them. DRAINING only finishes its own. DEAD has failed."""
 
     READY = "ready"
     WARMING = "warming"
@@ -33,7 +33,7 @@ class HealthSettings:
 
     Args:
       probe_every_s: time between two probes. max_missed: probes in a row without an answer after which it is dead.
-      warm_s: time in which the share of a server that was dead grows to the whole.
+      warm_s: time for a recovered server's share to grow to the whole.
 
     Probes have the defaults of SGLang's router. It also has a circuit breaker, which counts failed requests;
     here only probes count, because a client can send requests that every server fails.

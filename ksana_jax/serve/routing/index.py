@@ -1,6 +1,6 @@
-"""What each server caches: block hash -> set of servers, as the bits of an int.
+"""Index of the servers' caches: block hash -> set of servers, as the bits of an int.
 
-Servers report their caches in events, or they are guessed from what was sent to them: the blocks of a prompt are
+Servers report their caches in events, or they are guessed from sent prompts: the blocks of a prompt are
 expected to stay for a time, the most recent ones up to a capacity.
 """
 
@@ -130,7 +130,7 @@ class CacheIndex:
 
     @property
     def has_slow(self) -> bool:
-        """Whether any server has blocks on slower media only."""
+        """True if any server has blocks on slower media only."""
         return bool(self._slow)
 
     def num_slow(self, hashes: Sequence[Hash], match: Match) -> dict[int, int]:
@@ -254,7 +254,7 @@ class CacheIndex:
         self._holders.lose(bit, blocks)
 
     def check(self) -> None:
-        """Checks that the bits are those of the servers' blocks.
+        """Checks that the bits match the servers' blocks.
 
         Raises:
           AssertionError: they are not, or a server has more expected blocks than fit.

@@ -41,10 +41,10 @@ class Live:
 
 
 class Ledger:
-    """Sums over unfinished requests, [S] for S servers; integers, held exactly by float64, in which costs are.
+    """Sums over unfinished requests, [S] for S servers; integers, held exactly by the float64 of the costs.
 
     Attributes:
-      work: tokens that wait for prefill or are in it. front: those of the request that came first.
+      work: tokens that wait for prefill or are in it. front: tokens of the oldest waiting request.
       since: when the server began with that one, in seconds.
       rows: requests that decode. requests: all unfinished ones. held: tokens in the pool.
       other_work, other_rows: what the last report had beyond them.
@@ -151,13 +151,13 @@ class Ledger:
     def wait_s(self, now: float) -> np.ndarray:
         """Seconds [S] until each server would begin with a request that was sent now.
 
-        The prefill before it, of which the request in front is taken to progress at the expected rate, up to its end;
+        The prefill before it, where the request in front is assumed to progress at the expected rate, up to its end;
         the delay by rows that decode; and the loss of time on a server whose pool is full.
         """
         return self._load_s - np.minimum(now - self.since, self._front_s)
 
     def wait_of_s(self, now: float) -> Callable[[int], float]:
-        """Returns a function that gives the seconds of `wait_s` for one server: for few, faster than those of all."""
+        """Returns a function that gives `wait_s` of one server: faster than the whole array for a few servers."""
         load_s, since, front_s = self._load_s.item, self.since.item, self._front_s.item
 
         def wait_of_s(server: int) -> float:
@@ -195,7 +195,7 @@ class Ledger:
         self._settle(slice(None))
 
     def check(self) -> None:
-        """Checks that every sum is that of the unfinished requests.
+        """Checks every sum against the unfinished requests.
 
         Raises:
           AssertionError: one is not.

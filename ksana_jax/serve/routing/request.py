@@ -1,4 +1,4 @@
-"""What the router knows of a request. It never knows how long the answer will be."""
+"""The router's view of a request. It never knows how long the answer will be."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Router:
         self.random, self.counts = random.Random(seed), Counts()
         self._ids: list[ServerId | None] = []
         self._numbers: dict[ServerId, int] = {}
-        # Last blocks of the configured prefixes that a server is given, by its id, whether it is there or not.
+        # Last blocks of the configured prefixes that a server is given, by its id, whether or not it is attached.
         self._given: dict[ServerId, set[Hash]] = {}
         self._weights = np.zeros(0)
         self._ready, self._closed = np.zeros(0, np.int64), np.zeros(0)
@@ -88,7 +88,7 @@ class Router:
     def add_server(
         self, server: ServerId, *, prefill_tokens_per_s: float | None = None, pool_tokens: int | None = None
     ) -> None:
-        """Adds a server, ready at once. Its rate and pool are by default those of the settings.
+        """Adds a server, ready at once. Its rate and pool default to the settings'.
 
         Raises:
           ConfigError: there is a server of this id, or a value is out of range.
@@ -118,16 +118,16 @@ class Router:
 
     def set_weight(self, server: ServerId, weight: float) -> None:
         """Sets the probability with which a server may be chosen at a decision: 0 if draining, 1 if ready, and between
-        them while it warms up. If no server with weight 1 is there, all of positive weight may be."""
+        them while it warms up. Without a server of weight 1, all of positive weight may be."""
         self._weights[self._numbers[server]] = weight
         self._refresh()
 
     def drain(self, server: ServerId) -> None:
-        """Sends no more requests to a server; those under way go on."""
+        """Sends no more requests to a server; its running requests continue."""
         self.set_weight(server, 0.0)
 
     def remove(self, server: ServerId, now: float) -> list[str]:
-        """Forgets a server that is gone, with all that it cached; returns the ids of the requests that end with it."""
+        """Removes a lost server and its cached blocks; returns the ids of the requests that end with it."""
         number = self._numbers[server]
         lost = [live.request.request_id for live in self.ledger.on(number)]
         for request_id in lost:
@@ -269,7 +269,7 @@ class Router:
         """Checks what must hold at any time.
 
         Raises:
-          AssertionError: a sum of the ledger or a bit of the index is wrong, or a server that is gone has some.
+          AssertionError: a sum of the ledger or a bit of the index is wrong, or a removed server has some.
         """
         self.ledger.check()
         self.index.check()

@@ -1,8 +1,8 @@
-"""Which servers have each block, kept as runs: neighbours on a chain of blocks that the same servers have.
+"""Maps blocks to servers in runs: neighbours on a chain of blocks that the same servers have.
 
 A look-up from the last known block of a prompt then goes from run to run instead of from block to block. Servers mostly
 gain chains from the front and lose them from the end, which keeps runs whole. Nothing depends on that: blocks that
-servers report, whose place in a prompt is unknown, and those of a run that loses another block are in no run. They are
+servers report, whose place in a prompt is unknown, and blocks of a run that loses another are in no run. They are
 searched in steps, until a prompt that has them is sent.
 """
 
@@ -14,14 +14,14 @@ from ksana_jax.serve.routing.request import Hash
 
 # Blocks by which a search through blocks without a run steps: 8 is fastest for prompts of 30 to 200 blocks.
 STEP = 8
-# First block of what is no run.
+# First block of blocks outside runs.
 LOOSE = 1 << 62
 
 
 class _Run:
     """The blocks chain[start - offset : end - offset], which all have these servers; none if start is LOOSE.
 
-    start, end: numbers of blocks within a prompt. offset: that of the first block of chain, which runs share.
+    start, end: numbers of blocks within a prompt. offset: number of the first block of chain, which runs share.
     """
 
     __slots__ = ("before", "chain", "end", "offset", "servers", "start")
@@ -47,14 +47,14 @@ class Holders:
         return run.servers if run is not None else 0
 
     def levels(self, hashes: Sequence[Hash]) -> list[tuple[int, int]]:
-        """Returns who has how many leading blocks of a prompt, as `Match.levels`.
+        """Returns the servers by their number of leading blocks of a prompt, as `Match.levels`.
 
-        Who has a block is taken to have those before it, as caches give up ends first.
+        A server with a block is assumed to have the blocks before it, because caches evict ends first.
         """
         runs, found = self._runs, []
         if not hashes or hashes[0] not in runs:
             return found
-        at, end = 0, len(hashes)  # somebody has block `at`, nobody `end`
+        at, end = 0, len(hashes)  # some server has block `at`, none has `end`
         while end - at > 1:
             middle = (at + end) >> 1
             if hashes[middle] in runs:
@@ -74,7 +74,7 @@ class Holders:
                 run = get(hashes[at])
                 if after is not None:
                     after.before = run
-            if run is None:  # a gap in what servers reported
+            if run is None:  # a gap in the servers' reports
                 at, after = at - 1, None
                 continue
             servers = run.servers
@@ -85,7 +85,7 @@ class Holders:
                 at, after = run.start - 1, run
                 continue
             after, self._met_loose = None, True
-            if at <= floor and at:  # servers of blocks that are in no run: those of block `floor` are there
+            if at <= floor and at:  # blocks in no run: servers of block `floor` count
                 floor = max(at - STEP, 0)
                 there = self.of(hashes[floor])
             at = floor if servers == there and floor < at else at - 1
@@ -141,7 +141,7 @@ class Holders:
             runs[found] = _Run(run.servers | bit)
 
     def _start(self, bit: int, start: int, hashes: Sequence[Hash]) -> int:
-        """Starts a run with the leading blocks of a prompt's rest that nobody had; returns how many."""
+        """Starts a run with the leading blocks of a prompt's rest that no server had; returns how many."""
         run = _Run(bit, start, chain := [], start)
         add, enter = chain.append, self._runs.setdefault
         for found in hashes:
@@ -152,7 +152,7 @@ class Holders:
         return len(chain)
 
     def _join(self, bit: int, run: _Run, hashes: Sequence[Hash]) -> int:
-        """Adds a server to the blocks at the front of a run that are those of a prompt; returns how many."""
+        """Adds a server to the blocks at the front of a run that match a prompt; returns how many."""
         runs, chain, start, offset = self._runs, run.chain, run.start, run.offset
         if chain is None:
             return 0

@@ -11,7 +11,7 @@ from ksana_jax.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class RouterSettings:
-    """What the router assumes of servers of which it knows nothing else.
+    """The router's assumptions about servers that report nothing.
 
     Args:
       block_size: prompt tokens for which there is one hash.
@@ -24,7 +24,7 @@ class RouterSettings:
       full_pool: fraction of the pool that unfinished requests may hold before full_pool_s are added to the cost.
       full_pool_s: seconds that a request waits or loses by preemption on a server whose pool is full.
       slow_hit_cost: time to copy a cached block from slower media, such as host memory, to the device, relative to its
-        prefill. The default is that of Dynamo's router.
+        prefill. The default is Dynamo's.
       ttl_s: seconds for which a prompt is expected to stay in the cache of the server that it was sent to.
     """
 

@@ -20,7 +20,7 @@ class WindowedRate:
         self._now += amount
 
     def rate(self, now: float) -> float:
-        """Returns the amount per second, of a window in which at least a twelfth has passed."""
+        """Returns the amount per second, over a window of which at least a twelfth has passed."""
         self._turn(now)
         if self._before is None:
             return self._now / max(now - self._start, self._half_s / 6)

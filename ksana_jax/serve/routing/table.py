@@ -93,7 +93,7 @@ class TableSettings:
 class PrefixTable:
     """Prefixes by the hash of their last block. It decides when servers join or leave; which one joins, the caller.
 
-    Few prefixes for each server keep its hit rate: its pool then has room for their blocks, and for those of requests.
+    Few prefixes for each server keep its hit rate: its pool then has room for their blocks and for requests'.
     """
 
     def __init__(self, settings: TableSettings | None = None):
@@ -121,7 +121,7 @@ class PrefixTable:
         return None
 
     def add(self, hashes: Sequence[Hash], block_size: int, now: float, configured: bool = False) -> Prefix:
-        """Adds the prefix of these blocks; returns it, or the one that is there."""
+        """Adds the prefix of these blocks; returns it, or the existing one."""
         key, window_s = hashes[-1], self.settings.window_s
         found = self.prefixes.get(key)
         if found is None:
@@ -150,7 +150,7 @@ class PrefixTable:
         """Counts the arrival of a prompt; adds the longest of its prefixes that has become frequent.
 
         Lengths grow by about a third, and a longer prefix is counted once a shorter one has been seen, so that a prompt
-        that nobody repeats takes one counter.
+        without repetition takes one counter.
         """
         frequent, s = self._frequent, self.settings
         frequent.turn(now)
@@ -172,7 +172,7 @@ class PrefixTable:
             self._clean(now)
 
     def should_grow(self, prefix: Prefix, now: float, crowded: bool) -> bool:
-        """Whether a server should join now. crowded: whether a request had to go elsewhere."""
+        """True if a server should join now. crowded: whether a request had to go elsewhere."""
         s, wanted = self.settings, prefix.work.rate(now)
         high = crowded or wanted > s.grow_above * len(prefix.members)
         prefix.high_since = (prefix.high_since if prefix.high_since is not None else now) if high else None
@@ -203,7 +203,7 @@ class PrefixTable:
             prefix.given.add(server)
 
     def shrink(self, prefix: Prefix, now: float) -> None:
-        """Takes out the server that joined last, if the others have been enough for long; given ones stay."""
+        """Removes the server that joined last, if the rest have long been enough; given ones stay."""
         s, members = self.settings, prefix.members
         can = len(members) > max(1, len(prefix.given))
         low = can and prefix.work.rate(now) < s.shrink_below * len(members)

@@ -1,4 +1,4 @@
-"""What a policy sees at one decision: servers, their load, and what they cache of the prompt."""
+"""A policy's view at one decision: servers, their load, and their cached blocks of the prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class View:
 
     @_computed_once
     def match(self) -> Match:
-        """What each server caches of this prompt; looked up when it is first asked for."""
+        """Each server's cached blocks of this prompt; looked up on first use."""
         return self.index.match(self.request.hashes)
 
     @_computed_once
@@ -107,7 +107,7 @@ class View:
             return numbers.tolist(), wait_s[numbers], (wait_s + self.prefill_s)[numbers]
         settings, num_prompt, found = self.settings, self.request.num_prompt, []
         wait_of_s, token_s, slow = self.ledger.wait_of_s(self.now), self.ledger.token_s.item, self.num_slow
-        # From the longest match, as most of the servers that a policy asks for are there.
+        # From the longest match, which has most of the servers that a policy asks for.
         for blocks, level in (*reversed(self.match.levels), (0, servers)):
             if here := level & servers:
                 servers ^= here
@@ -143,7 +143,7 @@ class View:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every server may be chosen."""
+        """True if every server may be chosen."""
         return len(self.ready) == len(self.closed)
 
     def lowest(self, cost: np.ndarray) -> int:

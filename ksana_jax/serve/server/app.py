@@ -58,7 +58,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/kv_events", kv_events),
         *page.routes(),
     ]
-    # What has a key is no page's; pages that may ask send their own request for leave before, without the key.
+    # A request with a key is no page's; allowed pages send a preflight request first, without the key.
     hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None
     checks = [] if settings.api_keys else [Middleware(CheckPages, hosts=hosts, origins=settings.allowed_origins)]
     cors = {"allow_origins": settings.allowed_origins, "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
@@ -82,7 +82,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
 
 
 class RequestIds:
-    """Gives each response an x-request-id: that of the request, if it is printable, or a new one."""
+    """Gives each response an x-request-id: the request's, if it is printable, or a new one."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

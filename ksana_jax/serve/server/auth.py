@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ksana_jax.serve.server.errors import APIError
 
-# Which client a proxy asks for. It only divides the prefix cache of the proxy's key further: who sends it wins nothing.
+# The proxy's client. It only divides the prefix cache of the proxy's key further: a forged one gains nothing.
 CLIENT = b"x-ksana-client"
 _CLIENT_NAME = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -24,7 +24,7 @@ def salt_of_key(key: bytes) -> str:
 
 
 def bearer_key(given: Sequence[bytes], keys: Collection[bytes]) -> bytes | None:
-    """Returns which of the keys a request carries. given: values of its header Authorization, of which it has one."""
+    """Returns which of the keys a request carries. given: values of its header Authorization, which must be one."""
     scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     # All keys are compared, each in constant time.
     same = [key for key in keys if hmac.compare_digest(key, token.strip())]

@@ -33,7 +33,7 @@ async def create(request: Request) -> Response:
     if values["stream"] and values["prompt_logprobs"] is not None:
         raise bad_request("prompt_logprobs does not go with stream", "prompt_logprobs")
     num_top = values["top_logprobs"] if values["logprobs"] else None
-    # An answer goes on to max_model_len unless it is limited.
+    # An answer may reach max_model_len unless it is limited.
     asked = values["max_tokens"] if values["max_completion_tokens"] is None else values["max_completion_tokens"]
     params = read_params(values, CHAT, logprobs=num_top, max_tokens=asked)
     prompt = await chat_prompt(serving, values)

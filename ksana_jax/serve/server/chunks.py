@@ -1,6 +1,6 @@
 """Writes the chunks of a stream. Knows deltas of completions and OpenAI's two formats, no HTTP.
 
-What is constant in a stream is formatted once: a chunk of text costs one pass over the text.
+The constant parts of a stream are formatted once: a chunk of text costs one pass over the text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chunks:
         self._cached: dict[int, int] = {}
 
     def write(self, number: int, output: RequestOutput) -> str:
-        """Returns the events for what is new of the prompt with this number; empty if no text is complete.
+        """Returns the events for new output of the prompt with this number; empty if no text is complete.
 
         Raises:
           APIError: a completion was ended by a failure.
@@ -118,7 +118,7 @@ class Echo:
     """The prompt as the first part of a completion.
 
     Args:
-      logprobs: writes those of the prompt; None for none.
+      logprobs: writes the prompt's; None for none.
     """
 
     def __init__(self, text: str, logprobs: CompletionLogprobs | None):
@@ -136,7 +136,7 @@ class ChatChoice:
     """Writes the chunks of one answer: the role with the first token, text, and at the end the reason.
 
     Args:
-      num_top: tokens besides each one, with their log-probabilities; None for no log-probabilities.
+      num_top: number of top tokens with log-probabilities at each place; None for no log-probabilities.
       token_ids: whether chunks have their token ids.
     """
 

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-# Descriptors for what is no client's connection, connections under the lowest limit, and under none.
+# Descriptors reserved for other uses, connections under the lowest limit, and under none.
 RESERVED, FEWEST, MOST = 32, 8, 2**16
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -43,12 +43,12 @@ class Connections:
         return Connection(self, self._make(**settings))
 
     def began(self, transport: asyncio.BaseTransport | None) -> None:
-        """Notes that the headers of a request are there."""
+        """Records that the headers of a request have arrived."""
         if transport in self.open:
             self.open[transport].begin()
 
     def ended(self, transport: asyncio.BaseTransport | None) -> None:
-        """Notes that a request has its answer, of which a part may not be sent yet."""
+        """Records that a request has its answer, which may not be wholly sent yet."""
         if transport in self.open:
             self.open[transport].end()
 
@@ -88,14 +88,14 @@ class Connection(asyncio.Protocol):
         transport.close()
 
     def begin(self) -> None:
-        """Stops the clock: a request is there."""
+        """Stops the clock: a request has arrived."""
         self._num_requests += 1
         self._all.waiting.pop(self, None)
         if self._request_due is not None:
             self._request_due.cancel()
 
     def end(self) -> None:
-        """Starts the clock for the next request, unless that is there."""
+        """Starts the clock for the next request, unless it has arrived."""
         self._num_requests -= 1
         if not self._num_requests:
             self._wait()

@@ -56,7 +56,7 @@ class APIError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         found = {} if self.retry_after_s is None else {"retry-after": str(max(math.ceil(self.retry_after_s), 1))}
-        # The rest of what the client sends is not read.
+        # The rest of the client's input is not read.
         return {**found, "connection": "close"} if self.status in UNREAD else found
 
     def response(self) -> Response:

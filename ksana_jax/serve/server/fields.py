@@ -148,7 +148,7 @@ COMPLETIONS: Fields = {
 }
 
 _TOOLS = "calls of tools are not enforced, and stay text in answers"
-# What turns messages into a prompt.
+# Fields that turn messages into a prompt.
 _TEMPLATE: Fields = {
     "add_generation_prompt": Field(BOOLEAN, "end the prompt where the assistant's answer begins; the default"),
     "continue_final_message": Field(BOOLEAN, "let the model continue the last message", default=False),

@@ -29,7 +29,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, value: float | None, times: int = 1) -> None:
-        """Adds a value, as if it were observed so many times; None is ignored."""
+        """Adds a value as several equal observations; None is ignored."""
         if value is not None and times > 0:
             self._counts[bisect.bisect_left(self.bounds, value)] += times
             self.sum += value * times

@@ -17,7 +17,7 @@ from ksana_jax.serve.server.errors import APIError
 
 
 def is_address(text: str) -> bool:
-    """Whether a host is an IP address, with or without a zone."""
+    """True if a host is an IP address, with or without a zone."""
     try:
         return bool(ipaddress.ip_address(text.partition("%")[0]))
     except ValueError:
@@ -25,7 +25,7 @@ def is_address(text: str) -> bool:
 
 
 def is_loopback(text: str) -> bool:
-    """Whether a host is an address of the loopback, IPv4 mapped to IPv6 included."""
+    """True if a host is an address of the loopback, IPv4 mapped to IPv6 included."""
     if not is_address(text):
         return False
     address = ipaddress.ip_address(text.partition("%")[0])
@@ -33,7 +33,7 @@ def is_loopback(text: str) -> bool:
 
 
 def is_private(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from its own machine alone."""
+    """True if a server that listens on `host` can be reached from its own machine alone."""
     return host == "localhost" or is_loopback(host)
 
 

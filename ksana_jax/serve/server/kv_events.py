@@ -3,7 +3,7 @@
 The engine's thread notes what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step. The
 event loop numbers these batches and keeps the last 10,000. A reader that reconnects and says which batch it saw last
 (header `Last-Event-ID`) gets those after it; one that is new, or too late, gets all blocks that are cached now as one
-batch that begins with AllBlocksCleared. Names and fields of events are those of vLLM's KV events, without token ids;
+batch that begins with AllBlocksCleared. Names and fields follow vLLM's KV events, without token ids;
 block hashes are the keys of `kv.prefix_index`, in hexadecimal.
 
     event: cache    data: {"model": "9f...", "block_size": 16, "num_blocks": 512, "num_host_blocks": 0}
@@ -155,7 +155,7 @@ class Listener:
 
     def __init__(self, log: KVEventLog, loop: asyncio.AbstractEventLoop):
         self._log, self._loop = log, loop
-        self._changes: list[Change | None] = []  # None: all blocks are gone
+        self._changes: list[Change | None] = []  # None: all blocks were dropped
 
     def attach(self, engine: Engine) -> None:
         """Tells of all that the engine caches now, and of every change from now on; call it on the engine's thread."""
@@ -189,7 +189,7 @@ class Listener:
         """Hands over what was collected; the engine calls it after each step."""
         if self._changes:
             changes, self._changes = self._changes, []
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no client listens
                 self._loop.call_soon_threadsafe(self._log.add, changes)
 
 

@@ -66,7 +66,7 @@ class QueueLimits:
       max_num_queued_tokens: prompt tokens of requests without a first token. None takes what the engines compute in
         600 s, as measured; until then there is no limit.
 
-    A request that exceeds a limit by itself is accepted when there is no other.
+    A single request that exceeds a limit is accepted when no other is open.
 
     Raises:
       ValueError: a limit is not a positive integer.

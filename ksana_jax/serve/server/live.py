@@ -1,4 +1,4 @@
-"""What the web page shows of the engines, as numbers: GET /live. Looking takes less than a millisecond."""
+"""Numbers behind the web page's charts of the engines: GET /live. Reading them takes less than a millisecond."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.serve.server.errors import json_response
 from ksana_jax.serve.server.state import serving_of
 
-# Latencies are those of requests in the last so many seconds, and of so many of them at most.
+# Latencies cover requests of this many last seconds, and at most this many requests.
 RECENT_S = 60.0
 MOST_RECENT = 4096
 # Running requests that are shown one by one, those with the most blocks.
@@ -53,7 +53,7 @@ class Live:
     def content(self) -> dict[str, Any]:
         """Returns plain values, read while the engines run, so that numbers may be of two steps.
 
-        Counts are since this object's creation; those of the prefix cache and of preemptions since the engine's.
+        Counts start at this object's creation; prefix-cache and preemption counts at the engine's.
         """
         stats, engines, now = self.llm.stats(), self.llm.replicas.engines, self._clock()
         counters = [engine.memory.counters for engine in engines]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an AsyncLLM: vLLM's names for what vLLM has, `ksana:` for the rest.
+"""Prometheus metrics of an AsyncLLM: vLLM's names where vLLM has the metric, `ksana:` for the rest.
 
 Most are read from the engines' own counters when they are asked for. The others are added up once per step, see
 `serve.server.totals`, never per token.
@@ -163,7 +163,7 @@ def _add_engine(families: _Families, engine: Engine) -> None:
     text = "Prompt tokens looked up in the prefix cache."
     families.counter("vllm:prefix_cache_queries", text, counted["queried_tokens"])
     families.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counted["hit_tokens"])
-    compiled = getattr(engine.executor, "num_compilations", 0)  # that of a simulator has none
+    compiled = getattr(engine.executor, "num_compilations", 0)  # a simulator's has none
     families.counter("ksana:compilations", "Functions compiled since the model was loaded.", compiled)
     block_bytes, tiers = memory.layout.block_bytes, {"device": memory.device, "host": memory.host}
     text = "Bytes of KV cache: in use by requests, or kept for their content."

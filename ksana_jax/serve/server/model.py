@@ -1,4 +1,4 @@
-"""What the server knows of the model that it serves: names, limits, tokenizer. Knows no requests."""
+"""The served model: names, limits, tokenizer. Knows no requests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
 
 
 def _name(llm: AsyncLLM) -> str:
-    """Returns the name under which the model was loaded, of a path its last part: clients need not know the others."""
+    """Returns the name of the loaded model, or the last part of its path: clients need not know the rest."""
     return "ksana" if llm.llm is None else display_name(llm.llm.name) or "ksana"
 
 

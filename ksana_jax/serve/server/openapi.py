@@ -90,7 +90,7 @@ def document(version: str, guarded: bool = False) -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": body_schema(fields)}}}
         paths[path] = {"post": {**_operation(summary, answer), "requestBody": body}}
         if "stream" in fields:
-            # Before OpenAPI 3.2, the schema of a stream is read as that of each event.
+            # Before OpenAPI 3.2, the schema of a stream is read as each event's.
             events = {"schema": _answer({"data": _TEXT})}
             paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = events
     return {

@@ -22,7 +22,7 @@ _STYLE, _SCRIPT = "/* page.css */", "/* page.js */"
 
 
 def routes() -> list[Route]:
-    """Returns the routes of the page and of what it shows. PAGE_PATH is to be served without a key."""
+    """Returns the routes of the page and of its data. Serve PAGE_PATH without a key."""
     return [Route(PAGE_PATH, page), Route(LIVE_PATH, live)]
 
 

@@ -26,7 +26,7 @@ class BodyWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client is there and has read enough of what was sent; if not, ASGI's `send` waits for it."""
+        """True if the client is connected and has read enough of the output; if not, ASGI's `send` waits for it."""
         return not (self._flow.write_paused or self._transport.is_closing())
 
     def write(self, data: bytes) -> None:
@@ -52,7 +52,7 @@ class Protocol(H11Protocol):
 
 
 def protocol_factory(client_timeout_s: float) -> Connections:
-    """Returns what makes the connections of a server, which are cut when a client stalls for so many seconds."""
+    """Returns the factory of a server's connections, which are cut when a client stalls for that many seconds."""
 
     def make(**settings: Any) -> Protocol:
         return Protocol(connections, **settings)

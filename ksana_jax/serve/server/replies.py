@@ -1,4 +1,4 @@
-"""What replies of all kinds share: their first fields, and waiting for outputs while the client stays."""
+"""Shared by all replies: their first fields, and waiting for outputs while the client stays."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: sock
 
     def load_and_freeze() -> AsyncLLM:
         llm = load()
-        # What stays to the end: looking through it again with each full collection would stop all streams for 0.1 s.
+        # These objects are permanent: scanning them in each full collection would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
         return llm

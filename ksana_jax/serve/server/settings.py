@@ -21,8 +21,8 @@ class HTTPSettings:
       port: port to listen on; 0 takes a free one.
       allowed_hosts: names by which clients may ask a server that has no keys and listens on this machine alone; empty
         takes localhost and addresses, which are always allowed.
-      api_keys: keys of which a client must send one, as `Authorization: Bearer KEY`; without any, everyone is served.
-      shutdown_timeout_s: seconds for which running requests may go on after SIGTERM.
+      api_keys: a client must send one of these, as `Authorization: Bearer KEY`; without any, everyone is served.
+      shutdown_timeout_s: seconds for running requests to finish after SIGTERM.
       client_timeout_s: seconds after which a client that does not read its answer, or does not finish sending its
         request, is disconnected.
       max_body_bytes: maximum bytes of a request's body.
@@ -54,7 +54,7 @@ class ServerSettings(HTTPSettings):
     Args:
       allowed_origins: origins of web pages that may ask (CORS), such as https://chat.example, or * for all; empty takes
         the server's own.
-      served_model_names: names under which clients ask for the model, of which answers carry the first; empty takes the
+      served_model_names: names that clients may use for the model; answers carry the first; empty takes the
         name under which it was loaded.
       max_num_queued_reqs: completions that may wait or run at once, more are told 429; None takes four times
         max_num_seqs, at least 1024.

@@ -1,4 +1,4 @@
-"""What all requests of a server share: engine, model, and whether it takes requests."""
+"""State that all requests of a server share: engine, model, and whether it takes requests."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Serving:
             self._stepped_s = time.monotonic()  # an idle engine does not step
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls a function that takes long in another thread, so that streams go on meanwhile.
+        """Calls a slow function in another thread, so that streams continue.
 
         Raises:
           APIError: status 503: too many calls wait, or this one took too long.
@@ -151,6 +151,6 @@ def serving_of(request: Request) -> Serving:
 
 
 def cache_salt(request: Request, given: str | None) -> str:
-    """Returns the cache salt of a request: that of its API key, divided further by the client's own."""
+    """Returns the cache salt of a request: its API key's, divided further by the client's own."""
     of_key = request.scope.get("ksana.salt", "")
     return of_key if given is None else f"{of_key}/{given}"

@@ -1,4 +1,4 @@
-"""Streams tokens as server-sent events. Knows streams of outputs and who writes their events, no formats, no engine.
+"""Streams tokens as server-sent events. Knows streams of outputs and their writers of events, no formats, no engine.
 
 A token of each of many streams arrives with every step. Waking a task for each of them, and passing each event through
 ASGI and h11, takes longer than the system call that sends it: events are written where the outputs arrive, as long as
@@ -24,13 +24,13 @@ from ksana_jax.serve.server.sse import DONE, HEADERS, PING, error_events, until_
 class TokenStream(Response):
     """Sends events of requests as their outputs arrive; ends the requests when the client leaves.
 
-    What arrives while the client does not keep up stays in the mailboxes, joined, until it has read what was sent. A
+    Output for a client that lags stays in the mailboxes, joined, until the client has read the sent events. A
     failure becomes the last event before [DONE].
 
     Args:
       streams: of the outputs, as deltas; closed at the end, however it comes.
       write: called as write(index of the stream, output); returns whole events, or nothing.
-      last: returns the events that follow those of all streams.
+      last: returns the events that follow all streams.
       ping_s: seconds without an event after which a comment is sent.
     """
 

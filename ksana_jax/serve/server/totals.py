@@ -62,7 +62,7 @@ class Totals:
         self.num_failed_steps += news.failure is not None
 
     def _add_step(self, record: StepRecord, num_first: int) -> int:
-        """Adds a step of whose tokens, and those of steps after it, num_first are requests' first; returns how many of
+        """Adds a step. num_first: requests' first tokens in this and later steps; returns how many of
         these are left."""
         first = min(record.num_new_tokens, num_first)
         chunks = record.num_chunk_tokens

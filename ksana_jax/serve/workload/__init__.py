@@ -22,7 +22,7 @@ WORKLOADS: dict[str, str] = {
     "sharegpt": "ksana_jax.serve.workload.sharegpt:ShareGPT",
 }
 
-# Settings with a name. Those of Azure are the rate, the coefficient of variation of the gaps, and the medians and 99th
+# Named settings. Azure's are the rate, the coefficient of variation of the gaps, and the medians and 99th
 # percentiles of the traces of 2023.
 PRESETS: dict[str, dict[str, Any]] = {
     "azure_code": {
@@ -39,8 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompt": {"p50": 1020, "p99": 4142},
         "output": {"p50": 129, "p99": 601},
     },
-    # Mean prompt, median and 99th percentile near those of the traces, and their hit rates: how much turns and system
-    # prompts have part in them is not in the traces.
+    # Mean prompt, median and 99th percentile near the traces', and their hit rates: how much turns and system
+    # prompts contribute is not in the traces.
     "mooncake_conversation": {
         "kind": "sessions",
         "rate": 3.34,
@@ -68,7 +68,7 @@ def read_workload(setting: Mapping[str, Any] | str, **overrides: Any) -> Workloa
     Args:
       setting: {"kind": a key of WORKLOADS, or "preset": a key of PRESETS, and fields of the kind, which replace those
         of the preset}; or the name of a preset or a kind.
-      overrides: more fields, which replace those of the setting.
+      overrides: more fields, which replace the setting's.
 
     Raises:
       ConfigError: there is no such kind, preset or field, with the nearest one, or a value is out of range.

@@ -1,4 +1,4 @@
-"""What all kinds of workload have in common: their settings, and how lengths become requests."""
+"""Shared by all kinds of workload: their settings, and how lengths become requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WorkloadSettings(abc.ABC):
     """Settings of a kind of workload, as in YAML. Base of all kinds.
 
     Args:
-      name: for tables; empty takes that of the preset, the kind or the file.
-      num_requests: number of requests; for a trace, those of its first rows, None for all.
+      name: for tables; empty takes the name of the preset, the kind or the file.
+      num_requests: number of requests; for a trace, its first rows, None for all.
       seed: for all that is drawn. Prompts of different seeds have no common prefix.
       text_seed: for the tokens alone; None takes the seed. The same requests with other texts can be sent to a server
         again, which would otherwise find their prompts in its cache.

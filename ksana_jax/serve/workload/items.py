@@ -27,7 +27,7 @@ class WorkItem:
       tokens: returns the prompt, [num_prompt] int32; made on demand, equal at each call.
       output_tokens: returns the answer that a simulated executor gives, [num_output] int32. The next turn of a session
         has it in its prompt.
-      client: who sends it, for fairness and cache salts.
+      client: its sender, for fairness and cache salts.
       session: number of its session; None for a single request.
       after: index of the turn that must have ended before this one is sent, think_s seconds later; None for the first.
     """

@@ -26,7 +26,7 @@ GROWTH, LEAST_GROWTH = 1.5, 0.05
 
 @dataclasses.dataclass(frozen=True)
 class RequestTimes:
-    """What became of one request; seconds on one clock, NaN for what has not happened.
+    """Times of one request, in seconds on one clock; NaN for events that did not happen.
 
     Args:
       index: position in the workload.
@@ -35,8 +35,8 @@ class RequestTimes:
       num_prompt, num_output: tokens of the prompt, and of the answer received.
       num_cached_tokens: prompt tokens that were taken from a prefix cache.
       gaps_s: times between the arrivals of successive pieces of the answer; empty where they are not known.
-      error: name of what went wrong; None if the answer is complete.
-      client: who sent it.
+      error: name of the error; None if the answer is complete.
+      client: its sender.
     """
 
     index: int
@@ -72,7 +72,7 @@ class RequestTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request must meet to count as good, in seconds; None sets no limit. Answers of one token meet any tpot_s.
+    """Limits in seconds that a good request meets; None sets no limit. Answers of one token meet any tpot_s.
 
     Source: goodput as in DistServe, arXiv:2401.09670.
     """
@@ -105,7 +105,7 @@ class Limits:
         return cls(**found) if found else None
 
     def met_by(self, request: RequestTimes) -> bool:
-        """Whether a request has ended and meets all limits."""
+        """True if a request has ended and meets all limits."""
         pairs = ((self.ttft_s, request.ttft_s), (self.tpot_s, request.tpot_s), (self.e2e_s, request.e2e_s))
         return request.finished and not any(limit is not None and value > limit for limit, value in pairs)
 
@@ -215,8 +215,8 @@ def _failures(requests: Sequence[RequestTimes], done: Sequence[RequestTimes], er
 
 
 def growth(done: Sequence[RequestTimes]) -> str:
-    """Says by how much the TTFT of finished requests grows, in the order in which they were sent; empty if it does
-    not, or if all were sent at once."""
+    """Describes the growth of TTFT over finished requests, in sending order; empty if it does
+    not grow, or if all were sent at once."""
     half = len(done) // 2
     if len({r.sent_s for r in done}) < 2:
         return ""

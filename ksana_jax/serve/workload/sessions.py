@@ -111,7 +111,7 @@ class Sessions(WorkloadSettings):
             drawn.turn > 0, generator(self.seed, "think").exponential(1.0, len(drawn.turn)) * self.think_s, 0.0
         )
         waits = np.array([starts[s] for s in drawn.session.tolist()]) + _within(drawn, thinks)
-        # In the order in which they would arrive if answers took no time.
+        # In the order of arrival if answers took no time.
         order = np.lexsort((drawn.turn, drawn.session, waits))
         texts, prompts, clients = self.seed_of_texts, drawn.prompts(), self.client_names(int(numbers[-1]) + 1)
         items: list[WorkItem] = []

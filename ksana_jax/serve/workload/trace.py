@@ -1,4 +1,4 @@
-"""What readers of published traces have in common. Traces are the user's files; none is shipped."""
+"""Shared by readers of published traces. Traces are the user's files; none is shipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trace(WorkloadSettings):
     Args:
       path: the file.
       rate: requests per second, to which gaps are scaled; None keeps the times of the trace.
-      jitter_s: up to so many seconds, drawn uniformly, are added to each time. Many traces round times to seconds,
+      jitter_s: maximum seconds, drawn uniformly, that are added to each time. Many traces round times to seconds,
         which makes bursts that the traffic did not have.
       length_scale: factor for all lengths, to replay a trace on a small model.
     """

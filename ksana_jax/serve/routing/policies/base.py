@@ -1,4 +1,4 @@
-"""What a policy is: it chooses the server of a request."""
+"""Interface of a policy, which chooses the server of a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Policy:
         """A server has been added."""
 
     def removed(self, server: int, now: float) -> None:
-        """A server is gone."""
+        """A server was removed."""
 
     def check(self) -> None:
         """Checks what must hold at any time; raises AssertionError."""

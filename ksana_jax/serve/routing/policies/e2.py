@@ -22,7 +22,7 @@ MAX_PREFIXES = 4096
 class E2(Policy):
     """Exploits the longest match if it is more than the rest of the prompt; explores all servers otherwise.
 
-    The cheapest server is the one with the lowest sum of its load in the last window_s (prefill of what was not cached,
+    The cheapest server is the one with the lowest sum of its load in the last window_s (prefill of uncached tokens,
     and decode), this prompt's prefill there, and the prefill of cached tokens that it would replace, by how often they
     were hit. A match on the most loaded server is not exploited while that has more than `rebalance` times
     the load of the least loaded one; and a prefix is copied, by exploring, when requests wait `copy` times as long for
@@ -50,7 +50,7 @@ class E2(Policy):
             error=ConfigError,
         )
         # (time, server, load in seconds, prompt tokens, matched tokens), oldest first, and their sums by server: arrays
-        # of what a choice compares, lists of the rest, whose items are read and written faster.
+        # for values that a choice compares, lists for the rest, whose items are read and written faster.
         self._window: collections.deque[tuple[float, int, float, int, int]] = collections.deque()
         self._load_s, self._hit_rate = np.zeros(0), np.zeros(0)
         self._prompt: list[int] = []
@@ -76,7 +76,7 @@ class E2(Policy):
         return view.lowest(load_s + view.prefill_s * (1 + self._hit_rate * full))
 
     def _must_copy(self, request: RoutedRequest, view: View, server: int) -> bool:
-        """Whether the prefix's requests wait `copy` times as long as they used to; notes the wait."""
+        """True if the prefix's requests wait `copy` times as long as they used to; records the wait."""
         levels, hashes = view.match.levels, request.hashes
         everywhere = sum(servers.bit_count() for _, servers in levels) >= len(view.ready)
         key = hashes[min(levels[0][0] if everywhere else 0, len(hashes) - 1)]

@@ -1,4 +1,4 @@
-"""Policies that look at load alone, or at nothing: the baselines of the others."""
+"""Baseline policies, which look at load alone or at nothing."""
 
 from __future__ import annotations
 

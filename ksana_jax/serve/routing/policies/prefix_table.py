@@ -87,13 +87,13 @@ class PrefixTablePolicy(TableSettings, Policy):
         return inside[view.least(total_s)]
 
     def _is_crowded(self, prefix: Prefix, wait_s: Sequence[float], view: View) -> bool:
-        """Whether its servers' least wait exceeds that of another with the prefix's prefill added."""
+        """True if its servers' least wait exceeds another server's with the prefix's prefill added."""
         if not len(wait_s):
             return True
         inside_s, ledger = _least(wait_s), view.ledger
         if inside_s <= prefix.num_tokens * ledger.least_token_s:  # as mostly: others cannot wait for less than nothing
             return False
-        # Of all servers, not only those outside: one of the prefix's own would have the shorter wait on the left.
+        # The minimum over all servers does: a server of the prefix has the shorter wait on the left anyway.
         all_s = view.wait_s + prefix.num_tokens * ledger.token_s
         return inside_s > _least(all_s if view.all_ready else all_s[view.ready])
 
