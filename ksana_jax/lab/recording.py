@@ -6,11 +6,11 @@ The first line describes the engine; each further line is an event, in order:
   added     their ids, when they entered the engine
   aborted   an id
   patterns, eviction   settings that were changed in between
-  step      the fields of the engine's `StepRecord`; in a trace also those of `StepTrace`. rows: [sequence, tokens
+  step      the fields of the engine's `StepRecord`; in a trace also `StepTrace`'s. rows: [sequence, tokens
             computed before, tokens to compute], in the order of the batch; a sequence is named request/completion.
             blocks: for each sequence whose block table changed how many of its blocks it kept, and the ids after them.
             tokens: sampled, by sequence. Times are seconds on the engine's clock.
-  request   its times and counts; those of all requests come last
+  request   its times and counts; these events come last
 
 A recording without decisions has steps without rows, blocks and tokens, and requests. `ksana simulate record` writes
 steps alone.
@@ -50,7 +50,7 @@ _NEEDED = {
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A recording that was read. header: the first line. events: the others."""
+    """A recording that was read. header: the first line. events: the other lines."""
 
     path: Path
     header: dict[str, Any]
@@ -82,7 +82,7 @@ def events_of(kind: str, events: Iterable[Event]) -> list[Event]:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a path is a recording, or a folder with one."""
+    """True if a path is a recording, or a folder with one."""
     return path.suffix == ".jsonl" and path.name != "records.jsonl" if path.is_file() else bool(_inside(path))
 
 

@@ -1,4 +1,4 @@
-"""What `ksana align --choose` does: measures the implementations that serve, and writes a verdict."""
+"""`ksana align --choose`: measures the implementations that serve, and writes a verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import Params
 from ksana_jax.tokenizers import find_tokenizer
 
-# Of each implementation, by turns, after one that compiles.
+# Runs of each implementation, by turns, after one that compiles.
 NUM_TIMED = 3
 # Settings of the engines that are measured: all texts at once, recomputed each time.
 FOR_MEASURING = {
@@ -55,7 +55,7 @@ Reference = Callable[[int, Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
 
 def stored_reference(stored: Scores) -> Reference:
-    """Returns the greedy tokens and log-probabilities of a file, which hold as long as a text is that of the file."""
+    """Returns the greedy tokens and log-probabilities of a file, which hold as long as a text equals the file's."""
     return lambda text, tokens: (np.array(stored.token_ids[text][1:]), stored.logprobs[text])
 
 

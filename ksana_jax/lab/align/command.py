@@ -1,4 +1,4 @@
-"""What `ksana align` does and prints: two sides, each an engine or a file of log-probabilities."""
+"""`ksana align`: compares and prints two sides, each an engine or a file of log-probabilities."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def draw_prompts(llm: LLM, texts: Texts) -> list[list[int]]:
 
 
 def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
-    """Compares two sides on the same texts: those of a file if a side is one, otherwise what `a` generates.
+    """Compares two sides on the same texts: a file's if a side is one, otherwise `a`'s output.
 
     Returns:
       tokens: of each text whose greedy tokens differ the first that does. logprobs: see `scores.differences`.
       operators: see `operators.compare_operators`, and starts_at, the first with a difference of its own; both empty
-      where a side is a file, or where a side's operators are divided among devices, of which `divided` has the number.
+      where a side is a file, or its operators are divided among devices; `divided` is their number.
     """
     given = a if isinstance(a, Scores) else b if isinstance(b, Scores) else None
     if given is None:

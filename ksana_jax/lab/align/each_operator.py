@@ -1,4 +1,4 @@
-"""What each implementation of each operator shows by itself: its time at the shapes of a model, and its error against a
+"""Measures each implementation of each operator alone: its time at the shapes of a model, and its error against a
 float32 model."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ksana_jax.runner.runner import Runner
 from ksana_jax.sampling.sampler import sample
 from ksana_jax.scheduler.step.types import Part, StepShape
 
-# Calls are timed in so many turns, in each of which all implementations run for about so long.
+# Number of timing turns, and the seconds that each implementation runs in one.
 TURNS = 5
 SECONDS_OF_TURN = 0.01
 
@@ -35,7 +35,7 @@ SECONDS_OF_TURN = 0.01
 Key = tuple[str, str]
 # Computes one call, and returns when the device has ended.
 Call = Callable[[], Any]
-# Of XLA, as steps have them.
+# XLA's, as steps have them.
 Options = dict[str, Any] | None
 
 
@@ -105,7 +105,7 @@ def _serving(runner: Runner) -> dict[str, list[Any]]:
 
 
 def operator_seconds(runner: Runner, shape: StepShape, context: int) -> dict[Key, float]:
-    """Returns the seconds of one call of each implementation that serves, each compiled by itself and timed by turns;
+    """Returns the seconds of one call of each implementation that serves, compiled alone and timed by turns;
     for "linear", a call multiplies with all matrices of a layer.
 
     Args:

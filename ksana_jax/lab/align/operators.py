@@ -1,4 +1,4 @@
-"""Which operator of a network starts a difference between two engines: their operators on the same inputs, one by one.
+"""Finds the operator that starts a difference between two engines: runs their operators on the same inputs.
 
 Both engines run the same tokens as one chunk, as one program. The first records what goes into each operator and what
 comes out. In the second, each operator gets the recorded input, and what follows it gets the recorded output: a
@@ -27,17 +27,17 @@ from ksana_jax.scheduler.step.types import Part, StepShape
 
 
 class Calls(NamedTuple):
-    """What went into each operator of a network and what came out, by the operator's name, in order."""
+    """Inputs and outputs of each operator of a network, by the operator's name, in order."""
 
     inputs: dict[str, tuple[np.ndarray, ...]]
     outputs: dict[str, np.ndarray]
 
 
 class Compared(NamedTuple):
-    """One operator of two engines, as root mean squares relative to that of the first one's numbers.
+    """One operator of two engines, as root mean squares relative to the first one's numbers.
 
-    own: difference of outputs for the same inputs. before: difference of what the operators before it make of the
-    same numbers: additions, activations, the embedding. total: difference of outputs where nothing is replaced.
+    own: difference of outputs for the same inputs. before: difference of its inputs as made from
+    the same numbers by additions, activations, the embedding. total: difference of outputs where nothing is replaced.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Compared(NamedTuple):
 
 
 def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
-    """Compares the operators of two engines on one text, in the order in which they run.
+    """Compares the operators of two engines on one text, in execution order.
 
     Raises:
       ValueError: the engines do not have the same operators.
@@ -68,7 +68,7 @@ def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
 
 
 def apart(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the root mean square of the differences between two arrays, relative to that of the first."""
+    """Returns the root mean square of the differences between two arrays, relative to the first's."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     scale = float(np.sqrt(np.mean(x * x))) or 1.0
     return float(np.sqrt(np.mean((x - y) ** 2))) / scale
@@ -112,7 +112,7 @@ def run_operators(
 
 @dataclasses.dataclass(frozen=True)
 class _Apart(Operators):
-    """Operators none of which is fused; an embedding that is packed is looked up as the engine does."""
+    """Unfused operators; a packed embedding is looked up as in the engine."""
 
     given: Operators = dataclasses.field(kw_only=True)
 
@@ -121,7 +121,7 @@ class _Apart(Operators):
 
 
 class _Probe:
-    """Records the calls of operators while they are traced, and replaces what goes in and comes out by what another
+    """Records the calls of operators while they are traced, and replaces their inputs and outputs by those that another
     engine has recorded, if it is given. Operators are named by their weights."""
 
     def __init__(self, params: Any, recorded: Calls | None):
@@ -132,7 +132,7 @@ class _Probe:
         self.outputs: dict[str, jax.Array] = {}
 
     def operators(self, given: Operators) -> Operators:
-        """Wraps products with weights and norms, each by itself though an engine may fuse them."""
+        """Wraps products with weights and norms separately, though an engine may fuse them."""
 
         def linear(x, w, b=None, *, dtype=None):
             return self._call(w, lambda x: given.linear(x, w, b, dtype=dtype), x)

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts, from an engine or a file, and how those of two sides differ. Knows no operators.
+"""Log-probabilities of texts, from an engine or a file, and the differences of two sides. Knows no operators.
 
 A file is JSON with one list for each text, as any program can write it, for instance with transformers:
 
@@ -98,7 +98,7 @@ def generated(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: Sequence[i
 
 
 def scored(llm: LLM, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Returns the log-probabilities of all tokens of texts but their first, computed as those of prompts."""
+    """Returns the log-probabilities of all tokens of texts but their first, computed as for prompts."""
     found = token_scores(llm, [{"prompt_token_ids": list(text)} for text in texts])
     return [np.array([score.logprob for score in scores]) for scores in found]
 

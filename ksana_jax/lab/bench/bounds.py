@@ -21,14 +21,14 @@ _WIDTH = 2048
 
 
 class Rates(NamedTuple):
-    """What this machine reaches: bytes read per second, and operations per second of matrix products in a dtype."""
+    """This machine's measured peaks: bytes read per second, and operations per second of matrix products in a dtype."""
 
     bytes_per_s: float
     flop_per_s: float
 
 
 class Work(NamedTuple):
-    """What a workload needs at least: bytes read from memory, and operations."""
+    """Minimum cost of a workload: bytes read from memory, and operations."""
 
     num_bytes: float
     flop: float
@@ -52,7 +52,7 @@ def work_of(
 
     Args:
       prompts, outputs: tokens of each request.
-      weights_bytes: of what a step reads; None if all weights are in dtype.
+      weights_bytes: bytes of weights that a step reads; None if all weights are in dtype.
     """
     from ksana_jax.lab.bench.tokens_in_forward import flop_per_token
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, medians, records, table, figure and JSON. Knows no engine.
+"""Shared by all benchmarks: turns, medians, records, table, figure and JSON. Knows no engine.
 
 A benchmark of your own is a dataclass in a file of its own, a subclass of `Bench`, whose fields are its options, and an
 entry in BENCHES; `ksana bench NAME` then has it, with an option for each field.
@@ -35,7 +35,7 @@ def option(default: Any, help: str) -> Any:
 
 
 class Absent(Exception):
-    """What a case measures is not here; the message says what, and how to get it."""
+    """The subject of a case is not installed; the message names it, and says how to get it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
 class Bench(Results):
     """A benchmark: a dataclass whose fields are options, each with a default.
 
-    A repetition measures every case once, in turn, forwards and backwards alternately (A B C, C B A), so that a change
+    A repetition measures every case once, forwards and backwards alternately (A B C, C B A), so that a change
     in the machine's speed affects all alike. Unless `start` warms up everything, one more comes first and is not kept;
     `warming` is true meanwhile, and `measure` may then do less.
     """
@@ -103,7 +103,7 @@ class Bench(Results):
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes medians over repetitions of every number, and of each (largest - smallest) / median as KEY_spread.
 
-        Repetitions in which something was compiled are left out.
+        Repetitions that compiled anything are excluded.
         """
         turns = [m for m in measurements if m["metric"] == "repetition" and not m["compilations"]]
         values: dict[str, list[float]] = {}

@@ -34,7 +34,7 @@ OURS, EVICTING, VLLM = "ksana_jax", "ksana_jax, evicting", "vLLM"
 class Host(Bench):
     """Measures the host loop: CPU time per decode step and per new request, with a device that takes no time.
 
-    With --kv-eviction, the same steps without and with evictions, in turn. With --peers, vLLM's scheduler too, if the
+    With --kv-eviction, the same steps with and without evictions by turns. With --peers, vLLM's scheduler too, if the
     environment has vLLM."""
 
     REPEATS = 1
@@ -141,7 +141,7 @@ class Host(Bench):
         return [Column(key, title, lambda value: f"{value:,.1f}") for key, title in titles.items() if key in keys]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Compares steps that evict with those that do not, and vLLM's with those of this engine."""
+        """Compares steps with and without eviction, and vLLM's steps with this engine's."""
         found = {(row.label, *row.point.values()): us for row in rows if (us := row.mean("step_us"))}
         said = []
         for (label, count, cache), us in found.items():

@@ -1,4 +1,4 @@
-"""An engine of which only the host half runs, and stopwatches; what `ksana bench host` measures. No model, no jax.
+"""An engine whose host half alone runs, with stopwatches, for `ksana bench host`. No model, no jax.
 
 The executor returns random tokens, and its time is not counted. All rows decode, with contexts staggered over a block's
 length, so that every step has the average number of rows that need a new block.
@@ -27,7 +27,7 @@ VOCAB_SIZE = 32_000
 PREFILL_TOKENS = 16_384
 WARM_UP = 20
 PARTS = ("schedule", "build", "advance", "settle")
-# Requests of which adding and admitting are timed.
+# Number of requests whose adding and admitting are timed.
 NUM_ADDED = 64
 
 
@@ -75,7 +75,7 @@ class Stopwatch:
         return seconds
 
 
-# Of a scheduler, for a step after the one before it has ended, and while it runs.
+# A scheduler's timed methods: for a step after the one before it has ended, and while that runs.
 _SCHEDULES = ("schedule", "schedule_ahead")
 
 

@@ -116,8 +116,8 @@ def make_llm(model: str, **settings: Any) -> LLM:
 
 
 def decode_seconds(records: Sequence[StepRecord], batch: int) -> float | None:
-    """Returns the median time between the ends of successive steps in which `batch` rows compute one token each, and
-    nothing else is computed; None if there are no two such steps in succession."""
+    """Returns the median time between the ends of successive steps that compute one token for each of `batch` rows and
+    nothing else; None without two such steps in succession."""
     import numpy as np
 
     alone = [record.num_decodes == record.num_tokens == batch for record in records]

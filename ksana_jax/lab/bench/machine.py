@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# Of /proc/stat: idle and iowait.
+# Columns of /proc/stat: idle and iowait.
 _IDLE = (3, 4)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -24,7 +24,7 @@ def processor_seconds(proc: Path = Path("/proc")) -> tuple[float, float] | None:
 
 
 def seconds_of(pid: int, proc: Path = Path("/proc")) -> float:
-    """Returns the processor seconds that a running process has used, with all its threads; 0 if it is gone."""
+    """Returns the processor seconds that a running process has used, with all its threads; 0 if it has ended."""
     try:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

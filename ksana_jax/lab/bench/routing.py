@@ -1,4 +1,4 @@
-"""`ksana bench routing`: time in which the router chooses a server, by policy, number of servers and prompt length."""
+"""`ksana bench routing`: time to choose a server, by policy, number of servers and prompt length."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class _Steady:
 
 
 def _timed(function: Callable[..., Any], seconds: list[float], within: list[float] | None = None) -> Callable[..., Any]:
-    """Returns the function, which adds its time to a list, without that of calls in it, which add theirs to another."""
+    """Wraps a function to add its seconds to a list, excluding timed calls in it, which add theirs to another."""
     clock, add, inner = time.perf_counter, seconds.append, [] if within is None else within
 
     def timed(*args: Any) -> Any:

@@ -45,7 +45,7 @@ class Job(NamedTuple):
 class Scheduling(Bench):
     """Measures throughput against latency of request-level and iteration-level batching, on one engine.
 
-    Requests arrive at random at several rates; times in which the engine is idle are skipped, not waited for. Latency
+    Requests arrive at random at several rates; idle times of the engine are skipped, not waited for. Latency
     is ORCA's: the time from arrival to the last token, divided by the number of output tokens."""
 
     REPEATS = 1
@@ -85,7 +85,7 @@ class Scheduling(Bench):
         self.llm = make_llm(self.model, dtype=self.dtype, seed=self.seed, max_num_seqs=self.rows, max_model_len=longest)
         self.llm.warm_up()
         self.measure(Case(ITERATION, {"load": AT_ONCE}))
-        # What a load of 1 is: the rate at which requests are served when none has to be waited for.
+        # A load of 1: the rate of service when requests are always waiting.
         self.capacity = self.measure(Case(ITERATION, {"load": AT_ONCE}))["requests_per_s"]
 
     def measure(self, case: Case) -> Measurement:
@@ -94,7 +94,7 @@ class Scheduling(Bench):
         method, rows = (REQUEST, 1) if alone else (case.label, self.rows)
         ended = serve(self.llm.engine, jobs, method, rows)
         latency = sorted((end - job.arrival_s) / job.num_output for job, end in zip(jobs, ended, strict=True))
-        if alone:  # without the time in which it waits for those before it
+        if alone:  # without waiting for the jobs before it
             begun = [0.0, *ended[:-1]]
             latency = sorted((e - b) / j.num_output for j, b, e in zip(jobs, begun, ended, strict=True))
         seconds = max(ended) - jobs[0].arrival_s
@@ -185,12 +185,12 @@ class Scheduling(Bench):
 def serve(
     engine: Engine, jobs: Sequence[Job], method: str, rows: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Serves jobs that arrive in order; returns when each answer is there, in seconds of the arrivals' time.
+    """Serves jobs that arrive in order; returns the time of each answer, in seconds on the arrivals' clock.
 
     That time is the clock's, but skips to the next arrival while nothing runs.
 
     Args:
-      method: one of METHODS. Iteration-level batching passes arrivals on at once; the others keep them until nothing
+      method: one of METHODS. Iteration-level batching passes arrivals on at once; other methods keep them until nothing
         runs, take `rows` of them, and answer them together.
     """
     from ksana_jax.core.request import SamplingParams

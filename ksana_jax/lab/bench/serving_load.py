@@ -20,7 +20,7 @@ import numpy as np
 from ksana_jax.serve.workload.items import WorkItem, Workload
 from ksana_jax.serve.workload.report import RequestTimes
 
-# Prompts are made so many seconds before they are sent.
+# Seconds that prompts are made before they are sent.
 _AHEAD_S = 2.0
 
 
@@ -48,7 +48,7 @@ class Arriving:
 
 
 class Target(Protocol):
-    """What requests are sent to."""
+    """A target of requests."""
 
     def prepare(self, item: WorkItem) -> Any:
         """Returns a request that is ready to be sent."""
@@ -84,7 +84,7 @@ async def send_all(
     time after the answer before; with max_concurrency, not before there is room for it.
 
     Args:
-      max_concurrency: most requests that are open at once; the others wait with the sender. None sends all in time.
+      max_concurrency: maximum open requests; further ones wait with the sender. None sends all in time.
       timeout_s: time after which a request fails.
     """
     return await _Sender(workload, target, max_concurrency, timeout_s, clock).run()
@@ -113,7 +113,7 @@ class _Sender:
         first = [item for item in self._items if item.after is None]
         prepared = {item.index: self._target.prepare(item) for item in first if item.arrival_s < _AHEAD_S}
         gc.collect()
-        gc.freeze()  # a collection of what was there before would stop the sender for milliseconds
+        gc.freeze()  # collecting older objects would stop the sender for milliseconds
         try:
             async with asyncio.TaskGroup() as tasks:
                 began = self._clock()

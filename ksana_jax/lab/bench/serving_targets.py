@@ -1,4 +1,4 @@
-"""What `ksana bench serving` sends requests to: a server with OpenAI's completions, or an engine in this process."""
+"""Targets of `ksana bench serving`: a server with OpenAI's completions, or an engine in this process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class About(NamedTuple):
-    """What a target serves: the model's name, its number of token ids, and the maximum tokens of a prompt and its
-    answer; None for what it does not say."""
+    """A target's model: its name, its number of token ids, and the maximum tokens of a prompt and its
+    answer; None for unreported values."""
 
     model: str
     vocab_size: int | None

@@ -76,7 +76,7 @@ class Streams(Bench):
         else:
             pace(self.llm.engine, _cost(self.paced))
         gc.collect()
-        gc.freeze()  # as a server does: a collection of what was there before stops all streams for 0.1 s
+        gc.freeze()  # as a server does: collecting older objects stops all streams for 0.1 s
         if "http" in self.ways:
             self.client = StreamClient()
 

@@ -4,7 +4,7 @@
                                     [--readme docs/use/benchmarks.md]
 
 Each is run into a folder of its own; performance.md has their tables. With --resume, those that --out already has with
-the same options are not run again, so that what was left out for want of time, or was interrupted, can follow later.
+the same options are not run again, so that benchmarks left out for time, or interrupted, can follow later.
 With --readme, the part of that file between `<!-- performance -->` and `<!-- /performance -->` is replaced by a
 summary.
 """
@@ -53,8 +53,8 @@ def _throughput(model: str, dtype: str, minutes: float, repeats: int, only: tupl
     return Entry(f"{model}-{dtype}", "throughput", minutes, options, repeats, peers=True, table=True)
 
 
-# What matters most comes first: what does not fit the time is left out. With bench-m, transformers alone would take as
-# long as all the others together.
+# The most important come first: what exceeds the time limit is left out. With bench-m, transformers alone takes as
+# long as all the rest together.
 FASTEST = ("vLLM", "llama.cpp")
 SUITE = (
     _throughput("bench-s", "f32", 2.5, 2),
@@ -97,7 +97,7 @@ def run_suite(
 
 
 def _has(folder: Path, bench: Bench, repeats: int) -> bool:
-    """Whether a folder has records of a benchmark with the same options and repetitions."""
+    """True if a folder has records of a benchmark with the same options and repetitions."""
     try:
         records = read(folder)
     except FileNotFoundError:
@@ -117,13 +117,13 @@ def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry])
 
 
 def summary(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
-    """Returns what docs/use/benchmarks.md shows: some tables, of others their conclusions, and how it was measured."""
+    """Returns the text of docs/use/benchmarks.md: some tables, conclusions of others, and how they were measured."""
     parts, said = [], set()
     for entry, report in made:
         if entry.table:
             title, *table = markdown(report.title, report.rows, report.columns, []).splitlines()
             parts.append("\n".join([f"**{title.removeprefix('## ')}**", *table, "", report.conclusion]).rstrip())
-            # What holds for all of them is said once, how busy the machine was of each.
+            # Notes common to all are printed once, the machine's load for each.
             notes = [note for note in report.notes if note not in said or note.startswith(("Other", "That"))]
             said.update(notes)
             parts.append("  \n".join(notes))
@@ -139,7 +139,7 @@ def _missing(left_out: Sequence[Entry]) -> list[str]:
 
 
 def replace_between(text: str, summary: str) -> str:
-    """Returns a text with what is between the two marks replaced.
+    """Replaces the text between the two marks.
 
     Raises:
       ConfigError: it has not one mark of each kind, in order.

@@ -1,4 +1,4 @@
-"""`ksana bench throughput`: output tokens per second of this engine and of others, on one checkpoint."""
+"""`ksana bench throughput`: output tokens per second of this and other engines on one checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OURS, STEPS, EVICTING, BOUND = "ksana_jax", "ksana_jax, steps together", "ksana_jax, evicting", "bound"
 OWN = (OURS, STEPS)
 MAX_MODEL_LEN = 512
-# Of the tokens of each output, the share that warms up: as many different numbers of rows, and an eighth of the steps.
+# Share of each output's tokens for warm-up: it meets all numbers of rows in an eighth of the steps.
 WARM_SHARE = 8
 
 
@@ -49,7 +49,7 @@ class Throughput(Bench):
     """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
 
     One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
-    same weights, dtype and threads, in turn with this one; llama.cpp alone is given a GGUF file, as it is stored. With
+    same weights, dtype and threads, alternating with this one; llama.cpp alone gets a GGUF file, as stored. With
     --kv-eviction, also how many requests a pool of as many bytes serves at once if they evict."""
 
     model: str = option("ksana-tiny", MODEL_HELP)

@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 class TokensInForward(Bench):
     """Measures tokens/s and FLOP/s of decode steps against their tokens, for MHA, GQA and MQA.
 
-    Models differ only in the number of KV heads. Each token of a step is that of a row of its own, with a context of
+    Models differ only in the number of KV heads. Each token of a step belongs to a separate row, with a context of
     its own; the knee is the number of tokens at which half of the largest speed is reached."""
 
     dtype: str = option("f32", "f32, bf16 or f16")

@@ -29,7 +29,7 @@ def sampling_params(settings: Mapping[str, Any], default_max_tokens: int) -> Sam
     """Translates a task's generation_kwargs.
 
     Greedy if do_sample is false, or if neither do_sample nor a temperature above 0 is given; do_sample alone means
-    temperature 1. Names other than these, `until` and those of the maximum length are fields of `SamplingParams`.
+    temperature 1. Names other than these, `until` and the maximum length's are fields of `SamplingParams`.
 
     Raises:
       ValueError: a name or a value is not supported.

@@ -161,7 +161,7 @@ class KsanaLM(TemplateLM):
 
 
 def read_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `LLM` from arguments of which some are dotted; a preset's name and its fields combine."""
+    """Returns arguments of `LLM` from arguments, some of them dotted; a preset's name and its fields combine."""
     found = {name: value for name, value in settings.items() if "." not in name}
     for name, value in settings.items():
         argument, dot, field = name.partition(".")

@@ -2,7 +2,7 @@
 
 Each sequence is one request, whose tokens are scored as its prompt, in chunks through the engine's pool: a window and
 sinks limit what each prediction sees, as they do for generated text. So does kv_eviction that evicts while a prompt is
-computed; one that waits for its end is refused, because it would leave all scores those of the full cache.
+computed; one that waits for its end is refused, because all scores would equal the full cache's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP_TOKENS = 1 << 20
 
 
 class Part(NamedTuple):
-    """Token ids, of which the last num_scored are to be scored. 0 <= num_scored < len(ids)."""
+    """Token ids; the last num_scored of them are scored. 0 <= num_scored < len(ids)."""
 
     ids: Sequence[int]
     num_scored: int

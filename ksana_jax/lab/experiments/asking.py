@@ -1,4 +1,4 @@
-"""What measurements ask of an engine: outputs of exact lengths, scores of given tokens, and times of warm runs."""
+"""Measurements on an engine: outputs of exact lengths, scores of given tokens, and times of warm runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token_scores(llm: LLM, prompts: Sequence[Mapping[str, Any]]) -> list[list[Lo
     """Returns the log-probability and rank of each token of each prompt but its first, given the tokens before it.
 
     Args:
-      prompts: for `LLM.generate`, as token ids; those of a question come last.
+      prompts: for `LLM.generate`, as token ids; a question's come last.
     """
     params, found = forced(1, temperature=0.0, prompt_logprobs=0), []
     for prompt, output in zip(prompts, llm.generate(list(prompts), params), strict=True):
@@ -41,7 +41,7 @@ def run_warm(llm: LLM, work: Callable[[], T]) -> tuple[T, float, int]:
 
     Returns:
       its result, its seconds, and the compilations in them: 0 unless the second run compiled too. The engine's records
-      are those of this run.
+      are this run's.
     """
     found = _run_timed(llm, work)
     return _run_timed(llm, work) if found[2] else found

@@ -40,7 +40,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 # Modes of times that are no case by themselves: ceilings, and parts of a kernel.
 _NO_CASES = ("ceiling", "part")
-# Of calls without the host, and of whole steps.
+# Modes of calls without the host, and of whole steps.
 _OF_DEVICE = ("chained", "graph", "device")
 
 

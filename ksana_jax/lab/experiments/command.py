@@ -42,10 +42,10 @@ def run_and_report(
     Args:
       out: output folder; None takes runs/NAME.
       on_ray: the cluster that runs the trials; None is this process.
-      yes: do not ask on a terminal whether to go on with a run of more than an hour.
+      yes: do not ask on a terminal whether to continue a run of more than an hour.
 
     Returns:
-      Exit code: 0, or 1 if trials failed or the user did not go on.
+      Exit code: 0, or 1 if trials failed or the user declined to continue.
     """
     part = Shard.parse(shard)
     plan = load(file, overrides)

@@ -41,7 +41,7 @@ class ComparedNumber:
         return noise.paired_p(self.differences)
 
     def better(self, column: Column) -> Literal["a", "b"] | None:
-        """Which run is better beyond the noise: p is below 0.05, or exact counts are displayed differently."""
+        """Returns the run that is better beyond the noise: p is below 0.05, or displayed exact counts differ."""
         if not self.differences or column.best is None:
             return None
         a, b = mean(self.a), mean(self.b)

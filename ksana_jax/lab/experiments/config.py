@@ -51,7 +51,7 @@ class Experiment:
     model: its path (a Hugging Face directory or a .gguf file) or name (shipped, fetched, or of the Hugging Face hub).
     load_format: "auto" reads the weights, "dummy" draws random ones.
     engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
-    pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override those of the
+    pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override the
       preset; null takes the model's own.
     layer_patterns: one pattern per layer, instead of `pattern`.
     settings: fields of the task's settings.

@@ -49,7 +49,7 @@ def _fonts(chars: set[str]) -> tuple[list[str], set[str]]:
         try:
             font = get_font(entry.fname)
             left = _lacking(font, lacking) if font.scalable else lacking
-        except (OSError, RuntimeError):  # gone since fonts were listed, or damaged
+        except (OSError, RuntimeError):  # deleted since fonts were listed, or damaged
             continue
         if left != lacking:
             names.append(entry.name)

@@ -44,7 +44,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "pdf.fonttype": 42,
     "text.usetex": False,
-    # Labels are user text, in which $ does not start a formula.
+    # Labels are user text, where $ does not start a formula.
     "text.parse_math": False,
     "savefig.dpi": 200,
 }
@@ -132,7 +132,7 @@ def finish(figure: Figure) -> None:
 
 
 def has_positive(axes: Axes, name: str) -> bool:
-    """Whether a line has a finite value above 0 on an axis; true without lines."""
+    """True if a line has a finite value above 0 on an axis; true without lines."""
     found = [np.asarray(getattr(line, f"get_{name}data")(orig=False), float) for line in axes.lines]
     return not found or any(np.any(np.isfinite(values) & (values > 0)) for values in found)
 

@@ -26,7 +26,7 @@ RENAMED = {
     "prefer": "operators.prefer",
 }
 
-# What reading a config raises that is not a trial's.
+# Errors from reading a config that is not a trial's.
 _NO_CONFIG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -97,7 +97,7 @@ def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
         elif default is dataclasses.MISSING:
             continue
         if field.metadata.get("files") or field.metadata.get("place"):
-            # Where files are does not matter: the config's inputs have a digest of their contents. Nor does the place
+            # Places of files do not matter: the config's inputs have a digest of their contents. Nor do the places
             # of the devices.
             del found[field.name]
             continue

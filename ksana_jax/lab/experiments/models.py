@@ -56,7 +56,7 @@ def _config(model: str) -> tuple[Path, dict[str, Any]]:
 def fingerprint(model: str, load_format: str = "auto", key: str = "model") -> dict[str, str]:
     """Returns {key: digest} of a model's files: config and tokenizer in full, weights by size, first and last MiB.
 
-    After further training, the digest differs, so the model's trials run again. Of a model of the Hugging Face hub,
+    After further training, the digest differs, so the model's trials run again. For a model of the Hugging Face hub,
     {key}_commit is the commit.
     """
     path = model_path(model, weights=load_format != "dummy")

@@ -1,7 +1,7 @@
 """Decides which differences between rows exceed the noise. Knows values and their samples, no tasks.
 
 The rule for tables and sentences: two rows differ if their means are more than two standard deviations apart. If both
-measured the same samples (texts), the deviation is that of their differences on each sample, which removes variation
+measured the same samples (texts), the deviation is taken over their differences on each sample, which removes variation
 between samples; otherwise it is pooled over both rows. A single value has no deviation, so nothing is resolved. A row
 whose values are all infinite differs from one with finite values; NaN differs from nothing.
 
@@ -20,7 +20,7 @@ SIGNIFICANT = 0.05  # level of the paired test
 
 
 def differ(a: ResultRow, b: ResultRow, key: str) -> bool:
-    """Whether the means of two rows differ by more than the noise."""
+    """True if the means of two rows differ by more than the noise."""
     if differences := paired_differences(a, b, key):
         return abs(mean(differences)) > NUM_DEVIATIONS * deviation(differences)
     mine, theirs = a.sd(key), b.sd(key)

@@ -44,7 +44,7 @@ class OnRay:
 
 @dataclasses.dataclass
 class _Worker:
-    """An actor. answer: reference of what it works on. trial: None while it starts, and while it is idle."""
+    """An actor. answer: reference of its running call. trial: None while it starts, and while it is idle."""
 
     place: Place
     actor: Any

@@ -1,4 +1,4 @@
-"""What the eviction method `oracle` knows: the attention that the tokens of a text receive from later queries."""
+"""Input of the eviction method `oracle`: the attention that the tokens of a text receive from later queries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def foreseen(llm: LLM, ids: list[int]) -> Iterator[None]:
-    """Returns a context in which an engine with kv_eviction "oracle" can score one text.
+    """Returns a context where an engine with kv_eviction "oracle" can score one text.
 
     Raises:
       RuntimeError: requests are running.

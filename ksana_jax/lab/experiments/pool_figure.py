@@ -20,7 +20,7 @@ _SHARED = 0.5  # of a colour's brightness
 
 
 def palette() -> np.ndarray:
-    """Returns the colours [colours, 3] that requests take in turn: all hues but black, then their pale versions."""
+    """Returns the colours [colours, 3] that requests cycle through: all hues but black, then their pale versions."""
     from matplotlib.colors import to_rgb
 
     hues = np.array([to_rgb(c) for c in COLOURS[1:]])

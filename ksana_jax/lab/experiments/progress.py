@@ -15,7 +15,7 @@ from ksana_jax.lab.experiments.run import Callbacks, Ended
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 
-# On a terminal, a longer run asks whether to go on once its first trial has shown how long it takes.
+# On a terminal, a longer run asks whether to continue once its first trial has shown how long it takes.
 ASK_AFTER_S = 3600
 
 
@@ -28,7 +28,7 @@ def shown(console: Console, yes: bool = False) -> Iterator[Callbacks]:
     """Shows a run on a console while the context is open; yields the callbacks for `run.run`.
 
     Args:
-      yes: never ask whether to go on.
+      yes: never ask whether to continue.
 
     Raises:
       Declined: by `on_end`, if the answer is no.
@@ -52,7 +52,7 @@ def shown(console: Console, yes: bool = False) -> Iterator[Callbacks]:
         def on_progress(done: int, total: int, label: str, fraction: float) -> None:
             nonlocal started
             if not started:
-                # Trials skipped as done took no time, and say nothing about the duration of the others.
+                # Trials skipped as done took no time, and say nothing about the duration of the rest.
                 progress.reset(bar, completed=done, total=total)
                 started = True
             progress.update(bar, completed=done + fraction, description=escape(label))

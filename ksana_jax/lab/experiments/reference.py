@@ -56,7 +56,7 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> list[Field]:
-    """Returns the fields of a dataclass with their descriptions from its docstring and those of its bases."""
+    """Returns the fields of a dataclass with their descriptions from its own and its bases' docstrings."""
     meanings = field_meanings(cls)
     return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in dataclasses.fields(cls)]
 

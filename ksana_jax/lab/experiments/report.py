@@ -40,7 +40,7 @@ def report(folder: Path) -> Report:
 
     Raises:
       FileNotFoundError: the folder has no records.
-      ConfigError: the records contain no plan, are not valid records, or are not those of the plan's task.
+      ConfigError: the records contain no plan, are not valid records, or belong to another task than the plan's.
     """
     made = read_report(folder)
     write_tables(made, folder)

@@ -57,7 +57,7 @@ class Callbacks(TypedDict, total=False):
 
 
 class Executor(Protocol):
-    """Where trials run: `LocalTrials` in this process, `on_ray.RayTrials` on a cluster."""
+    """Runs trials: `LocalTrials` in this process, `on_ray.RayTrials` on a cluster."""
 
     def environment(self) -> dict[str, Any]:
         """Describes the run for run.json; called first. The records have the environment of each trial."""
@@ -66,12 +66,12 @@ class Executor(Protocol):
     def attempts(
         self, trials: Sequence[Trial], folder: Path, on_progress: Callable[[str, float], None]
     ) -> Generator[tuple[Trial, Record]]:
-        """Runs trials and yields their records; those of one trial in their order, from start to done or failed.
+        """Runs trials and yields their records; one trial's in order, from start to done or failed.
 
         Args:
-          trials: in the order in which they should begin.
+          trials: in their starting order.
           folder: for arrays that trials save.
-          on_progress: called with what runs now and how many trials' worth of it is done.
+          on_progress: called with the running trials and how many trials' worth of them is done.
         """
         ...
 

@@ -125,7 +125,7 @@ _TEX = {
 }
 
 
-# What pdfLaTeX lacks without further packages; \Umathchar is defined by XeLaTeX and LuaLaTeX.
+# Characters that pdfLaTeX lacks without further packages; \Umathchar is defined by XeLaTeX and LuaLaTeX.
 _LACKING = re.compile("[^ -~¡-ſ‘’“”†‡•€]+")
 _OTHER_SCRIPTS = (
     "% Other scripts need XeLaTeX or LuaLaTeX with a font that has them; pdfLaTeX shows their codes.\n"

@@ -42,7 +42,7 @@ class Cut:
     """How excerpts are cut.
 
     num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: at
-    most so many tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
+    most this many tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
     """
 
     num_tokens: int

@@ -59,7 +59,7 @@ def make_example(kind: Kind, encode: Encode, *, num_tokens: int, seed: int, **op
     Args:
       kind: a key of KINDS, "package.module:function", or a function with the interface of those in `recall.kinds`.
       encode: converts text to ids; includes the beginning-of-text token if the model needs one.
-      options: those of the kind, such as depth.
+      options: the kind's, such as depth.
 
     Raises:
       ConfigError: no such kind or option, an option is out of range, or num_tokens is too small for the text without
@@ -115,7 +115,7 @@ def _cut(draft: Draft, encode: Encode) -> Example:
     if not begin:
         raise ConfigError("the tokenizer leaves no token of the prompt before the answer")
     answered = encode(prompt + draft.answer)
-    # A tokenizer may join the end of the answer with what follows; then the answer includes the end of its line.
+    # A tokenizer may join the end of the answer with the following text; then the answer includes the end of its line.
     end = len(answered) if answered == ids[: len(answered)] else len(ids)
     asked = common_length(ids, encode("".join(draft.lines)))
     distance = begin - common_length(ids, encode(before))

@@ -33,7 +33,7 @@ class Draft:
     Args:
       lines: lines before the question, each ending in a line break.
       fact: index of the line that holds the answer; the first such line if several are needed.
-      question, answer, closing: the last line in three parts, of which the model is asked for the second.
+      question, answer, closing: the last line in three parts; the model is asked for the second.
       num_choices: number of answers that are equally likely to a model that cannot tell which fact is asked for: the
         values in the text, or all values if the text has only one.
     """

@@ -31,7 +31,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a question may depend on besides its seed.
+    """Inputs of a question besides its seed.
 
     Args:
       num_tokens: maximum tokens of prompt and answer; some tasks are easier in short texts.

@@ -35,7 +35,7 @@ class RulerTask:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the task needs a natural text."""
+        """True if the task needs a natural text."""
         return self.options.get("haystack") == "text"
 
 
@@ -149,7 +149,7 @@ def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tu
         chat = tokenizer.chat_template is not None or bool(tokenizer.no_template)
     if chat and tokenizer.chat_template is None:
         raise ConfigError(tokenizer.no_template or "chat is True, but the model has no chat template")
-    # Rendered once: a template takes time, and limits the length of what it renders.
+    # Rendered once: a template takes time, and limits the length of its output.
     form = render_chat(tokenizer, [{"role": "user", "content": _SLOT}], now=_TODAY) if chat else _SLOT
     before, slot, after = form.partition(_SLOT)
     if not slot or _SLOT in after:

@@ -21,7 +21,7 @@ def common_words(rng: random.Random, given: Given) -> Writer:
     """Asks for the ten words that a numbered list repeats most, after a solved example.
 
     In texts of at least 4,096 tokens, they occur 30 times and all others 3 times; in shorter ones, 6 times and once.
-    Where all English words are used, the others are pairs of them.
+    Once all English words are used, the rest are pairs of them.
 
     Source: RULER, arXiv:2404.06654, section 3.3, and its task cwe.
     """

@@ -17,9 +17,9 @@ from ksana_jax.scheduler.step.types import ScheduledBatch
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """What a request will be answered.
+    """The predetermined answer to a request.
 
-    tokens: [n] int32, of which the last one is replaced by the end of sequence.
+    tokens: [n] int32; the end of sequence replaces the last one.
     scheduled_s: when a step with the request was first built; NaN before.
     """
 
@@ -30,7 +30,7 @@ class Answer:
 class Answers:
     """Decides which tokens the steps of one engine sample.
 
-    A token depends on the request and its position in the text, not on the batch: a preempted request goes on with the
+    A token depends on the request and its position in the text, not on the batch: a preempted request resumes with the
     same tokens.
 
     Args:
@@ -38,7 +38,7 @@ class Answers:
       clock: notes when requests are first scheduled.
 
     Attributes:
-      computing: ids of requests that have been scheduled, in that order; who reports their first tokens removes them.
+      computing: ids of scheduled requests, in order; the reporter of their first tokens removes them.
 
     Raises:
       ValueError: the model has no end of sequence.
@@ -83,7 +83,7 @@ class Answers:
         return self._texts[sampled, at]
 
     def _look(self, running: np.ndarray, rows: Rows) -> None:
-        """Finds out who is in rows that others have left."""
+        """Updates the requests of reused rows."""
         for row in running.tolist():
             seq = rows.seqs[row]
             if seq is self._seqs[row]:

@@ -1,4 +1,4 @@
-"""Which step a measured second belongs to, where a step is submitted while the one before it runs. No jax.
+"""Attributes measured seconds to steps, where a step is submitted while the one before it runs. No jax.
 
 The host sees a step's result only when it has submitted the next one, and that one may already use the processor: on a
 CPU with two cores, a decode step before a chunk is seen to take three times as long as others, and the chunk less than
@@ -25,7 +25,7 @@ def chunk_seconds(
     sizes: Sequence[StepSize],
     decode: Callable[[StepSize], float],
 ) -> list[float]:
-    """Returns the seconds of steps, those of chunks with what the decode step before them has of their time.
+    """Returns the seconds of steps; a chunk's include its time that the decode step before it was charged.
 
     Args:
       seconds: as measured. decode: returns what a decode step takes on its own.

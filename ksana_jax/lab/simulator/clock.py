@@ -46,7 +46,7 @@ class VirtualClock:
         self._now = max(self._now, time_s)
 
     def at(self, time: float, happen: Callable[[], None]) -> None:
-        """Schedules an event; those at equal times happen in the order in which they were scheduled.
+        """Schedules an event; events at equal times happen in scheduling order.
 
         Raises:
           ValueError: the time is past, or not a number.

@@ -1,4 +1,4 @@
-"""What steps cost: seconds by their sizes. Cost models are read from JSON files that say where their times are from."""
+"""Cost models: seconds of steps by their sizes, read from JSON files that name the source of their times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ksana_jax.lab.simulator.move_cost import MoveCost, mapping_of, read_moves
 from ksana_jax.lab.simulator.step_size import StepSize
 
 FORMAT = 1
-# Of the noise of steps: what numpy's default_rng takes; None for no noise.
+# Seed for the noise of steps, as numpy's default_rng takes it; None for no noise.
 Seed: TypeAlias = int | Sequence[int] | None
 # Share of the time of a run that steps of unseen shapes may take.
 MOST_EXTRAPOLATED = 0.01
@@ -64,11 +64,11 @@ class Cost:
         return self.host.seconds(size)
 
     def knows(self, size: StepSize) -> bool:
-        """Whether steps of this shape were measured; a model without shapes knows all."""
+        """True if steps of this shape were measured; a model without shapes knows all."""
         return True
 
     def residuals(self, size: StepSize) -> Sequence[float]:
-        """Returns equally probable ratios of measured times to those of the model; empty where none are known."""
+        """Returns equally probable ratios of measured to modelled times; empty where none are known."""
         return ()
 
     def start(self, seed: Seed = None) -> Timer:
@@ -81,10 +81,10 @@ class Cost:
 
 
 class Coverage:
-    """How much of the time of steps is that of shapes which a model of costs does not know.
+    """The share of steps' time in shapes unknown to the cost model.
 
     Attributes:
-      total_s, extrapolated_s: seconds of all steps, and of those of unknown shapes.
+      total_s, extrapolated_s: seconds of all steps, and of steps of unknown shapes.
       unknown: number of steps by unknown shape.
     """
 
@@ -101,7 +101,7 @@ class Coverage:
 
     @classmethod
     def of(cls, parts: Iterable[Coverage]) -> Coverage:
-        """Returns that of several engines together."""
+        """Returns the coverage of several engines together."""
         found = cls()
         for part in parts:
             found.total_s += part.total_s

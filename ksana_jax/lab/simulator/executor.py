@@ -41,11 +41,11 @@ class TimedExecutor:
       clock: of the engine.
       timer: of steps.
       patterns: one for each layer.
-      num_host_blocks: blocks of host memory, of which nothing is kept. block_bytes: size of a block, which decides how
+      num_host_blocks: blocks of host memory, without contents. block_bytes: size of a block, which decides how
         long it takes to move.
 
     Attributes:
-      busy_s: seconds in which the device worked, summed up.
+      busy_s: total seconds of work of the device.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class TimedExecutor:
 
 
 class SimExecutor(TimedExecutor):
-    """A `TimedExecutor` in simulated time, in which the host's part in a step takes time only if it is told to.
+    """A `TimedExecutor` in simulated time, where the host's part of a step takes time only if configured.
 
     Attributes:
-      host_s: seconds in which the host worked, summed up.
+      host_s: total seconds of work of the host.
     """
 
     def __init__(self, clock: VirtualClock, *args: Any, **settings: Any):

@@ -138,7 +138,7 @@ def _quantiles(values: np.ndarray) -> np.ndarray:
 
 
 def _held_out(found: Sequence[tuple[StepSize, float]], method: str, seed: int) -> dict[str, float]:
-    """Fits four fifths of the steps of a phase; returns the relative errors on the others."""
+    """Fits four fifths of the steps of a phase; returns the relative errors on the rest."""
     order = np.random.default_rng(seed).permutation(len(found))
     split = int(len(found) * HELD_OUT)
     test, train = [found[i] for i in order[:split]], [found[i] for i in order[split:]]

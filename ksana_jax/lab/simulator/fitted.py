@@ -51,10 +51,10 @@ def _padded(shape: StepShape) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeTimes:
-    """What was measured of steps of one shape.
+    """Measured times of steps of one shape.
 
-    count: steps. mean_s: of their seconds. factor: sum of their seconds over that of the affine function.
-    residuals: equally probable ratios of their seconds to those of the model; their mean is 1. Means and not medians,
+    count: steps. mean_s: of their seconds. factor: their total seconds over the affine function's.
+    residuals: equally probable ratios of their seconds to the model's; their mean is 1. Means and not medians,
     because the time of a request is a sum over steps.
     """
 

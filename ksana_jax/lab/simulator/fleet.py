@@ -35,7 +35,7 @@ class Server(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it computed steps."""
+        """Seconds that the server computed steps."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Server(Protocol):
 
 
 class MakeServer(Protocol):
-    """Makes a server in a simulation. The callbacks are those of `SimEngine`."""
+    """Makes a server in a simulation, with the callbacks of `SimEngine`."""
 
     def __call__(
         self, events: VirtualClock, *, answered: Callable[[Served], None], ended: Callable[[Served], None]
@@ -92,7 +92,7 @@ class FleetRun:
 
     @property
     def requests(self) -> list[RequestTimes]:
-        """What clients saw."""
+        """Results as clients saw them."""
         return [trip.times for trip in self.trips]
 
     @property
@@ -117,7 +117,7 @@ def serve(
       network_s: from the router to a server, and back.
 
     Raises:
-      ConfigError: too much of the servers' time is that of steps that the model of costs has not seen.
+      ConfigError: too much of the servers' time went to steps of shapes unknown to the cost model.
       AssertionError: a law that every run must obey does not hold: a request is lost, time runs backwards, or Little's
         law fails.
     """
@@ -157,7 +157,7 @@ def serve(
 
     servers = [make_server(events, answered=answered, ended=ended) for _ in router.servers]
     arrivals = Arrivals(items, events, send)
-    # Else Python's garbage collector walks through the workload's hashes again and again: 1.1 to 1.2 times the time.
+    # Otherwise Python's garbage collector walks through the workload's hashes repeatedly: 1.1 to 1.2 times the time.
     gc.freeze()
     try:
         events.run()

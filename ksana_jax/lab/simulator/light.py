@@ -1,9 +1,9 @@
 """A server without steps, for fleets of a thousand: runs of equal steps pass at once, tokens are counted, none is made.
 
-It serves like `SimEngine` and has its rules: prompts are computed first come first served in what decodes leave of a
-step's tokens, rows decode together at a speed that their number decides, a cached prefix is not computed again, rows
+It serves like `SimEngine` and has its rules: prompts are computed first come first served with the tokens
+that decodes leave of a step, rows decode at a speed set by their number, cached prefixes are not recomputed, rows
 stop at max_num_seqs and at the end of the pool. It lacks tiers, windows and eviction, other orders of waiting requests
-than that of their arrival, and blocks of answers, which are counted in fractions.
+than arrival, and blocks of answers, which are counted in fractions.
 """
 
 from __future__ import annotations

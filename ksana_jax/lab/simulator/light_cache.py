@@ -23,7 +23,7 @@ class LightCache:
     """Counts the blocks of one server's pool.
 
     Args:
-      num_blocks: in the pool. caching: whether blocks that nobody uses are kept for their content.
+      num_blocks: in the pool. caching: whether unused blocks are kept for their content.
     """
 
     def __init__(self, num_blocks: int, caching: bool):
@@ -35,7 +35,7 @@ class LightCache:
 
     @property
     def available(self) -> float:
-        """Number of blocks that nobody uses; cached ones are given up for them."""
+        """Number of unused blocks, including cached ones, which can be evicted."""
         return self.num_blocks - self.private - len(self._users) + len(self._idle)
 
     def match(self, chain: Sequence[Hashable]) -> int:
@@ -48,11 +48,11 @@ class LightCache:
         return found
 
     def awaits(self, chain: Sequence[Hashable], matched: int) -> bool:
-        """Whether the first block that is not cached is being computed."""
+        """True if the first block that is not cached is being computed."""
         return matched < len(chain) and chain[matched] in self._coming
 
     def num_idle(self, chain: Sequence[Hashable]) -> int:
-        """Number of cached blocks of a chain that nobody uses yet, so that using them takes from what is available."""
+        """Number of unused cached blocks of a chain; using them reduces the available blocks."""
         return sum(name in self._idle for name in chain)
 
     def take(self, chain: Sequence[Hashable], matched: int, private: int) -> Held:

@@ -25,8 +25,8 @@ from ksana_jax.serve.workload.tokens import FIRST_TOKEN
 def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int, seed: int = 0) -> None:
     """Runs an engine through steps of many sizes, for at least some seconds: groups of 1, 2, 4, ... requests.
 
-    The requests of every other group come at once; those of the others at random, a few times as many, so that about as
-    many run as in the group before, with answers most of which are short.
+    Groups alternate: in one, requests come at once; in the next, a few times as many come at random, so that about as
+    many run as in the group before, most with short answers.
 
     Args:
       max_prompt, max_output: most tokens.
@@ -88,7 +88,7 @@ def serve(engine: Engine, items: Sequence[WorkItem]) -> list[Served]:
     spins: after a sleep it takes 1.2 to 1.4 times as long for steps of the same shape, measured on two cores.
 
     Returns:
-      What became of each, in the order of the workload; times in seconds since it began.
+      Times of each request, in the order of the workload, in seconds since it began.
     """
     events = VirtualClock()
     served: dict[str, tuple[Served, Request]] = {}

@@ -1,4 +1,4 @@
-"""What it costs to move blocks of KV between tiers: bytes at a rate, and a fixed time. NumPy and scipy; no jax."""
+"""Cost of moving KV blocks between tiers: bytes at a rate, and a fixed time. NumPy and scipy; no jax."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ksana_jax.kv.moves import Moves
 
 # Times that each move is repeated, after one that is not counted.
 REPEATS = 5
-# Blocks moved at once, and files of so many times a block's size.
+# Blocks moved at once, and file sizes in multiples of a block.
 BLOCKS, FILES = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8)
 _NONE = np.zeros((0, 2), np.int32)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Served:
-    """What became of one request; times in seconds of the simulation, NaN for what has not happened.
+    """Times of one request in seconds of the simulation; NaN for events that did not happen.
 
     num_output: tokens of the answer. finish_reason: as of a completion, or "refused"; None while it is open.
     error: why it was refused.
@@ -65,7 +65,7 @@ class Served:
 
 
 class SimEngine:
-    """A real engine, its scheduler and its KV memory, of which only the steps are simulated.
+    """A real engine with its scheduler and KV memory; only the steps are simulated.
 
     The engine has a clock of its own, which runs ahead of the events' while it computes a step, because nothing reaches
     an engine in the middle of one. What comes of a step happens at its end.
@@ -111,7 +111,7 @@ class SimEngine:
         self.executor = SimExecutor(self.clock, self.timer, seen, num_host_blocks, layout.block_bytes)
         self.disk: SimDisk | None = None
         tiers: dict[str, Any] = {}
-        if config.disk_cache_dir is not None:  # of which only whether there is one matters
+        if config.disk_cache_dir is not None:  # only its presence matters
             format = BlockFormat.of(layout, "simulated")
             self.disk = SimDisk(format, config.disk_cache_bytes, self.clock, cost.move)
             config, tiers = dataclasses.replace(config, disk_cache_dir=None), {"disk": self.disk}
@@ -132,7 +132,7 @@ class SimEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device computed."""
+        """Seconds of work of the device."""
         return self.executor.busy_s
 
     @property
@@ -144,7 +144,7 @@ class SimEngine:
         """Passes a request on to the engine, at the time of the events.
 
         Returns:
-          What becomes of it; already ended if the engine refuses it, with the reason.
+          The request's progress; already ended, with the reason, if the engine refuses it.
         """
         now = self.events()
         served = Served(item, now)

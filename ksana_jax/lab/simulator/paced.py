@@ -29,7 +29,7 @@ MAX_WAIT_S = 3600
 
 @dataclasses.dataclass(frozen=True)
 class WallClock:
-    """A clock that goes by itself: `advance_to` sleeps until a time has come."""
+    """A real-time clock: `advance_to` sleeps until a time has come."""
 
     now: Callable[[], float]
 

@@ -1,4 +1,4 @@
-"""Whether costs fitted on one workload predict another: a real engine serves both, a simulated one the second."""
+"""Tests whether costs fitted on one workload predict another: a real engine serves both, a simulated one the second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ksana_jax.serve.workload.synthetic import Synthetic
 
 # Largest relative errors of the prediction.
 LIMITS = {"E2E p50": 0.09, "E2E p90": 0.09, "TTFT p90": 0.20, "TPOT p50": 0.05, "output tokens/s": 0.05}
-# Share of the rate that the engine reaches when all requests are there at once.
+# Share of the rate that the engine reaches when all requests arrive at once.
 LOAD = 0.6
 
 
@@ -68,12 +68,12 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
 
 
 def typical(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the median over rounds of each figure: a round in which the machine stood still decides nothing."""
+    """Returns the median over rounds of each figure: one round with a stalled machine decides nothing."""
     return {name: float(np.median([round[name] for round in rounds])) for name in LIMITS}
 
 
 def against_itself(rounds: Sequence[dict[str, float]], draws: int = 200) -> dict[str, float]:
-    """Returns by how much each figure of a half of the rounds differs from that of the other half, relatively.
+    """Returns the relative difference of each figure between two halves of the rounds.
 
     It is the median over random halves. Where rounds are independent, the standard error of all of them together is
     about three quarters of it (a half of the difference's standard deviation, which is 1.48 times its median), and a
@@ -92,7 +92,7 @@ def against_itself(rounds: Sequence[dict[str, float]], draws: int = 200) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What was predicted, and what was measured.
+    """Predicted and measured figures.
 
     checks: of LIMITS, medians over rounds, with noise. without_noise: relative errors where steps take their means.
     spread: largest over smallest of each figure among the measured rounds. itself: what the measurement says of itself,
@@ -141,8 +141,8 @@ def predict(
     Rounds alternate between steps of many sizes, from which costs are fitted, and the workload that is predicted, at
     LOAD of the rate that the engine reaches. One fit is made of all rounds. A machine that others use is slower for
     seconds at a time, so each round's prediction takes the speed of the steps just before and just after it; no time of
-    the predicted workload is used. What is compared are medians over rounds, of what was measured and of what was
-    predicted: one disturbed round of many otherwise decides the p90 of all requests.
+    the predicted workload is used. Measured and predicted medians over rounds are
+    compared: one disturbed round of many otherwise decides the p90 of all requests.
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.

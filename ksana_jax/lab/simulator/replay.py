@@ -58,7 +58,7 @@ class ReplayTimer(Timer):
 
     def __init__(self, cost: ReplayCost):
         super().__init__(cost)
-        # The last step of a recording may have one ahead of it, which nobody waited for.
+        # The last step of a recording may have one ahead of it, which was never awaited.
         self._device, self._host, self._num_steps = (
             iter([*cost.device_s, 0.0]),
             iter([*cost.host_s, 0.0]),

@@ -1,7 +1,7 @@
 """Batching by request, as FasterTransformer does it, timed by the same model of costs as the engine. Knows no engine.
 
 A batch is taken when nothing runs. Its prompts are padded to the longest, it decodes until the longest answer ends, and
-all answers return together. What this costs follows from lengths alone, so no step is scheduled.
+all answers return together. The cost follows from lengths alone, so no step is scheduled.
 
 Source: ORCA (OSDI 2022), section 2. `ksana bench scheduling` measures the same on a real engine.
 """
@@ -47,7 +47,7 @@ def serve(items: Sequence[WorkItem], cost: Cost, max_num_seqs: int) -> list[Requ
 
 
 def seconds(rows: int, num_prompt: int, num_output: int, cost: Cost) -> tuple[float, float]:
-    """Returns the seconds in which `rows` equal requests compute their prompts in one step, and then decode."""
+    """Returns the seconds that `rows` equal requests take to compute their prompts in one step, and then decode."""
     prompts = StepSize(
         StepShape((Part(rows, num_prompt),), num_prompt, rows),
         num_sampled=rows,

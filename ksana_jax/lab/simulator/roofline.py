@@ -86,7 +86,7 @@ class RooflineSettings:
             known = ", ".join(chip.flops_per_s)
             raise ConfigError(f"cost.dtype is {self.dtype!r}, {chip.name} has published rates for {known}")
         config = EngineConfig(dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype, quantization=self.quantization)  # pyright: ignore[reportArgumentType]
-        # Of an embedding that is not the head too, a step reads a row for each token.
+        # A step reads one row for each token of an embedding that is not also the head.
         without_embedding = "device" if model.tie_embeddings else "host"
         table = model.vocab_size * model.d_model
         matrices = num_params(model) - table * (1 if model.tie_embeddings else 2)

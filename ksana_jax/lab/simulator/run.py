@@ -51,7 +51,7 @@ class Arrivals:
 
 
 class InSystem:
-    """Counts requests over time: the mean number L, and the time in which there is at least one."""
+    """Counts requests over time: the mean number L, and the time with at least one."""
 
     def __init__(self) -> None:
         self.num, self.area, self.occupied_s, self._since = 0, 0.0, 0.0, 0.0
@@ -81,8 +81,8 @@ class InSystem:
 class Run:
     """A finished simulation of one engine.
 
-    served: what became of the requests, in the order of the workload. records: of the engine's steps. seconds: of the
-    simulation. busy_s, host_s, disk_s: in which device, host and disk worked, or the engine waited for the disk.
+    served: the requests' times, in the order of the workload. records: of the engine's steps. seconds: of the
+    simulation. busy_s, host_s, disk_s: seconds of work of device, host and disk, or of waiting for the disk.
     """
 
     served: list[Served]
@@ -100,7 +100,7 @@ class Run:
         """Returns `workload.report.summarise` of the requests, and what only a simulation knows; times in seconds.
 
         Args:
-          limits: those of goodput.
+          limits: goodput's.
         """
         started = [s for s in self.served if s.finish_reason in ("stop", "length")]
         return {
@@ -124,7 +124,7 @@ def simulate(items: Sequence[WorkItem], model: ModelConfig, config: EngineConfig
       settings: further ones of `SimEngine`.
 
     Raises:
-      ConfigError: see `SimEngine`; or too much of the time is that of steps that the model of costs has not seen.
+      ConfigError: see `SimEngine`; or too much of the time went to steps of shapes unknown to the cost model.
       AssertionError: a law that every run must obey does not hold, see `check`.
     """
     events, counted = VirtualClock(), InSystem()

@@ -21,7 +21,7 @@ from ksana_jax.lab.simulator.move_cost import Link, MoveCost
 
 
 class SimRead(NamedTuple):
-    """A read under way, with the methods of a future that are called. found: whether the block is there."""
+    """A read under way, with the methods of a future that are called. found: whether the block exists."""
 
     clock: VirtualClock
     ends_s: float
@@ -42,7 +42,7 @@ class SimDisk:
       move: how long a read and a write of a block take.
 
     Attributes:
-      busy_s: seconds of all reads and writes, those to come included. waited_s: in which the engine waited for none.
+      busy_s: seconds of all reads and writes, future ones included. waited_s: seconds when the engine waited for none.
     """
 
     def __init__(self, format: BlockFormat, budget_bytes: int, clock: VirtualClock, move: MoveCost):
@@ -104,8 +104,8 @@ class SimDisk:
     def wait(self, reads: Sequence[SimRead], timeout_s: float) -> None:
         """Lets time pass until one of the reads is done, at most timeout_s.
 
-        Where all are done and the engine asks again at the same time, nobody can use them yet: only the deadline of
-        another request that waits for them (`kv.disk_reads.DiskReads.begin`) gets it on, so the time passes.
+        If all are done and the engine asks again at the same time, no request can use them yet: only the deadline of
+        another request that waits for them (`kv.disk_reads.DiskReads.begin`) unblocks it, so the time passes.
         """
         now, ends = self._clock(), [read.ends_s for read in reads if not read.done()]
         if ends:

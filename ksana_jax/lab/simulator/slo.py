@@ -44,7 +44,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class SLO:
-    """Limits, all of which must be kept.
+    """Limits, which must all be kept.
 
     attainment: the least share of requests that keep all limits without a percentile. An answer of one token keeps
     every limit of tpot.

@@ -1,4 +1,4 @@
-"""What decides the time of a step, and a builder that makes only that. NumPy only."""
+"""The sizes that decide the time of a step, and a builder that makes only these. NumPy only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepSize(NamedTuple):
     """The numbers on which the time of a step depends.
 
     shape: the padded sizes for which it is compiled. num_sampled: padded number of tokens whose logits are computed.
-    num_tokens: tokens computed, without padding; num_chunked: those of them in chunks. num_attended: sum over these
+    num_tokens: tokens computed, without padding; num_chunked: tokens of these in chunks. num_attended: sum over these
     tokens of the cached tokens up to each, see `StepInput`. num_rows: sequences.
     num_saved, num_copied, num_loaded: blocks that move to the host, on the device and from the host.
     after_chunk: whether the step before it had chunks: its arrays are then rebuilt, and CPU caches are cold.
@@ -43,7 +43,7 @@ class StepSize(NamedTuple):
 
 
 class Tokens(Protocol):
-    """Who knows the tokens that steps will sample."""
+    """Source of the tokens that steps will sample."""
 
     def of(self, batch: ScheduledBatch, lengths: np.ndarray, rows: Rows) -> np.ndarray:
         """Returns the next token of each sampled row, given how many tokens each of `batch.rows` has computed then."""
@@ -66,7 +66,7 @@ class SizeBuilder(BatchBuilder):
     """Builds steps that are only timed: in place of arrays they have a size.
 
     Args:
-      tokens: asked for the tokens of each step when it is built: only then is it known who is in which row.
+      tokens: asked for the tokens of each step when it is built: only then are the rows known.
       sized: called with the size of each step, its moves not included.
     """
 

@@ -45,7 +45,7 @@ def device_seconds(records: Sequence[StepRecord]) -> list[float]:
 
 
 def usable(records: Sequence[StepRecord]) -> list[bool]:
-    """Returns whether the time of each step is that of a step alone: neither it nor one beside it was compiled, and it
+    """Returns whether the time of each step is undisturbed: neither it nor an adjacent step was compiled, and it
     is not the first of its shape."""
     seen: set[StepShape] = set()
     found = []

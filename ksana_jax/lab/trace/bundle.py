@@ -38,7 +38,7 @@ _SECRETS = ("_KEY", "_TOKEN")
 
 @dataclasses.dataclass
 class Trace:
-    """What a trace has seen so far; `tracing` yields it and writes it at the end.
+    """State of a trace; `tracing` yields it and writes it at the end.
 
     recorders: of each engine. decisions: whether they record these.
     """
@@ -119,7 +119,7 @@ def check_new(folder: Path) -> None:
 
 
 def _write(trace: Trace) -> None:
-    """Writes a trace's files; the profile and the compiled functions are there already."""
+    """Writes a trace's files; the profile and the compiled functions already exist."""
     parts, engines, events = trace.parts(), [], []
     for recorder in trace.recorders:
         header = recorder.header

@@ -1,4 +1,4 @@
-"""What `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings do and print."""
+"""Runs and prints `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a simulated engine decides as a real one: the same requests before the same steps, compared step by step."""
+"""Compares a simulated engine's decisions with a real one's: the same requests before the same steps, step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POOLS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# What is compared: times and sampled tokens differ.
+# Compared fields: times and sampled tokens differ.
 _TIMES = ("ended_s", "began_s", "schedule_s", "report_s", "compiled")
 KINDS = ("rows", "blocks", *(name for name in StepRecord._fields if name not in _TIMES))
 
@@ -51,7 +51,7 @@ def workloads(vocab_size: int) -> dict[str, tuple[list[WorkItem], list[int]]]:
 
 
 def _after_prefix(item: WorkItem, count: int, vocab_size: int) -> WorkItem:
-    """Returns a request whose prompt begins with tokens that those of every third one have too."""
+    """Returns a request whose prompt shares its first tokens with every third one."""
     if not count:
         return item
     prefix = np.random.default_rng(item.index % 3).integers(3, vocab_size, count, np.int32)
@@ -60,7 +60,7 @@ def _after_prefix(item: WorkItem, count: int, vocab_size: int) -> WorkItem:
 
 
 def check_decisions(model: str, say: Callable[[str], None] = print) -> bool:
-    """Compares the decisions of a real engine with those of a simulated one; prints a table."""
+    """Compares the decisions of a real engine with a simulated one's; prints a table."""
     say(f"Decisions of a simulated engine and of {model}, step by step:")
     right = True
     for pool, settings in POOLS.items():

@@ -1,4 +1,4 @@
-"""Where two recordings part: the first step with other decisions, other blocks or other tokens. Knows no engine."""
+"""Finds where two recordings diverge: the first step with other decisions, blocks or tokens. Knows no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ksana_jax.lab.recording import Event, Recording
 
-# What steps are compared by. rows: which sequences compute how many tokens, in which order.
+# Compared fields of steps. rows: which sequences compute how many tokens, in which order.
 KINDS = ("rows", "blocks", "tokens")
 WORDS = {"rows": "decision", "blocks": "choice of blocks", "tokens": "token"}
 
@@ -82,7 +82,7 @@ def first_difference(a: Sequence[Event], b: Sequence[Event], kinds: Sequence[str
 
 
 def other_settings(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
-    """Returns what differs between the engines of two recordings, by name; of what both describe."""
+    """Returns the settings that differ between the engines of two recordings, by name, where both describe them."""
     left, right = (
         r.header["config"] | {k: v for k, v in r.header.items() if k not in ("config", "event")} for r in (a, b)
     )
@@ -91,7 +91,7 @@ def other_settings(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
 
 
 def other_requests(a: Recording, b: Recording) -> str | None:
-    """Says in which request two recordings first differ, or returns None: decisions are comparable only then."""
+    """Describes the first request that differs between two recordings, or returns None: decisions are comparable."""
     asked = [
         [request for event in r.events if event["event"] == "created" for request in event["requests"]] for r in (a, b)
     ]

@@ -89,7 +89,7 @@ class CompilationLog:
     """Observes `runner.compiling` as a context: writes the texts of each function to a folder and keeps the rest.
 
     Attributes:
-      functions: in the order in which they were compiled.
+      functions: in order of compilation.
       writing_s: seconds spent here so far, which are not the engine's.
     """
 

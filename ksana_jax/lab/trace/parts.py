@@ -43,7 +43,7 @@ class Operation(NamedTuple):
 
 
 class HasParts(Protocol):
-    """What is read of a `functions.Program`."""
+    """Fields read from a `functions.Program`."""
 
     module: str
     parts: dict[str, str]
@@ -92,7 +92,7 @@ class _Run:
 
 
 def _own_times(ran: Iterable[Operation]) -> list[tuple[Operation, float]]:
-    """Returns each operation with its time minus that of the operations that it contains."""
+    """Returns each operation with its time minus the time of the operations that it contains."""
     found: list[_Run] = []
     for line in _by_line(ran).values():
         around: list[_Run] = []

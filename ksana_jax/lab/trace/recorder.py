@@ -226,7 +226,7 @@ class Recorder:
         return [_Pending(pending[0], lambda result: self._wait(steps, now - submit_s, result)), *pending[1:]]
 
     def _wait(self, steps: Sequence[StepTrace], submitting: float, result: Callable[[], Any]) -> Any:
-        """Times the result of a call for some steps, of which the first one's is asked for."""
+        """Times the result of a call for some steps; the first one's result is requested."""
         began = self._clock()
         output, now = result(), self._clock()
         on_device = max(submitting, self._last_result_s)

@@ -67,7 +67,7 @@ def replay(recording: Recording, engine: Engine, *, to_the_end: bool = False) ->
     """Replays a recording on an idle engine that has served nothing yet.
 
     Args:
-      to_the_end: go on after the first difference, until every request has ended.
+      to_the_end: continue after the first difference, until every request has ended.
     """
     recorder = Recorder(engine)
     waiting: dict[str, Request] = {}

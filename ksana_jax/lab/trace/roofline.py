@@ -72,7 +72,7 @@ def roofline(
     attended, seen = _attended(model, patterns, shape, context)
     sampled = min(shape.max_sampled, shape.num_tiles)
     flops = 2 * shape.num_tokens * matrices + attended + 2 * sampled * vocabulary
-    # Of the embedding one row for each token; the head is read whole.
+    # One row of the embedding for each token; the head is read whole.
     weight_bytes = matrix_bytes + itemsize * (vocabulary + shape.num_tokens * model.d_model)
     kv_bytes = round(kv_token_bytes * (seen / model.num_layers + shape.num_tokens))
     compute_s, memory_s = flops / chip.flops_per_s[dtype], (weight_bytes + kv_bytes) / chip.bytes_per_s

@@ -1,4 +1,4 @@
-"""Where the time of a trace went, padding by bucket, and what was compiled. Plain numbers; knows no engine."""
+"""Summary of a trace: its time by part, padding by bucket, and compilations. Plain numbers; knows no engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
     """Summarises the steps of one engine as plain values.
 
     padding: fraction of all tokens that were padding. padding_s: the same fraction of each step's time on the device,
-    an upper bound for what padding cost, since attention skips it. median_ms: of steps that compiled nothing and ran
-    without the profiler, None if there is none. device_idle: fraction of the time with work in which the device had
+    an upper bound for the cost of padding, since attention skips it. median_ms: of steps that compiled nothing and ran
+    without the profiler, None without any. device_idle: fraction of the time with work when the device had
     nothing to do, at least; of the same steps. buckets: the steps by shape, those that took the most time on the device
     first.
 

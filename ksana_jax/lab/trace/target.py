@@ -1,4 +1,4 @@
-"""What a trace runs: the words of a command. Knows experiments by name, no engine."""
+"""Target of a trace: the words of a command. Knows experiments by name, no engine."""
 
 from __future__ import annotations
 

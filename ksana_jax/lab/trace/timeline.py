@@ -67,7 +67,7 @@ def _steps(steps: Sequence[Event]) -> Iterator[dict[str, Any]]:
 
 
 def _requests(number: int, requests: Sequence[Event], last_s: float) -> Iterator[dict[str, Any]]:
-    """Yields each request with its waiting and its decoding inside; those that have not ended go on until the end."""
+    """Yields each request with its waiting and its decoding inside; unfinished ones last until the end."""
     for request in requests:
         arrival_s, first_s, end_s = (request[name] for name in ("arrival_s", "first_token_s", "finished_s"))
         end_s = last_s if end_s is None else end_s

@@ -18,7 +18,7 @@ def stdlib_root() -> Path:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file with this relative name ("email/message.py") is held out; the same on all Python versions."""
+    """True if the file with this relative name ("email/message.py") is held out; the same on all Python versions."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_EVERY == 0
 
 
@@ -76,7 +76,7 @@ def heldout_names() -> frozenset[str]:
 def heldout_texts(min_chars: int = 0, root: Path | None = None) -> list[tuple[str, str]]:
     """Returns (relative name, text) of held-out files of at least min_chars characters, sorted by name.
 
-    Files come from the running interpreter. In a Python version other than that of the training, they may have another
+    Files come from the running interpreter. In a Python version other than the training's, they may have another
     text or be missing. Held-out names that are new in it are omitted, because their text may have been trained on under
     another name.
     """

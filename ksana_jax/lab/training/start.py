@@ -1,4 +1,4 @@
-"""What a training run starts from: random weights and a tokenizer of its own, or those of another model."""
+"""Start of a training run: random weights and a new tokenizer, or another model's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ksana_jax.loading import load_model
 from ksana_jax.models.params import Params, init_params
 
 logger = logging.getLogger(__name__)
-# Fields of a model that may differ from those of the weights: none changes what the weights compute.
+# Fields of a model that may differ from the weights' config: none changes the computation.
 _MAY_DIFFER = {"max_position", "bos_id", "eos_ids"}
 
 

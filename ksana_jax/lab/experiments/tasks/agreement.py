@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
 
-# Of a logarithmic axis; float32 has a resolution of 6e-8 near 1.
+# Start of a logarithmic axis; float32 has a resolution of 6e-8 near 1.
 LEAST_DRAWN = 1e-9
 
 

@@ -55,7 +55,7 @@ def check_bounds(kind: type, settings: Mapping[str, Any]) -> None:
 
 
 def asked_of(ids: Sequence[int], num_question: int, ask: str) -> dict[str, Sequence[int]]:
-    """Returns a prompt for `LLM.generate` whose last num_question tokens ask about the others.
+    """Returns a prompt for `LLM.generate` whose last num_question tokens ask about the rest.
 
     Args:
       ask: "with" gives all at once, "after" compresses the text before the question is read.

@@ -1,4 +1,4 @@
-"""Which rows compress the KV cache, and the row with the full cache that they are compared with. Knows settings and
+"""Finds the rows that compress the KV cache, and the full-cache row to compare them with. Knows settings and
 bytes, no quality."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.experiments.tasks.results import ResultRow, kib
 
-# What has to be equal for two rows to differ by their cache alone; the engine's settings should differ little.
+# Keys that must be equal for rows to differ by their cache alone; the engine's settings should differ little.
 _SAME = ("model", "load_format", "settings", "inputs")
 
 
 def is_compressed(row: ResultRow) -> bool:
-    """Whether a row drops keys and values by a window or by eviction, or stores them in fewer bits than it computes."""
+    """True if a row drops keys and values by a window or by eviction, or stores them in fewer bits than it computes."""
     engine = row.config.get("engine", {})
     patterns = [row.config.get("pattern") or {}, *row.config.get("layer_patterns", ())]
     bits = engine.get("kv_cache_dtype", "auto") not in ("auto", "f32", engine.get("dtype", EngineConfig.dtype))
@@ -23,7 +23,7 @@ def is_compressed(row: ResultRow) -> bool:
 
 
 def _evicts(setting: Mapping[str, Any] | None) -> bool:
-    """Whether less than all of a text may be kept. A budget of 1.0 is all of it; of 1 it is a token."""
+    """True if a budget may keep less than all of a text. A budget of 1.0 is all of it; of 1 it is a token."""
     if not setting:
         return False
     budget = setting.get("budget")
@@ -31,7 +31,7 @@ def _evicts(setting: Mapping[str, Any] | None) -> bool:
 
 
 def foresees(row: ResultRow) -> bool:
-    """Whether a row's eviction method must know the text beforehand: a bound on others, and no cache to be used."""
+    """True if a row's eviction method must know the text beforehand: an upper bound, not a usable cache."""
     try:
         method = read_eviction(row.config.get("engine", {}).get("kv_eviction"))
     except ValueError:  # a setting of an earlier version, or a class that is not here
@@ -40,7 +40,7 @@ def foresees(row: ResultRow) -> bool:
 
 
 def full_row(row: ResultRow, rows: Iterable[ResultRow]) -> ResultRow | None:
-    """Returns the row with the full cache whose settings are nearest to those of a compressed row, on the same model,
+    """Returns the row with the full cache whose settings are nearest to a compressed row's, on the same model,
     texts and task; None if there is none."""
     full = [r for r in rows if r.config and not is_compressed(r)]
     same = [r for r in full if all(r.config.get(name) == row.config.get(name) for name in _SAME)]

@@ -21,7 +21,7 @@ from ksana_jax.lab.experiments.text_files import content_digest
 class HarnessSettings:
     """Fields of `settings` in an experiment with tasks of lm-evaluation-harness (extra `eval`).
 
-    tasks: names of tasks; those of the harness, or of files in `task_files`.
+    tasks: names of tasks, from the harness or files in `task_files`.
     task_files: task files of your own, in the harness' format.
     data: one file of JSON lines per task, in place of its dataset; empty takes the datasets that the tasks name, from
       the Hugging Face hub or its cache.

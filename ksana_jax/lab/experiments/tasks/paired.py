@@ -18,7 +18,7 @@ from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
 
-# The other engines of an engine by a key, kept as long as it is: trials that share one also share the others' steps.
+# Partner engines of an engine by key, kept as long as it: trials that share one also share its partners' steps.
 _TWINS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
 
 Side = Literal["without", "with"]
@@ -52,7 +52,7 @@ def twin(llm: LLM, key: str, make: Callable[[], LLM], *, newest_only: bool = Fal
     """Returns another engine to compare an engine with, which gets the same patterns.
 
     Args:
-      make: opens it, unless the engine has one of this key already. newest_only: drops those of other keys first.
+      make: opens it, unless the engine has one of this key already. newest_only: drops engines of other keys first.
     """
     known = _TWINS.setdefault(llm, {})
     if key not in known:
@@ -152,7 +152,7 @@ def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
 def caveat(row: ResultRow) -> str:
     """Returns the caveat for a row's gain in a sentence; empty if the gain differs from 1 beyond the noise.
 
-    The two runs of a pair serve the same work one after the other, so the deviation is that of their ratios.
+    The runs of a pair serve the same work one after the other, so the deviation is taken over their ratios.
     """
     ratios = [
         a["seconds"] / b["seconds"]

@@ -47,17 +47,17 @@ class PerplexitySettings:
       takes the held-out texts of the embedded model's corpus. A long text gives several disjoint excerpts; the seed
       draws among all of them, and seeds 0, 1, 2, ... share none as long as there are enough.
     num_texts: number of excerpts to score.
-    texts_at_once: number of streamed excerpts that are scored side by side: faster, with the same perplexity. KV is
-      that of the first one, measured alone.
+    texts_at_once: number of streamed excerpts that are scored side by side: faster, with the same perplexity. KV
+      is measured on the first one alone.
     num_tokens: tokens of each excerpt, BOS included.
     bos: whether excerpts begin with BOS; null does as the tokenizer does.
-    stride: excerpts of a text begin every so many tokens, in order, and score only tokens that no earlier one has
+    stride: tokens between the beginnings of a text's excerpts, which score only tokens that no earlier one has
       scored: num_tokens for segments side by side, fewer for windows that overlap. Null draws disjoint excerpts.
     bucket_tokens: length of a bucket of positions; null takes the model's training context.
     sampled_per_bucket: number of positions of each text and bucket, except the first bucket, that every row is scored
       on, including recomputation.
-    context_tokens: number of first tokens of each excerpt that `kv_eviction` compresses before the others are read, as
-      the presses of kvpress do; perplexity of the others measures the compression. Not with prompts "streamed".
+    context_tokens: number of first tokens of each excerpt that `kv_eviction` compresses before the rest is read, as
+      the presses of kvpress do; perplexity of the rest measures the compression. Not with prompts "streamed".
     save_tokens: write every scored token to TRIAL.tokens.npz next to the records: arrays text_digest, position,
       token_id and logprob, with one entry per token. A text's digest and name are in the trial's nll records.
     """

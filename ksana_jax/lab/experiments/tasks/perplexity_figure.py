@@ -95,7 +95,7 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _unit(rows: Sequence[ResultRow]) -> tuple[int, str]:
-    """Returns bytes and name of the unit in which the rows' KV is drawn."""
+    """Returns bytes and name of the unit of the drawn KV."""
     drawn = (row.mean("live_kv_bytes") or row.mean("peak_kv_bytes") or 0 for row in rows)
     return byte_unit(max(drawn, default=0))
 
@@ -170,7 +170,7 @@ def bucket_nll(row: ResultRow, subset: str) -> dict[int, float]:
 
 
 def _from_sample(row: ResultRow, rows: Sequence[ResultRow]) -> dict[int, float]:
-    """Estimates a sampled row's curve over all positions: that of the most similar row, plus their difference on the
+    """Estimates a sampled row's curve over all positions: the most similar row's curve plus their difference on the
     sample. The few sampled tokens of a bucket vary with content, but their differences between two rows hardly do (the
     difference estimator of survey sampling)."""
     mine = bucket_nll(row, "sampled")

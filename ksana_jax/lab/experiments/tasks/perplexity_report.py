@@ -15,7 +15,7 @@ from ksana_jax.lab.experiments.tasks.row_figure import against_numbers
 
 
 class PerplexityResults(Results):
-    """What perplexity experiments make of their measurements: columns, notes and a sentence."""
+    """Reports perplexity measurements: columns, notes and a sentence."""
 
     measures_speed = False
 
@@ -206,7 +206,7 @@ def differ(rows: Sequence[ResultRow], key: str) -> bool:
 
 
 def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
-    """Whether the rows are named variants over one key of numbers, such as a budget, and all streamed."""
+    """True if the rows are named variants over one key of numbers, such as a budget, and all streamed."""
     streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
     return bool(rows) and streamed and against_numbers(rows)
 

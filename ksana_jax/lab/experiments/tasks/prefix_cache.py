@@ -149,7 +149,7 @@ def without_cache(llm: LLM) -> LLM:
 
 
 def make_prompts(settings: PrefixSettings, vocab_size: int, seed: int) -> list[list[int]]:
-    """Returns prompts of random tokens, whose first shared_percent are one of num_prefixes prefixes in turn."""
+    """Returns prompts of random tokens, whose first shared_percent cycle through num_prefixes prefixes."""
     rng = np.random.default_rng(seed)
     shared = settings.prompt_tokens * settings.shared_percent // 100
     prefixes = rng.integers(0, vocab_size, (settings.num_prefixes, shared))

@@ -218,7 +218,7 @@ def _answers(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[int]]
 
 def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Logprob]]:
     """Returns the `Logprob` of each answer token of each example."""
-    # What is scored comes after the eviction from the text, or from text and question.
+    # The scored tokens follow the eviction from the text, or from text and question.
     asked = [len(e.answer_ids) + (e.num_question if ask == "after" else 0) for e in examples]
     prompts = [asked_of(e.prompt_ids + e.answer_ids, n, "after") for e, n in zip(examples, asked, strict=True)]
     return [scores[-len(e.answer_ids) :] for e, scores in zip(examples, token_scores(llm, prompts), strict=True)]

@@ -36,7 +36,7 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
 
 
 def against_numbers(rows: Sequence[ResultRow]) -> bool:
-    """Whether the last key of the rows' points has two or more numbers, over which lines can be drawn."""
+    """True if the last key of the rows' points has two or more numbers, over which lines can be drawn."""
     values = [list(row.point.values())[-1] for row in rows if row.point]
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     return len(numbers) == len(rows) and len(set(numbers)) > 1
@@ -53,7 +53,7 @@ def draw_panels(figure: Figure, rows: Sequence[ResultRow], keys: Sequence[tuple[
 
 
 def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1) -> None:
-    """Draws means and deviations of a summary key over the last key of the points, one line per value of the others."""
+    """Draws means and deviations of a summary key over the last key of the points, one line per value of other keys."""
     last = list(rows[0].point)[-1]
     lines: dict[str, list[ResultRow]] = defaultdict(list)
     for row in rows:

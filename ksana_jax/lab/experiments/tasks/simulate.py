@@ -1,6 +1,6 @@
 """Latency and throughput of requests that arrive over time, on one simulated server.
 
-Its scheduler and its KV memory are those of the engine; only the time of steps is modelled.
+It runs the engine's scheduler and KV memory; only the time of steps is modelled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Simulate(SimulatedTask):
             *LATENCIES,
             *LOADS,
         ]
-        # What is always 0, or cannot be, says nothing.
+        # Columns that are always 0, or cannot occur, say nothing.
         optional = ("hit_rate", "preemptions", "utilisation")
         return [c for c in found if c.key not in optional or any(row.mean(c.key) for row in rows)]
 

@@ -1,4 +1,4 @@
-"""What tasks that simulate share: settings, a workload, servers and a router. No weights are loaded, no jax."""
+"""Shared by simulating tasks: settings, a workload, servers and a router. No weights are loaded, no jax."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SimulatedSettings:
       "request_level" batches by request, as FasterTransformer does.
     servers: number of servers.
     policy: how the router chooses among them: a name or a mapping, see `ksana_jax.serve.routing`.
-    router: fields of `RouterSettings`. Rate of prefill and size of the pool are those of the servers unless given.
+    router: fields of `RouterSettings`. Rate of prefill and size of the pool default to the servers'.
     network_s: seconds from the router to a server, and back.
     noise: multiply the time of each step by a ratio drawn from the measured ones of its shape, which needs a fitted
       cost. Each server draws its own, from the trial's seed.

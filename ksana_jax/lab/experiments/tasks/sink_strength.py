@@ -1,6 +1,6 @@
 """Sink strength: how much attention the first positions receive, by layer, and how small the first value is.
 
-Sink_k is the fraction of (layer, head, text) in which position k receives more than epsilon of the attention of the
+Sink_k is the fraction of (layer, head, text) where position k receives more than epsilon of the attention of the
 queries that see it, averaged over num_tokens. Computed by dense attention over whole texts in float32, without an
 engine.
 

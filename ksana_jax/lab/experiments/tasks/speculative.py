@@ -49,7 +49,7 @@ class SpeculativeSettings:
     """Fields of `settings` in a speculative experiment.
 
     speculative_config: of the side "with"; see docs/use/speculative.md.
-    prompts: "free" goes on with a text, "edit" begins a text again, "shared" has the same text in many prompts.
+    prompts: "free" continues a text, "edit" begins a text again, "shared" has the same text in many prompts.
     texts: what prompts are cut from, see `lab.experiments.text_files`; empty takes the embedded model's held-out files.
     prompt_tokens, output_tokens: of each request; end-of-text tokens do not end it.
     temperature: of all requests.
@@ -130,7 +130,7 @@ class Speculative(PairedTask):
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes gain, seconds without / seconds with, median over pairs, gain_least and gain_most among them;
         acceptance_rate, acceptance_length, per_forward; alpha, the accepted fraction of the draft tokens that were not
-        behind a rejected one; drafting, seconds of drafts as a fraction of those of a plain step; formula, the gain if
+        behind a rejected one; drafting, seconds of drafts as a fraction of a plain step's; formula, the gain if
         verification took as long as a plain step; same, the fraction of texts that are those without speculation;
         nll_*, nats per token of the texts of a side under the target, of methods that may change texts."""
         without, with_ = of_side(measurements, "without"), of_side(measurements, "with")
@@ -216,10 +216,10 @@ def with_drafts(plain: LLM, speculative_config: Mapping[str, Any], params: Seque
 
 
 def _requests(settings: SpeculativeSettings, llm: LLM, seed: int) -> tuple[list, list, list]:
-    """Returns the prompts that are timed, those of other requests, and those whose outputs are given to tries."""
+    """Returns the timed prompts, other requests' prompts, and prompts whose outputs are given to tries."""
     counts = np.cumsum([settings.num_requests, settings.traffic, settings.preloaded]).tolist()
     drawn = PROMPTS[settings.prompts](settings.texts, llm.tokenizer, counts[-1], settings.prompt_tokens, seed)
-    # Of prompts that share a text, some are timed and some are not.
+    # Some of the prompts that share a text are timed and some are not.
     order = np.random.default_rng(seed).permutation(counts[-1])
     drawn = [drawn[i] for i in order]
     return drawn[: counts[0]], drawn[counts[0] : counts[1]], drawn[counts[1] :]

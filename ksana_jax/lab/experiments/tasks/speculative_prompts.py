@@ -1,4 +1,4 @@
-"""Prompts for speculative decoding: texts to go on with, texts to repeat, and texts that many requests share."""
+"""Prompts for speculative decoding: texts to continue, texts to repeat, and texts that many requests share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
 
-# Of the prompts of `shared`: how many requests have the same text, and the tokens of their own before it.
+# Prompts `shared`: number of requests with the same text, and of private tokens before it.
 _SHARING, _OWN_TOKENS = 8, 8
 
 
@@ -25,7 +25,7 @@ def edit(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int
 
 
 def shared(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Returns prompts that begin with a few tokens of their own, and go on with a text that others have, too: as agents
+    """Returns prompts that begin with a few private tokens and continue with a shared text, as agents
     send the same instructions and files again and again."""
     common = free(files, tokenizer, -(-num_prompts // _SHARING), num_tokens - _OWN_TOKENS, seed)
     own = free(files, tokenizer, num_prompts, _OWN_TOKENS + 1, seed)

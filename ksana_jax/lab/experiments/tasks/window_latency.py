@@ -1,6 +1,6 @@
 """Latency per generated token and KV memory of a window with sinks, against recomputing the window for each token.
 
-Both predict a token from the `pattern.window` tokens before it, and run on one engine in turn. Prompts are random token
+Both predict a token from the `pattern.window` tokens before it, and alternate on one engine. Prompts are random token
 ids: time and memory do not depend on them, so models with random weights will do.
 
 Source: StreamingLLM, arXiv:2309.17453, section 4.5 and figure 10, whose x axis is the size of the cache.
