@@ -16,7 +16,7 @@ BOOKS = ("Middlemarch", "Dubliners", "The Odyssey", "Candide")
 
 
 def shelf(rng: random.Random, *, depth: float = 0.5) -> Writer:
-    """Asks for a number that one sentence states. depth: its place among the others, from 0 to 1."""
+    """Asks for a number that one sentence states. depth: its relative place in the text, from 0 to 1."""
     book, number = rng.choice(BOOKS), rng.randrange(100, 1000)
 
     def write(num_filler: int) -> Draft:

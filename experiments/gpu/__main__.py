@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.gpu import bundle, driver, plan
 from experiments.gpu.table import table
 
-# All that a run writes: some machines give back few files.
+# All files of a run: some machines return only a few.
 FILES = (
     "results.json",
     "records.jsonl",
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in (*(out / name for name in FILES), *out.glob(bundle.NAMED)):
         path.unlink(missing_ok=True)
     options = ["--peer-python", args.peer_python, "--shard", args.shard, *(["--tiny"] if args.tiny else [])]
-    # An interrupted run still prints the table of what there is.
+    # An interrupted run still prints the table of its records.
     signal.signal(signal.SIGTERM, _interrupt)
     began = time.monotonic()
     try:

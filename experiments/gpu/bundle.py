@@ -1,4 +1,4 @@
-"""What a run sends home, in one file that `ksana report` imports: records, device and versions. No jax.
+"""Packs a run into one file that `ksana report` imports: records, device and versions. No jax.
 
 Left out: names of host and user, absolute paths, and the lines that sections printed last.
 """
@@ -19,11 +19,11 @@ from ksana_jax.lab.experiments.bundles import KIND, SCHEMA_VERSION
 
 # Files that `write` makes.
 NAMED = "gpu-*-*.json"
-# What identifies a record, which no name of a user or host is to change.
+# Keys that identify a record; replacing names of users and hosts leaves them alone.
 _NAMES = frozenset("section kind name metric case who mode device_kind".split())
-# Of a fact itself; `Context.record`.
+# Keys of a fact itself; `Context.record`.
 _FACT = frozenset("section kind name run".split())
-# Of a host: a hash of its name, and its kernel.
+# Keys that identify a host: a hash of its name, and its kernel.
 _DROPPED = frozenset(("machine", "platform"))
 # Two or more components, as in "/home/anna/ptxas", also after "=", ":" or quotes; paths of URLs do not match.
 _PATH = re.compile(r"(?<![\w.)\]/])(?:file://)?~?/(?!/)(?:[\w.@+~-]+/)+([\w.@+~-]*)")
@@ -77,7 +77,7 @@ def _ptxas(compilers: Mapping[str, Any]) -> str | None:
 def scrub(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns records without absolute paths and without the names of this host and its user."""
     names = {getpass.getuser(), Path.home().name, platform.node(), platform.node().partition(".")[0]}
-    # "root" and the like say nothing of the person who runs this. A name comes before those that it begins with.
+    # "root" and the like say nothing of the person who runs this. A name comes before its own prefixes.
     private = [
         re.escape(name)
         for name in sorted(names, reverse=True)

@@ -1,4 +1,4 @@
-"""Who is timed: our implementations of attention and jax's own, each as a step that feeds itself.
+"""Timed candidates: our implementations of attention and jax's own, each as a step that feeds itself.
 
 A candidate takes `cases.Arguments` apart as it likes them. Its step is (q, shared, own) -> out, where `own` belongs to
 one layer and out has q's shape: the output of one call is the query of the next.
@@ -19,10 +19,10 @@ from experiments.gpu.cases import Arguments, Case
 from pallas_kernels.contract import Kernel
 from pallas_kernels.patterns import Pattern
 
-# Of jax's paged_attention: stages of its pipeline and tokens of each.
+# For jax's paged_attention: stages of its pipeline and tokens of each.
 STAGES = ((2, 128), (3, 128), (3, 64), (4, 64))
 TOKAMAX = "tokamax mosaic (dense)"
-# Of `hopper_prefill`'s tiles: it is not for fewer queries than fill them.
+# Rows of `hopper_prefill`'s tiles: it is not used for fewer queries.
 PREFILL_ROWS = 128
 
 
@@ -32,8 +32,8 @@ class Candidate:
 
     prepare: (arguments) -> (carry, shared, owns), traceable. step: (carry, shared, own) -> carry.
     result: carry -> [S, Q, N, H]. layout: candidates of one layout share what the first one prepares, which is
-    compiled; None where preparing moves no data. seen: what of the arguments the result is to be right for.
-    bytes: least bytes of a call, where they are not the case's. part: it is one of a computation: timed in a chain, not
+    compiled; None where preparing moves no data. seen: the part of the arguments that the result must match.
+    bytes: minimum bytes of a call, where they differ from the case's. part: of a computation: timed in a chain, not
     checked.
     """
 
@@ -174,7 +174,7 @@ def dense_dot_product(case: Case, implementation: str = "cudnn") -> Candidate:
 
 
 def jax_peers(case: Case, *, stages: tuple[tuple[int, int], ...] = STAGES) -> list[Candidate]:
-    """What jax brings for a case."""
+    """Returns jax's own candidates for a case."""
     ragged = len(set(case.lengths)) > 1
     if jax.default_backend() != "gpu":
         return [dense_dot_product(case, "xla")] if len(case.lengths) == 1 or not ragged else []
@@ -208,6 +208,6 @@ def relative_error(out: Any, expected: Any) -> float:
 
 
 def rows_to_check(case: Case, num_tiles: int) -> np.ndarray:
-    """A few query tiles: first, last, that of the longest row, some in between."""
+    """A few query tiles: first, last, the longest row's, some in between."""
     longest = 0 if case.prefill else int(np.argmax(case.lengths))
     return np.unique([0, num_tiles // 3, num_tiles // 2, num_tiles - 1, longest])

@@ -1,4 +1,4 @@
-"""What is timed: shapes of attention with their bytes, and random arguments for them, made on the device."""
+"""Timed cases: shapes of attention with their bytes, and random arguments for them, made on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.contract import Call, Options, Pool
 from pallas_kernels.patterns import FAR, FULL, Pattern
 from pallas_kernels.speed.lists import DECODE
 
-# Successive calls read different layers, together so many bytes: four times the L2 of an H200 (60 MB) and more.
+# Successive calls read different layers of this total size: more than four times the L2 of an H200 (60 MB).
 ROTATED_BYTES = 512 * 2**20
 
 
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def block_bytes(self) -> int:
-        """Of one layer: keys and values, 2 bytes an element."""
+        """Bytes of a block in one layer: keys and values, 2 bytes an element."""
         return 4 * self.num_kv_heads * self.block_size * self.head_dim
 
     def blocks_of(self, length: int) -> int:
@@ -77,7 +77,7 @@ class Case:
         return shared + sum(self.blocks_of(n) - shared for n in self.lengths)
 
     def visible(self) -> int:
-        """Tokens whose keys and values are read for one-token rows, each row's counted by itself."""
+        """Tokens whose keys and values are read for one-token rows, each row's counted separately."""
         window, sinks = self.pattern[0], self.pattern[1]
         return sum(min(n, window) + max(min(sinks, n - window), 0) for n in self.lengths)
 
@@ -139,7 +139,7 @@ class Case:
         return np.concatenate(tiles)
 
     def shapes(self) -> Arguments:
-        """jax.ShapeDtypeStruct of what `make` gives."""
+        """jax.ShapeDtypeStruct of the arguments that `make` returns."""
         rows = sum(-(-n // self.queries) for n in self.lengths) if self.prefill else self.num_rows
         width = max(map(self.blocks_of, self.lengths))
         pool = (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)

@@ -23,7 +23,7 @@ def run_child(args: argparse.Namespace) -> int:
         module, import_error = None, error
     line = sys.stdin.readline()
     if not line.strip():
-        return 3  # the driver is gone
+        return 3  # the driver has exited
     context = Context(
         section.name,
         args.records,

@@ -11,9 +11,9 @@ from typing import Any
 from experiments.gpu.context import Context
 from experiments.gpu.marks import mark
 
-# Of few processors no more: the first programs are to be done first, and one that is slow must not hold up all.
+# No more on few processors: the first programs must finish first, and a slow one must not hold up all.
 WORKERS = min(12, max(4, os.cpu_count() or 1))
-# Of a compilation by itself, after which it counts as one that hangs.
+# Seconds of a single compilation, after which it counts as hung.
 COMPILE_S = 90.0
 
 
@@ -88,7 +88,7 @@ def compile_in_parallel(
     """{name: compiled, or the exception} of (name, lowered) pairs; a TimeoutError for those that were not done.
 
     Args:
-      who: of a name, the candidate to leave out where compiling it aborts the process.
+      who: maps a name to the candidate to leave out if compiling it aborts the process.
     """
     compiling, found = Compiling(context), {}
     for name, low in lowered:

@@ -1,4 +1,4 @@
-"""Which prediction of the model of speed belongs to a record. No jax."""
+"""Finds a record's prediction by the model of speed. No jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 
 def names_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the case and the shape in `speed/baseline.json` of each kernel that a record times; none of others."""
+    """Returns the case and the shape in `speed/baseline.json` of each kernel that a record times, if any."""
     metric, case, who = (str(record.get(name, "")) for name in ("metric", "case", "who"))
     if metric in _DECODES:
         kernel, _, kind = who.partition(", ")
@@ -44,7 +44,7 @@ def computed_us(record: Mapping[str, Any]) -> float | None:
         shape = _STEPS.get(record["case"]) if record["mode"] == "device" else None
         found = [step["ms"] * 1e3 for step in baseline.stored()["steps"] if step["shape"] == shape]
         return found[0] if found else None
-    if record["mode"] == "dispatched":  # with the host, of which the model knows nothing
+    if record["mode"] == "dispatched":  # includes the host, which is not modelled
         return None
     cases = baseline.stored()["cases"]
     found = [cases.get(case, {}).get("shapes", {}).get(shape, {}).get("us") for case, shape in names_of(record)]
@@ -52,5 +52,5 @@ def computed_us(record: Mapping[str, Any]) -> float | None:
 
 
 def modelled(records: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the device that the records are of is one that the model knows."""
+    """True if the model knows the records' device."""
     return any(r.get("name") == "device" and r.get("device_kind") in DEVICES for r in records)

@@ -1,4 +1,4 @@
-"""What a section gets: where to write records, how long it has, whether shapes are tiny. No jax."""
+"""Context of a section: where to write records, how long it has, whether shapes are tiny. No jax."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Context:
       tiny: shapes for a processor without a GPU: to try every line, not to measure.
       peer_python: the interpreter that has torch.
       folder: for files that last as long as the section, also when it restarts.
-      careful: compile one program after the other, so that a compiler that aborts can be told from the others.
+      careful: compile one program after the other, so that the one that aborts the compiler is known.
       shard: "K/N" takes every N-th spec of correctness.
       began: `time.monotonic()` at which the section was let go.
     """
@@ -121,7 +121,7 @@ class Context:
         self.say(f"{metric}: {value:.4g} {unit}{verdict}")
 
     def attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """The action's result, or None after a record of why it failed: one part must not take the others along."""
+        """The action's result, or None after a record of its failure: one failing part must not end the rest."""
         try:
             return action()
         except Exception as error:
@@ -171,7 +171,7 @@ class Context:
         os._exit(RESTART)  # a thread may be stuck in the driver
 
     def excluded(self, who: str, case: str) -> bool:
-        """Whether a candidate has broken something on this case before, or on any two."""
+        """True if a candidate has broken something on this case before, or on any two."""
         faults = [r for r in read_records(self.records) if r["kind"] == "fault" and r["who"] == who]
         return len(faults) >= STRIKES or any(r["case"] == case and r["section"] == self.section for r in faults)
 

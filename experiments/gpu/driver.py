@@ -100,7 +100,7 @@ class Child:
 
 
 def _environment(scratch: Path) -> Mapping[str, str]:
-    """Of every section: what one has compiled and autotuned the others need not, and one ptxas for all.
+    """Environment of every section: a shared cache of compilations and autotuning, and one ptxas for all.
 
     Mosaic GPU takes the ptxas that is first on PATH, never a package's; reports of kernels are of the package's.
     """
@@ -146,7 +146,7 @@ class _Attempts:
             reason = f"{at[0]['what']}: {status}: {last[:200]}"
             who, case = at[0]["who"], at[0]["case"]
             append_record(self._records, self._section.name, "fault", who=who, case=case, reason=reason)
-        # Of several threads any may have been the one: the next time they take turns.
+        # Any of several threads may have aborted it: the next time they take turns.
         self._careful = self._careful or len(at) > 1
         return True
 
@@ -228,5 +228,5 @@ def write(path: Path, value: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `run_all` wrote; nothing where it wrote nothing."""
+    """Reads the results of `run_all`; empty without any."""
     return json.loads(path.read_text()) if path.exists() else {"sections": {}, "records": []}

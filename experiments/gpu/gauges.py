@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# As nvidia-smi calls them, and as records do.
+# Names in nvidia-smi, and in records.
 FIELDS = {"clocks.sm": "sm_mhz", "power.draw": "watts", "temperature.gpu": "celsius"}
 EVERY_MS = 200
 

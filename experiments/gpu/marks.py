@@ -1,4 +1,4 @@
-"""Marks on disk of what a section's process is at: after a signal the driver reads which case ended it. No jax."""
+"""Marks on disk of a section's running work: after a signal the driver reads which case ended it. No jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def mark(folder: Path, what: str, who: str, case: str) -> Iterator[None]:
-    """Keeps a file in `folder` while something goes on that `what` names: an abort leaves it there."""
+    """Keeps a file in `folder` during the work that `what` names: an abort leaves it there."""
     path = folder / f"mark-{next(_numbers)}.json"
     path.write_text(json.dumps({"what": what, "who": who, "case": case}))
     try:
@@ -24,7 +24,7 @@ def mark(folder: Path, what: str, who: str, case: str) -> Iterator[None]:
 
 
 def take(folder: Path) -> list[dict[str, Any]]:
-    """What a process that is gone was at, of all its threads; the marks are removed."""
+    """Returns and removes the marks of all threads of a dead process."""
     found = []
     for path in sorted(folder.glob("mark-*.json")):
         with contextlib.suppress(ValueError):

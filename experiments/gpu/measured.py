@@ -25,7 +25,7 @@ DECODES = ("64x4k", "32x4k", "8x8k", "1x128k+31x4k", "256x512", "1x32k", "1x4k")
 
 
 class Line(NamedTuple):
-    """One line of the table. who: the candidates that count begin with it."""
+    """One line of the table. who: prefix of the candidates that count."""
 
     title: str
     metric: str

@@ -15,7 +15,7 @@ PATH = Path(__file__).with_name("others.json")
 # Keys and values of a token: 8 heads of 128 in 16 bits.
 TOKEN_BYTES = 2 * 8 * 128 * 2
 TOKENS = {"64x8k": 64 * 8192, "256x512": 256 * 512, "1x32k": 32_768, "32x4k": 32 * 4096}
-# Of each decode, metric and case of our record. Ours of 64x8k has 8,448 tokens a row: rates are compared, not times.
+# Metric and case of our record of each decode. Our 64x8k has 8,448 tokens a row: rates are compared, not times.
 DECODES = {
     "64x8k": ("shared prefix", "64 rows of 8448, nothing shared"),
     **{case: ("decode, blocks of 64", case) for case in ("32x4k", "256x512", "1x32k")},
@@ -24,7 +24,7 @@ PREFILL, CODES = "prefill, causal 8k", "64x8k, 8 bits"
 
 
 class Best(NamedTuple):
-    """The best figure of others. value: microseconds, share of a bandwidth, TFLOP/s, or time as a part of 16 bits'."""
+    """The best figure of other projects. value: microseconds, share of a bandwidth, TFLOP/s, or bf16's time = 1."""
 
     value: float
     who: str
@@ -46,7 +46,7 @@ def best(device: str, case: str, figure: str) -> Best | None:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: ours, measured and computed, beside the best of others on an H200, and how much longer ours takes."""
+    """Markdown: ours, measured and computed, the best of other projects on an H200, and how much longer ours takes."""
     copy = H200.copy_bytes_per_s
     h100 = read()["data_sheet_bytes_per_s"]["H100"] / 1e12
     lines = [

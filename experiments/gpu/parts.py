@@ -1,4 +1,4 @@
-"""The Hopper kernel for decode in its two parts: attention of segments, and their merge, each by itself in a chain."""
+"""The Hopper kernel for decode in its two parts: attention of segments, and their merge, each alone in a chain."""
 
 from __future__ import annotations
 

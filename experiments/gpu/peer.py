@@ -17,7 +17,7 @@ class PeerError(RuntimeError):
 
 
 class PeerLacks(PeerError, NotImplementedError):
-    """What was asked for is not installed there, or does not exist."""
+    """The requested implementation is not installed there, or does not exist."""
 
 
 class TorchPeer:
@@ -89,7 +89,7 @@ class TorchPeer:
             self._process.kill()
             self._process.wait()
             self._reader.join(2)
-            # What torch's compiler has started may still hold the pipe.
+            # Processes of torch's compiler may still hold the pipe.
             for pipe in (self._process.stdin, None if self._reader.is_alive() else self._process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):

@@ -42,9 +42,9 @@ SECTIONS = (
     Section("transformers", "transformers", 60, 20),
 )
 TOTAL_S = 9 * 60
-# Of the whole: to end the last process and print the table.
+# Part of TOTAL_S: to end the last process and print the table.
 CLOSING_S = 5
-# A section is told to stop so many seconds before it is ended.
+# Seconds between asking a section to stop and ending it.
 GRACE_S = 4
 
 

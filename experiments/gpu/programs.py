@@ -1,4 +1,4 @@
-"""Programs of cases and candidates: lowered one by one and compiled meanwhile, those of the next case in the waits."""
+"""Programs of cases and candidates: lowered one by one while others compile, the next case's during waits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Programs:
         return candidate is not None
 
     def make(self, case: Case, candidates: list[Candidate], *, until: float, following=None) -> None:
-        """Lowers a case's candidates and waits until they are compiled, lowering those of the case that follows.
+        """Lowers a case's candidates and waits until they are compiled, lowering the next case's.
 
         Args:
           until: `time.monotonic()` at which what is ready has to do, if a candidate is.
@@ -68,7 +68,7 @@ class Programs:
                 time.sleep(0.01)
 
     def ready(self, case: Case, candidate: Candidate) -> bool:
-        """Whether a candidate can be run, or it is known why not."""
+        """True if a candidate can be run, or has been ruled out."""
         if (case.name, candidate.name) in self._failed or (case.name, DATA) in self._failed:
             return True
         both = [self._lowered.get((case.name, name)) for name in (DATA, candidate.name)]

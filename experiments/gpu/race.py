@@ -25,9 +25,9 @@ from experiments.gpu.where import where_wrong
 
 # bfloat16 keeps 8 bits: probabilities and outputs rounded to it give 2e-3 to 4e-3; a wrong block or mask gives 1e-1.
 TOLERANCE = 1e-2
-# After so many seconds of a section its first case is timed with what is compiled.
+# Seconds into a section when its first case is timed with the compiled programs.
 FIRST_S = 15.0
-# So many seconds before its end a section times the late ones that are compiled.
+# Seconds before its end when a section times the late programs that are compiled.
 LATE_S = 8.0
 
 # (case, who, "chained", "dispatched", "part" or "graph") -> seconds of one call, median
@@ -93,7 +93,7 @@ def _guarded(context: Context, metric: str, lap: _Lap, candidates: Sequence[Cand
 
 @dataclasses.dataclass
 class _Lap:
-    """One case: its arguments, the samplers of those who could be prepared, their verdicts."""
+    """One case: its arguments, the samplers of the prepared candidates, their verdicts."""
 
     context: Context
     metric: str
@@ -130,7 +130,7 @@ class _Lap:
         own_work = {c.name: {"bytes": c.bytes} for c in candidates if c.bytes}
         for key, t in times.items():
             mode, is_ours = self.modes[key]
-            # What compiles meanwhile takes processors, and its autotuning the GPU: such times are marked.
+            # Concurrent compilation takes processors, and its autotuning the GPU: such times are marked.
             self.context.record(
                 "time",
                 metric=self.metric,

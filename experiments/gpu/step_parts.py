@@ -49,7 +49,7 @@ class Step:
         sampled = np.minimum(np.arange(shape.max_sampled, dtype=np.int32), rows - 1)
         arrays = StepArrays(tokens, positions, positions[None], slots[None], tables[None], starts[None], sampled)
         self.input = StepInput(shape, arrays, num_sampled=rows)
-        # Of the step and the choice of the most probable tokens, on a GPU one program.
+        # The step and the argmax over its tokens, on a GPU one program.
         self.key = LoopKey(shape, 1, False, None)
 
     def bytes(self) -> dict[str, int]:

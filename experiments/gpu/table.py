@@ -1,4 +1,4 @@
-"""The table of what was measured, from records alone. No jax."""
+"""The table of measurements, from records alone. No jax."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = (
     "bar",
     "met",
 )
-# Of the measured copy bandwidth, where the keys and values are so large.
+# Target share of the measured copy bandwidth, from this size of keys and values.
 DECODE_PART, LARGE_BYTES = 0.85, 256 * 2**20
-# Of the best peer that reads the same blocks.
+# Target ratio to the best peer that reads the same blocks.
 PEER_RATIO = 0.95
 # The row of very unlike lengths: time against its bytes at the copy bandwidth.
 TAIL_CASE, TAIL_FACTOR = "1x128k+31x4k", 1.15
@@ -103,7 +103,7 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool, known: boo
 
 
 def _computed(r: dict[str, Any], unit_us: float = 1.0) -> str:
-    """What the model of speed says, and the measured time as a part of it."""
+    """The time by the model of speed, and its share of the measured time."""
     us = computed_us(r)
     return f"{us / unit_us:.3g}: {r['us'] / us:.0%}" if us else "-"
 
@@ -113,7 +113,7 @@ def _spread(r: dict[str, Any]) -> str:
 
 
 def _clocks(r: dict[str, Any]) -> str:
-    """Of the multiprocessors, lowest and highest while it was timed."""
+    """Clocks of the multiprocessors, lowest and highest during timing."""
     low, high = r.get("sm_mhz") or (0, 0)
     return "" if not high else f"{high:.0f}" if low == high else f"{low:.0f}-{high:.0f}"
 

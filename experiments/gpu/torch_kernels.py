@@ -102,7 +102,7 @@ class Dense:
         return self.attend(self.q, *self.kv[index % len(self.kv)])
 
     def relative_error(self) -> float:
-        """Of the last 64 queries of the first and the last row."""
+        """Relative error over the last 64 queries of the first and the last row."""
         case, length = self.case, self.case.lengths[0]
         out, (k, v) = self.call(0), self.kv[0]
         last = min(64, self.q.shape[2])
@@ -172,7 +172,7 @@ class Paged:
         return self.attend(self.pools[index % len(self.pools)])
 
     def relative_error(self) -> float:
-        """Of the first and the last row."""
+        """Relative error over the first and the last row."""
         case, out, pool = self.case, self.call(0), self.pools[0]
         rows, right = sorted({0, len(case.lengths) - 1}), []
         for row in rows:

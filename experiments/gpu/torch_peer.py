@@ -63,7 +63,7 @@ class Timed:
 
 
 class Server:
-    """What `peer.TorchPeer` can ask for."""
+    """Implementations that `peer.TorchPeer` can request."""
 
     def __init__(self):
         self._timed: dict[str, Timed] = {}

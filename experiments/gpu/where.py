@@ -1,4 +1,4 @@
-"""Where a wrong result is wrong: errors by column, head and row, and the first wrong tile."""
+"""Locates a wrong result: errors by column, head and row, and the first wrong tile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 COLUMNS = 32
-# Of each list at most so many: records stay readable.
+# Maximum length of each list: records stay readable.
 MOST = 64
 
 

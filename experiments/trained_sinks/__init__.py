@@ -1,1 +1,1 @@
-"""Models that differ only in what a head can rest its attention on: how to train them, and how their sinks emerge."""
+"""Models that differ only in a head's sink: how to train them, and how their sinks emerge."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KEPT = ("step", "tokens", "heldout_loss", "sink_1", "first_token_attention", "sink_logit_attention", "recall_accuracy")
-# What is drawn of a record, and the label of its axis.
+# Drawn fields of a record, and their axis labels.
 PANELS = (
     (lambda record: record["sink_1"], "Sink_1"),
     (lambda record: _mean(record.get("sink_logit_attention")), "attention to\nsink logits"),

@@ -1,4 +1,4 @@
-"""What the device can do at most: copying its memory, multiplying matrices, copying to and from the host."""
+"""Peak rates of the device: copying its memory, multiplying matrices, copying to and from the host."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def run(context: Context) -> None:
     found = [dataclasses.replace(spec, seed=spec.seed + seed) for spec in sharded(specs(context.tiny), context.shard)]
     context.record("fact", name="seeds", first=seed)
     kernels = implementations()
-    # Hopper's kernels on everything, then the others.
+    # Hopper's kernels on everything, then the rest.
     passes = [{n: k for n, k in kernels.items() if n.startswith("hopper") == first} for first in (True, False)]
     left_out = [f"{n} on {spec}" for chosen in passes if chosen for n, spec in check_all(context, found, chosen)]
     if left_out:
@@ -59,7 +59,7 @@ def run(context: Context) -> None:
 
 
 def specs(tiny: bool) -> list[arguments.Spec]:
-    """Llama's shapes, then some of each kind in turn, so that a shortage of time costs some of each."""
+    """Llama's shapes, then all kinds interleaved, so that a shortage of time costs some of each."""
     if tiny:
         return [*arguments.TINY[:3], arguments.TINY_QUANTISED[0]]
     others = [*arguments.TINY, *arguments.TINY_QUANTISED, *arguments.SMALL]
@@ -86,7 +86,7 @@ def _count(context: Context, who: str) -> dict[str, int]:
 def check_all(
     context: Context, found: list[arguments.Spec], kernels: dict[str, Kernel]
 ) -> list[tuple[str, arguments.Spec]]:
-    """Checks implementations on all specs, of which two at once are compiled; returns what there was no time for."""
+    """Checks implementations on all specs, compiling two at once; returns the pairs left for lack of time."""
     compiling, ahead = Compiling(context), []
     for index, spec in enumerate(found):
         if context.left() < 8:
@@ -158,7 +158,7 @@ class _Batch:
 
 
 def _takes(name: str, kernel: Kernel, spec: arguments.Spec, call: Call) -> bool:
-    """Whether a spec is worth a kernel's time: prefill kernels never get single queries."""
+    """True if a spec is worth a kernel's time: prefill kernels never get single queries."""
     if name.startswith("hopper_prefill") and spec.q_tile == 1:
         return False
     return not (spec.codes and kernel.unsupported(call))
@@ -226,7 +226,7 @@ def compare(result: Result, reference: Result) -> dict[str, Any]:
 
     Returns:
       error: relative, of all together. worst_row: of one query and head, relative to the larger of its own and a tenth
-      of the typical size. lse_error: largest difference of log-sum-exps; those of -inf must be -inf on both sides.
+      of the typical size. lse_error: largest difference of log-sum-exps; -inf must be -inf on both sides.
     """
     (out, lse, _), (right, right_lse, _) = result, reference
     a, b = (np.asarray(x.astype(jnp.float32), np.float64) for x in (out, right))

@@ -12,7 +12,7 @@ from experiments.gpu.race import Entry, race
 TORCH = ("torch SDPA flash (dense)", "torch SDPA cuDNN (dense)", "FlashInfer", "FlashAttention 3", "vLLM Triton")
 # Each shape costs FlexAttention a compilation of many seconds.
 FLEX_ON = ("64x4k", "2x100")
-# Attention by itself and the merge by itself: where long texts, a single one, and many short ones spend their time.
+# Attention alone and the merge alone: where long texts, a single one, and many short ones spend their time.
 PARTS_ON = ("64x4k", "1x32k", "256x512")
 # (stages, workers) of the Hopper kernel: what is in flight, and how many blocks of threads. Four stages and more leave
 # room for one block on a multiprocessor of 132.

@@ -108,7 +108,7 @@ def _tokens(context: Context, make, implementation) -> list[Any]:
 
 
 def _compare(context: Context, label: str, name: str, found: list[Any], right: list[Any]) -> None:
-    """Where tokens part, the XLA path's own two best say whether it was a tie."""
+    """Where tokens diverge, the XLA path's two best tokens show whether it was a tie."""
     equal, apart = 0, []
     for index, (a, b) in enumerate(zip(found, right, strict=True)):
         if a.token_ids == b.token_ids:

@@ -19,7 +19,7 @@ from experiments.gpu.peer import TorchPeer
 from ksana_jax.lab.experiments.environment import environment
 from pallas_kernels import aot
 
-# Kernels as the engine uses them; compiled by the CPU for this GPU, while the rest of the section goes on.
+# Kernels as the engine uses them; compiled by the CPU for this GPU, while the rest of the section runs.
 KERNELS = r"^hopper (attention( codes=\w+)?|prefill q=32( h=128 registers=False)?|mass|kv write)$"
 PACKAGES = (
     "jax",

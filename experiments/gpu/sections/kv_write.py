@@ -1,7 +1,7 @@
 """Writing a step's keys and values to the pool, with rope and scaling: one kernel against XLA's scatter.
 
-Queries, keys and values are slices of one array, as an engine's product gives them. Of three arrays the kernel's
-program makes one first: on an H200 that took half of the time.
+Queries, keys and values are slices of one array, as in an engine's product. From three arrays the kernel's
+program first makes one: on an H200 that took half of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = 4e-3  # rounded once to 8 bits, perhaps to the other side
 
 
 def xla_flat(call: Write, work: None = None, *, tuning: None = None) -> Written:
-    """What the engine does without a kernel: rotates, then scatters rows of a flat view of the pool."""
+    """The engine's write without a kernel: rotates, then scatters rows of a flat view of the pool."""
     q, k = (kv_write_reference.rotated(x.astype(jnp.float32), call.rope).astype(x.dtype) for x in (call.q, call.k))
     return Written(q, Pool(KVCache({"kv": call.pool.kv}, "bf16").write(call.layer, call.slots, k, call.v).kv))
 
@@ -53,7 +53,7 @@ def run(context: Context) -> None:
 class _Case(NamedTuple):
     """A write. carry: rotated queries and pool, which each call hands to the next one; shared: its other arrays.
 
-    owns: the layers that calls write in turn. calls: of a chain. nbytes: read and written at least.
+    owns: the layers that successive calls write. calls: of a chain. nbytes: minimum read and written.
     """
 
     name: str
@@ -119,7 +119,7 @@ def _compile(context: Context, case: _Case) -> dict[tuple[str, int], Any]:
 
 
 def _check(context: Context, case: _Case, name: str, is_ours: bool, program: Any, right: Any) -> bool:
-    """Whether one call of a program gives the reference's queries and pool; also records its memory."""
+    """True if one call of a program gives the reference's queries and pool; also records its memory."""
     with context.guard(name, case.name):
         out = jax.block_until_ready(program(jax.tree.map(jnp.copy, case.carry), case.shared, case.owns[0]))
     # All of the pool: what was not to be written must be as it was.

@@ -25,12 +25,12 @@ TOLERANCE = 2e-2
 LAYERS = 4  # together 1.7 GB
 ROWS = (8, 64, 16, 32)
 PARTS = ("qkv", "output", "gate and up", "down")
-# Of so many rows also each product in the kernel alone, and the other three in XLA.
+# For these rows also each product alone in the kernel, and the other three in XLA.
 ROWS_BY_PART = (8, 64)
 
 
 def part_of(call: Product) -> str:
-    """Which product of a layer a call is."""
+    """Names the product of a layer."""
     if call.activation is not None:
         return "gate and up"
     if call.residual is None:
@@ -66,7 +66,7 @@ def run(context: Context) -> None:
 
 
 def _step_of(operators: Operators, spec: LayerSpec) -> Callable[[Any, Any, Any], Any]:
-    """A layer in which attention gives the queries."""
+    """A layer whose attention returns the queries."""
 
     def step(x: jax.Array, shared: None, own: tuple[LayerParams, LayerParams]) -> jax.Array:
         p, following = own

@@ -36,7 +36,7 @@ def quantised(pool: jax.Array, kind: str = INT8) -> tuple[jax.Array, jax.Array]:
 
 
 def restored(a: Arguments, kind: str = INT8) -> Arguments:
-    """What the codes stand for, in bfloat16: kernels are held to that, not to what was lost before."""
+    """Decodes the codes to bfloat16: kernels are compared with that, so quantisation loss does not count."""
     return a._replace(pool=_numbers(*quantised(a.pool, kind)).astype(a.pool.dtype))
 
 

@@ -57,7 +57,7 @@ def run(context: Context) -> None:
 
 
 def _one_request(context: Context, llm: LLM, prompt: Any) -> None:
-    """Milliseconds from token to token of a request by itself, and what the host does meanwhile."""
+    """Milliseconds from token to token of a single request, and the host's work meanwhile."""
     from ksana_jax.core.request import SamplingParams
 
     count = 8 if context.tiny else 200
@@ -77,7 +77,7 @@ def _one_request(context: Context, llm: LLM, prompt: Any) -> None:
 
 def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
     """An engine for some requests at once, with few shapes of steps in place of a ladder: each costs a compilation,
-    and rows that idle cost little besides the weights."""
+    and idle rows cost little beyond the weights."""
     from ksana_jax.engine.llm import LLM
 
     size, chunk, tile = (16, 64, 32) if context.tiny else (64, 1024, 64)
@@ -102,7 +102,7 @@ def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
 
 
 def _compile_ahead(context: Context, llm: LLM) -> None:
-    """Compiles all steps in parallel. What is late is compiled when a step asks for it."""
+    """Compiles all steps in parallel. Late ones are compiled on first use."""
     name, shapes = llm.runner.implementation.name, llm.engine.builder.buckets.all_shapes()
     with context.guard(name, FIRST_RUN, seconds=60):
         lowered = [(str(i), llm.runner.lower_step(shape)) for i, shape in enumerate(shapes)]
