@@ -21,7 +21,7 @@ from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
-# How long `close` waits for a step that is running; its first one may be compiling.
+# Seconds that `close` waits for a running step; the first one may be compiling.
 _CLOSE_S = 60.0
 
 
@@ -118,7 +118,7 @@ class AsyncLLM:
           sampling_params: None takes the defaults.
           request_id: for `abort` and in outputs; None assigns one.
           cache_salt: prefixes are shared only among requests with equal salts.
-          delta: outputs have only what is new since the last one; otherwise all that the request has so far, which
+          delta: outputs have only the news since the last one; otherwise all of the request's output so far, which
             takes time quadratic in the length.
           streams: False reports completions only at their ends, which saves time.
 
@@ -126,7 +126,7 @@ class AsyncLLM:
           ValueError: the request can never be served, or its id is in use; nothing is queued.
           NotServing: the engine is draining, closed or dead.
           RuntimeError: this is a forked child of the engine's process.
-          Exception: what `admission` has raised.
+          Exception: raised by `admission`.
         """
         [stream] = await self.submit_all(
             [prompt], sampling_params, [request_id], cache_salt=cache_salt, delta=delta, streams=streams
@@ -201,7 +201,7 @@ class AsyncLLM:
     # ------------------------------------------------------------------ state
 
     def stats(self) -> EngineStats:
-        """Returns what the engines are doing, in microseconds."""
+        """Returns the engines' load; takes microseconds."""
         schedulers = [engine.scheduler for engine in self.replicas.engines]
         return EngineStats(
             num_requests=len(self._open.by_id),

@@ -1,4 +1,4 @@
-"""Builds an engine from a model, its weights and its settings: the one place where the parts are joined."""
+"""Builds an engine from a model, its weights and its settings; only this file joins the parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ksana_jax.engine.distributed.driver import Workers
     from ksana_jax.sharding.placement import Placement
 
-# Called with each new engine; empty unless somebody traces, see `ksana_jax.lab.trace`.
+# Called with each new engine; empty except while tracing, see `ksana_jax.lab.trace`.
 observers: list[Callable[[Engine], None]] = []
 logger = logging.getLogger("ksana_jax")
 
@@ -61,8 +61,8 @@ def build_engine(
 
     Args:
       params: weights of the model, or a function that reads them; unused where an executor is given.
-      config: what it leaves open is filled in: `EngineConfig.for_model`, and the planner's number of blocks.
-      patterns: what the layers attend to, in a form that `read_patterns` takes; None takes the model's own.
+      config: its open fields are filled in: `EngineConfig.for_model`, and the planner's number of blocks.
+      patterns: the layers' attention patterns, in a form that `read_patterns` takes; None takes the model's own.
       executor: computes the steps in place of a `Runner`: a simulator, or a test's fake. It needs
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.

@@ -25,7 +25,7 @@ NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weig
 
 @dataclasses.dataclass(eq=False)
 class Completion:
-    """The output of one sequence of a request so far.
+    """The output so far of one sequence of a request.
 
     Args:
       index: in [0, n).
@@ -149,7 +149,7 @@ class Completion:
         return self._output(self.text, 0)
 
     def take_delta(self) -> CompletionOutput:
-        """Returns what is new since the last call, in time proportional to that."""
+        """Returns the delta since the last call, in time proportional to it."""
         text, self._new = "".join(self._new), []
         first, self._num_taken = self._num_taken, len(self.token_ids)
         return self._output(text, first)
@@ -205,7 +205,7 @@ class Request:
         """Returns the request itself.
 
         Raises:
-          RuntimeError: a failure, which was none of its doing, has ended it.
+          RuntimeError: an error that was not its own fault has ended it.
         """
         if self.failure is None:
             return self
@@ -246,8 +246,7 @@ class Request:
         return self._output(self.prompt_token_ids.tolist(), metrics, [c.output() for c in self.completions], 0)
 
     def take_delta(self) -> RequestOutput:
-        """Returns what is new since the last call, in time proportional to that; all deltas share the prompt's ids and
-        the metrics."""
+        """Returns the delta since the last call, in time proportional to it; deltas share prompt ids and metrics."""
         first, self._num_scores_taken = self._num_scores_taken, len(self.prompt_logprobs or ())
         return self._output(self._prompt_ids, self.metrics, [c.take_delta() for c in self.completions], first)
 

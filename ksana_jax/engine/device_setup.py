@@ -1,4 +1,4 @@
-"""The device half of an engine: its runner, and what the host half must know about it.
+"""The device half of an engine: its runner, and the facts about it that the host half needs.
 
 It is prepared without weights, which takes little time, and then loaded. Between the two, processes that divide a model
 agree on its size.
@@ -29,7 +29,7 @@ logger = logging.getLogger("ksana_jax")
 
 
 class DeviceSetup(NamedTuple):
-    """The executor of an engine, and what the host half must know about it.
+    """The executor of an engine, and the facts about it that the host half needs.
 
     config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
     """
@@ -47,7 +47,7 @@ class Prepared:
     """A device half without weights and pool.
 
     Args:
-      make_runner: what is left of `Runner`'s arguments. attention: name of the implementation that it has chosen.
+      make_runner: takes the rest of `Runner`'s arguments. attention: name of the implementation that it has chosen.
       plan: of the memory of this process's devices.
     """
 
@@ -112,7 +112,7 @@ class Prepared:
 def prepare(
     model: ModelConfig, config: EngineConfig, patterns: Seq[AttentionPattern], placement: Placement | None = None
 ) -> Prepared:
-    """Checks what an engine asks of its devices, chooses implementations, and plans the memory.
+    """Checks an engine's requirements of its devices, chooses implementations, and plans the memory.
 
     Args:
       config: completed by `EngineConfig.for_model`.
@@ -152,7 +152,7 @@ def prepare(
         "placement": placement,
     }
     make_runner = functools.partial(_made, model, settings)
-    # Without weights and pool it refuses at once what the other one would.
+    # Without weights and pool it refuses early whatever the full runner would.
     trial = make_runner(Runner, params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
     if model.kept and trial.linear_implementation != "packed":
         logger.warning(

@@ -209,8 +209,7 @@ class Engine:
         return len(self._running) + len(self._ahead)
 
     def step(self) -> list[Request]:
-        """Computes and reports one step, or reports the next one of a call that computed several; returns requests with
-        something new: a completion that ended, text of one that streams."""
+        """Computes and reports one step, or reports the next of several; returns requests with new text or an end."""
         return self.lock.run(self._step, None, lambda request: request)
 
     def _step(self, news: dict[Request, None] | None, report: Callable[[Request], T]) -> list[T]:
@@ -279,8 +278,7 @@ class Engine:
         return output, now
 
     def _report_prompts(self, step: Step, output: StepOutput, now: float) -> dict[Completion, int]:
-        """Records first tokens and prompt scores; returns the rows of watched completions, which may leave them in this
-        step."""
+        """Records first tokens and prompt scores; returns the rows of watched completions, before they leave."""
         rows = self.scheduler.rows
         self.first_tokens = steps.note_first_tokens(rows, step.batch, now)
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}

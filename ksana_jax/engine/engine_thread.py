@@ -122,7 +122,7 @@ class EngineThread:
         return bool(self._news) or engine.has_work or engine.num_steps_under_way > 0 or self._has_aborted
 
     def _obey(self, wait: bool) -> None:
-        """Obeys the commands that have come. wait: for at least one."""
+        """Executes the queued commands. wait: for at least one."""
         while not self._stopping:
             try:
                 command = self._commands.get(wait)
@@ -167,7 +167,7 @@ class EngineThread:
                 request.fail(error)
 
     def _report(self, outputs: Sequence[RequestOutput], failure: BaseException | None, dead: bool = False) -> None:
-        """Posts what is new, if anything is."""
+        """Posts news, if there are any."""
         for output in outputs:
             if output.finished and output.request_id in self._requests:
                 _, load = self._requests.pop(output.request_id)

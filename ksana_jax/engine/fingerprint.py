@@ -26,7 +26,7 @@ def fingerprint(
 ) -> str:
     """Returns a hex digest of the model's config, a sample of every weight, and all else that determines KV values.
 
-    A layer computes from what the layers below read of the cache, so how keys and values are stored counts too.
+    A layer's input depends on cache reads of lower layers, so the storage format of keys and values counts too.
     Attention patterns are not included; see `kv.prefix_index`. With invariant numerics, bits count: also what compiled
     the functions that give them. The number of devices is not included either: they hold the same numbers.
 

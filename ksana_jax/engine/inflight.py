@@ -1,4 +1,4 @@
-"""Requests of `AsyncLLM` that have not ended, and the way of their output to the event loop."""
+"""Tracks in-flight requests of `AsyncLLM`, and delivers their output to the event loop."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class InflightRequests:
         return found
 
     def post(self, news: StepNews) -> None:
-        """Sends a step's news to the event loop, which is woken once for all that has come until it reads them.
+        """Sends a step's news to the event loop, which is woken once for all news since its last read.
 
         Raises:
           RuntimeError: the event loop is closed.

@@ -194,7 +194,7 @@ class LLM:
         )
         return f"LLM({'; '.join(parts)})"
 
-    # ------------------------------------------------------------------ what an experiment looks at
+    # ------------------------------------------------------------------ facts for experiments
 
     @property
     def num_compilations(self) -> int:

@@ -35,7 +35,7 @@ class Fact(NamedTuple):
 
 
 def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
-    """Returns what decides the answers of a model, given by path or name; reads no weights.
+    """Returns the facts that decide a model's answers, given its path or name; reads no weights.
 
     Raises:
       LoadError, ConfigError, TokenizerError: as loading the model would.

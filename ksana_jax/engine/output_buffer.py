@@ -28,7 +28,7 @@ class OutputBuffer:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: RequestOutput) -> None:
-        """Adds what is new, and tells the listener, or wakes the reader if it waits."""
+        """Adds a delta, and calls the listener, or wakes the reader if it waits."""
         self._pieces.append(delta)
         if len(self._pieces) == _MOST_PIECES:
             self._pieces = [joined(self._pieces)]

@@ -30,7 +30,7 @@ from ksana_jax.scheduler.step.types import Part, StepOutput, StepShape
 
 # Types of the messages between the processes of a job.
 KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Drafts, Moves, Evictions, AttentionPattern)
-# Settings that concern process 0 alone: functions, perhaps, and where each process is.
+# Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
 
@@ -125,7 +125,7 @@ class Workers:
 
     @contextlib.contextmanager
     def doing(self, what: str, *rest: Any) -> Iterator[None]:
-        """Has the other processes do something, and surrounds the same in this one.
+        """Sends a call to the other processes, and surrounds the same call in this one.
 
         Raises:
           JobError: the job has failed.
@@ -137,7 +137,7 @@ class Workers:
 
     def close(self) -> None:
         """Frees the engine in the other processes."""
-        with contextlib.suppress(Exception):  # the job has failed, which others say
+        with contextlib.suppress(Exception):  # the job has failed, which other calls report
             self._send("close")
 
 

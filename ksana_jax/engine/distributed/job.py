@@ -50,7 +50,7 @@ class Job:
         self.failure: str | None = None
         self.service: Any = None  # the process of `service`, which ends when this one does
         self._failed, self._changing = threading.Event(), threading.Lock()
-        self._waiting: dict[int, float] = {}  # thread: since when it has waited for other processes
+        self._waiting: dict[int, float] = {}  # thread: start of its wait for other processes
         self._leaving = False
         self._left: float | None = None  # when the process's exit began
         self.messages: queue.SimpleQueue[tuple[Peer, Any]] = queue.SimpleQueue()
@@ -169,7 +169,7 @@ class Job:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Surrounds what all processes do together; if it fails in this one, the job has failed.
+        """Surrounds a collective action; if it fails in this process, the job has failed.
 
         Raises:
           JobError: the job has failed.
@@ -204,7 +204,7 @@ class Job:
 
 
 def end_process(why: str) -> None:
-    """Prints one line and ends the process, whatever its threads wait for."""
+    """Prints one line and ends the process, even if threads wait."""
     sys.stdout.flush()
     print(f"ksana: error: {why}", file=sys.stderr, flush=True)
     os._exit(1)
@@ -275,7 +275,7 @@ def _start_jax(job: Job, address: str, device: Any, own_address: str) -> None:
     """Starts jax's backend, for which all processes wait for each other.
 
     Args:
-      own_address: of this process, where others reach it.
+      own_address: of this process, for the other processes.
     """
     import jax
     from jax._src import distributed, xla_bridge
@@ -312,7 +312,7 @@ def forget_jax() -> None:
 
 
 def detected() -> HostsSetting:
-    """Returns what the launcher of this process says: Slurm, Open MPI, or another one that jax knows.
+    """Returns the job described by this process's launcher: Slurm, Open MPI, or another one that jax knows.
 
     Raises:
       ConfigError: there is none.

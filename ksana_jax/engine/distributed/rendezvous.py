@@ -27,7 +27,7 @@ from ksana_jax.engine.distributed.wire import Channel, Closed
 logger = logging.getLogger("ksana_jax")
 _MAGIC = b"ksana-job-1\n"
 _NONCE, _DIGEST = 16, 32
-# Seconds for a connection to show that it belongs to the job, how many may be about it at once, and bytes of a hello.
+# Seconds for a connection to authenticate, number that may do so at once, and bytes of a hello.
 _HANDSHAKE_S = 5.0
 _MAX_HANDSHAKES = 64
 _MAX_HELLO = 2**16
@@ -60,7 +60,7 @@ def own_name() -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns what must be the same in all processes, or they would compile different programs."""
+    """Returns values that must be equal in all processes, or they would compile different programs."""
     digest, package = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
@@ -141,7 +141,7 @@ def _missing(setting: HostsSetting, found: dict[int, Peer]) -> str:
 
 
 def _greeted(connection: socket.socket, host: str, kinds: tuple[type, ...]) -> _Hello | None:
-    """Returns what the process at the other end says of itself; None if it does not belong to the job."""
+    """Returns the peer's description of itself; None if it does not belong to the job."""
     connection.settimeout(_HANDSHAKE_S)
     channel = Channel(connection, kinds)
     channel.deadline = time.monotonic() + _HANDSHAKE_S

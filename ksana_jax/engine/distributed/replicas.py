@@ -1,4 +1,4 @@
-"""Several engines with one model, each on devices of its own, with the methods of `Engine` by which `LLM` is served.
+"""Several engines with one model, each on separate devices, with the methods of `Engine` that `LLM` calls.
 
 A request goes to one engine, which serves it alone. While requests are served, each engine that has some runs in a
 thread: its device computes while other threads schedule. Requests are numbered and seeded as in one engine, so

@@ -26,7 +26,7 @@ _DTYPES = ("bool", "int8", "uint8", "int32", "uint32", "int64", "uint64", "float
 
 
 class Closed(ConnectionError):
-    """The other side has closed the connection, or the network has."""
+    """The peer or the network has closed the connection."""
 
 
 def encoded(message: Any, kinds: Iterable[type] = ()) -> list[bytes | memoryview]:
@@ -122,10 +122,10 @@ class Channel:
         """Waits for a message and returns it.
 
         Args:
-          max_header, max_arrays_bytes: most bytes of its JSON, and of its arrays.
+          max_header, max_arrays_bytes: maximum bytes of its JSON, and of its arrays.
 
         Raises:
-          Closed: the connection is broken, or what arrives is no message.
+          Closed: the connection is broken, or received an invalid message.
         """
         try:
             [length] = _LENGTHS.unpack(self._exactly(_LENGTHS.size))

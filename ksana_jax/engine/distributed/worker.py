@@ -23,7 +23,7 @@ from ksana_jax.runner.packing import Submitted
 from ksana_jax.runner.runner import Runner
 
 logger = logging.getLogger("ksana_jax")
-# Methods of an engine that process 0 asks for.
+# Methods of an engine that process 0 calls.
 ASKED = frozenset({"load", "step", "loop", "move", "patterns", "reset", "compile"})
 
 
@@ -63,7 +63,7 @@ def serve(distributed: Any, model: str | None = None) -> None:
 
 
 def serve_driver(job: Job, given: tuple[str, EngineConfig] | None = None, model: str | None = None) -> None:
-    """Computes what process 0 asks for; returns when that has ended. If it fails, this process ends with one line.
+    """Executes process 0's calls until it ends. If one fails, this process ends with one line.
 
     Args:
       given: see `start`. model: directory of the model on this host, where it is another one than process 0's.
@@ -112,7 +112,7 @@ def _prepare(
 
 
 def _check_given(given: tuple[str, EngineConfig] | None, model: str, settings: dict[str, Any]) -> None:
-    """Checks that a process was given what process 0 was."""
+    """Checks that this process has process 0's model and settings."""
     if given is None:
         return
     own = {"model": given[0], **given[1].plain()}
@@ -122,7 +122,7 @@ def _check_given(given: tuple[str, EngineConfig] | None, model: str, settings: d
 
 
 class _Engine:
-    """This process's part of one engine. Its methods are what process 0 asks for."""
+    """This process's part of one engine. Process 0 calls its methods."""
 
     def __init__(self, job: Job, model: str, load_format: Any, settings: dict[str, Any], patterns: list[Any]):
         from ksana_jax.sharding.placing import place_on
@@ -156,7 +156,7 @@ class _Engine:
             self._submit([])
 
     def _submit(self, steps: list[Submitted]) -> None:
-        """Finishes the steps before the newest ones, while the devices compute those."""
+        """Waits for older steps while the devices compute the newest ones."""
         for submitted in self._submitted:
             if submitted.finish_moves is not None:
                 submitted.finish_moves()

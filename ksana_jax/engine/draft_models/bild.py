@@ -26,14 +26,14 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bild(DraftModel):
-    """Drafts greedily with a model of the same vocabulary, and accepts what is probable enough to the target.
+    """Drafts greedily with a model of the same vocabulary, and accepts tokens that the target finds probable enough.
 
     Lossy: a token is the draft model's where the target finds it probable enough, so texts depend on where drafts
-    begin, and thereby on what else the engine computes. With rollback_threshold 0 they are the target's. Requests with
+    begin, and thereby on the rest of the batch. With rollback_threshold 0 they are the target's. Requests with
     a temperature get no drafts, and the target's texts.
 
     Args:
-      num_speculative_tokens: most tokens that are decoded before the target verifies them; the paper's 10.
+      num_speculative_tokens: maximum tokens that are decoded before the target verifies them; the paper's 10.
       fallback_threshold: a draft ends before a token with a smaller probability by the draft model, in [0, 1].
       rollback_threshold: a draft token is rejected where the target would choose another one and the negative logarithm
         of its probability, by the target, is larger; with penalties and biases, if there are any. From 0.
@@ -78,7 +78,7 @@ class BildProposer(DraftModelProposer):
     """Decodes until each row's draft ends; see `Bild`, whose thresholds it has.
 
     Args:
-      length: most tokens of a draft.
+      length: maximum tokens of a draft.
     """
 
     def __init__(self, model: SmallModel, length: int, fallback_threshold: float, rollback_threshold: float):

@@ -9,10 +9,10 @@ from ksana_jax.scheduler.speculative.base import MAX_DRAFTS
 
 
 class HeldKeys:
-    """Notes for each slot the token whose keys and values were computed there last.
+    """Records for each slot the token whose keys and values were last computed there.
 
     Blocks come and go without the draft model's knowing: they are shared, copied, swapped, taken back after a rejected
-    draft and given to others. What a row's blocks lack is found by comparing these notes with its text. A text with
+    draft and reused. Comparing these records with a row's text finds what its blocks lack. A text with
     another beginning may have the same token at the same place: then drafts are worse guesses, and nothing else.
 
     Args:
@@ -25,11 +25,11 @@ class HeldKeys:
         self._tokens, self._positions = np.full((2, num_blocks * block_size + 1), -1, np.int32)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Clears all records."""
         self._positions[:] = -1
 
     def note(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Notes that slots hold tokens at text positions, all of one shape; positions of -1 hold nothing."""
+        """Records the tokens and text positions of slots, all of one shape; positions of -1 hold nothing."""
         self._positions[slots], self._tokens[slots] = positions, tokens
 
     def first_missing(self, rows: Rows, which: np.ndarray, until: np.ndarray, since: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ class DraftModelProposer(Proposer):
     """Decodes with a small model, one token more than it drafts, so that the last draft token is computed too.
 
     Args:
-      length: most tokens of a draft.
+      length: maximum tokens of a draft.
       distributions: whether drafts come with the distributions that they were drawn from.
 
     Attributes:
@@ -42,7 +42,7 @@ class DraftModelProposer(Proposer):
         self.model.num_computed[row] = 0
 
     def end(self, row: int, token_ids: np.ndarray, completed: bool) -> None:
-        """Nothing is kept of a text."""
+        """Keeps no state of a text."""
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
         """Compiles ahead of time; see `SmallModel.warm_up`."""

@@ -1,4 +1,4 @@
-"""A draft model on the block tables of an engine's rows: computes what it lacks of their texts, and decodes."""
+"""A draft model on the block tables of an engine's rows: computes the missing tokens of their texts, and decodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_ROWS = np.zeros(0, np.intp)
 class SmallModel:
     """Keys and values of a draft model, in blocks with the ids of the target's.
 
-    It has the pattern of that layer of the target which sees farthest back, and shares the blocks of its group.
+    It has the pattern of the target's layer that sees farthest back, and shares the blocks of its group.
 
     Args:
       runner: of the draft model.
@@ -156,7 +156,7 @@ class SmallModel:
         """Decodes up to `length` tokens after the newest one of each row, and computes all that are drafts.
 
         Args:
-          which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are anything.
+          which: [n] rows, with blocks for `most` [n] tokens more. Beyond these a row's tokens are arbitrary.
           distributions: whether the distributions that they were drawn from are wanted, of rows that sample.
           least: a draft ends before a token with a smaller log-probability, and all tokens are the most probable ones;
             None ends no draft.
