@@ -24,7 +24,7 @@ PREFILL, CODES = "prefill, causal 8k", "64x8k, 8 bits"
 
 
 class Best(NamedTuple):
-    """The best figure of other projects. value: microseconds, share of a bandwidth, TFLOP/s, or bf16's time = 1."""
+    """Other projects' best figure. value: microseconds, share of a bandwidth, TFLOP/s, or time relative to 16 bits."""
 
     value: float
     who: str
