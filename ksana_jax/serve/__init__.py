@@ -1,1 +1,1 @@
-"""Serving over HTTP: the server, the gateway in front of several, routing among them, and workloads."""
+"""Serving over HTTP: the server, the gateway in front of several, routing, and workloads."""

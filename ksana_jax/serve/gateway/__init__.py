@@ -1,1 +1,1 @@
-"""An HTTP proxy in front of several servers, which `router` chooses among; extra `server`."""
+"""An HTTP proxy in front of several servers, chosen by `routing`; extra `server`."""

@@ -11,7 +11,7 @@ from ksana_jax.serve.server.auth import OPEN_PATHS, bearer_key, salt_of_key
 from ksana_jax.serve.server.errors import APIError
 from ksana_jax.serve.server.hosts import check_host, is_loopback, is_private
 
-# Paths of operators, and the headers by which a proxy before this one says that it asks for another machine.
+# Paths of operators, and the headers of a proxy that forwards another machine's request to this one.
 ADMIN_PATH = re.compile("/servers(/.*)?")
 FORWARDED = ("Forwarded", "X-Forwarded-For")
 _DOTS = re.compile(r"(^|[/\\])\.\.?([/\\]|$)")
@@ -24,7 +24,7 @@ class Access:
         self._keys = [key.encode() for key in settings.api_keys]
         self._admin_keys = [key.encode() for key in settings.admin_keys]
         self._salts = {key: salt_of_key(key) for key in self._keys}
-        # A proxy that listens for other machines is asked by its name; one with keys answers no page.
+        # A proxy open to other machines is reached by name; one with keys answers no page.
         private = is_private(settings.host)
         self._hosts = {host.lower() for host in settings.allowed_hosts} if private and not self._keys else None
 

@@ -39,7 +39,7 @@ from ksana_jax.serve.server.errors import APIError
 log = logging.getLogger("ksana_jax.serve.gateway")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# Paths that any server answers alike.
+# Paths that every server answers equally.
 ANYWHERE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"))
 PASSED_ON = ("Content-Type", "Accept", "User-Agent")
 # The client's identity: servers see one key for all clients, and divide their prefix caches by this.
@@ -48,7 +48,7 @@ CLIENT = "X-Ksana-Client"
 ID, WHO = web.RequestKey("id", str), web.RequestKey("client", str)
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 MAX_HEADER_BYTES = 16 * 2**10
-# Seconds for answers that any server gives.
+# Timeout in seconds of requests that any server answers.
 ANYWHERE_S = 30.0
 
 
@@ -142,7 +142,7 @@ class Proxy:
         client = request.get(WHO, "")
         salt, model = self._salt(request), self.reader.model
         prompt = await self.reader.read(request.path, body, salt)
-        # An exact index has hashes with the model's fingerprint, which the first event of a server tells.
+        # An exact index hashes with the model's fingerprint, which a server's first event carries.
         if self.prefixes is not None and (model or self.settings.index != EXACT):
             self.prefixes.see(salt, model, self.fleet.clock())
         number = str(next(self._numbers))
@@ -170,7 +170,7 @@ class Proxy:
             raise OSError(str(error)) from None
 
     async def served_model(self) -> str | None:
-        """Returns the name of the model that the servers serve; None while none of them tells."""
+        """Returns the name of the model that the servers serve; None while none reports one."""
         try:
             server = self._any_server()
             async with self.fleet.session.get(server.url + "/v1/models", headers=self.server_headers) as got:

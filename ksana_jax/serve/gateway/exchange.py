@@ -35,7 +35,7 @@ class _TryAnother(Exception):
     """A server failed or refused before the client received anything.
 
     Args:
-      status: that it answered with; None if it did not answer. answer: what the client gets if no other server helps.
+      status: of its answer; None without one. answer: for the client if no other server helps.
     """
 
     def __init__(self, status: int | None, answer: web.Response):
@@ -87,7 +87,7 @@ class Exchange:
         """Passes the request to one server and its answer to the client; raises _TryAnother."""
         cached_tokens = None
         try:
-            # The fleet ends the time when the server dies.
+            # The fleet ends the timeout when the server dies.
             async with asyncio.timeout(None) as limit:
                 with server.carrying(limit):
                     answer = await self._pass(server)
@@ -124,7 +124,7 @@ class Exchange:
         routed, progress, begun = self._routed, self._fleet.progress, b""
         async for data in got.content.iter_any():
             if begun or not data.endswith(EVENT_ENDS):
-                # Only whole events are passed on, so that an error can follow whatever the client has.
+                # Only whole events are passed on, so that an error event can follow at any time.
                 data = begun + data
                 end = max((data.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in data), default=0)
                 data, begun = data[:end], data[end:]

@@ -28,7 +28,7 @@ from ksana_jax.serve.server.errors import one_line
 
 log = logging.getLogger("ksana_jax.serve.gateway")
 
-# Servers of other makes have the second one alone.
+# Other servers, such as vLLM's, have the second path only.
 PROBED = ("/ready", "/health")
 
 
@@ -41,7 +41,7 @@ class Server:
 
     Attributes:
       drained: whether an operator took it out of service.
-      own: its own figures of its load; None while it has told none.
+      own: its own figures of its load; None before its first report.
       probing, following: the tasks that probe it and follow its events.
       trouble: why the last probe did not find it ready; empty if it did.
       carried: time limits of the exchanges that it has; the fleet ends them when it dies.
@@ -82,7 +82,7 @@ class Server:
 
 
 def what_failed(error: Exception) -> str:
-    """Returns in words what went wrong with a request to a server, without what the HTTP library says of it."""
+    """Describes a failed request to a server, without the HTTP library's message."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
     if isinstance(error, aiohttp.ClientConnectorError):
@@ -93,7 +93,7 @@ def what_failed(error: Exception) -> str:
 
 
 class Fleet:
-    """All servers, and what happens to them. `async with` starts and ends the probes.
+    """All servers and their health. `async with` starts and ends the probes.
 
     Args:
       settings: of the proxy. router_settings, health_settings: of its parts.
@@ -219,7 +219,7 @@ class Fleet:
         return 0.0 if server.drained else server.health.weight(self.clock())
 
     def _refresh(self, server: Server) -> None:
-        """Tells the router what a server's health has become."""
+        """Passes a server's new health to the router."""
         if server.health.state(self.clock()) is State.DEAD:
             self.died(server, f"no answer to {self.health_settings.max_missed} probes")
             return
@@ -252,7 +252,7 @@ class Fleet:
             found: bool | None = await self._is_ready(server)
             server.trouble = "" if found else "it answers that it is not"
         except aiohttp.ClientConnectorError as error:
-            # Nobody listens there: no need to ask again.
+            # Connection refused: no need to ask again.
             server.trouble = system_reason(error)
             self.died(server, server.trouble)
             return
@@ -312,7 +312,7 @@ class Fleet:
         self.router.finished(routed.request_id, self.clock(), cached_tokens)
 
     def suspect(self, server: Server) -> None:
-        """Probes a server at once, after a request failed there. Only the probe decides what that means for it."""
+        """Probes a server at once, after a request failed there. Only the probe decides the server's health."""
         server.look.set()
 
     def check(self) -> None:

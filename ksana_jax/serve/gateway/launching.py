@@ -12,9 +12,9 @@ from ksana_jax.serve.gateway.fleet import Fleet, Server
 
 log = logging.getLogger("ksana_jax.serve.gateway")
 
-# Seconds before a server is started again; they double while it does not live for a minute.
+# Seconds before a restart; they double while the server does not live for a minute.
 FIRST_WAIT_S, LONGEST_WAIT_S, LIVES_S = 1.0, 30.0, 60.0
-# Exit code of `ksana serve` that was given something invalid: another start would end alike.
+# Exit code of `ksana serve` for invalid input: a restart would end the same way.
 INVALID = 2
 
 

@@ -17,7 +17,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class SameModel:
-    """Compares the names under which servers serve their models. One that does not tell is not compared."""
+    """Compares the names under which servers serve their models. Servers that report none are not compared."""
 
     def __init__(self, proxy: Proxy):
         self._proxy = proxy

@@ -1,6 +1,6 @@
 """Starts `ksana serve` in a Ray cluster, one actor for each server, for `ksana route --spawn N MODEL --on ray`.
 
-Ray places the servers and says when one has died. Requests do not pass through it: the actor starts a server on its
+Ray places the servers and reports their deaths. Requests do not pass through it: the actor starts a server on its
 node and tells the address, and the proxy speaks HTTP with it as with any other. So there is one protocol for streams,
 aborts, events and health, the server's limits hold, and a request costs no call of an actor.
 """

@@ -1,7 +1,7 @@
 """Token ids of the prompts that pass through the proxy, for the index. Knows no servers.
 
-They decide where a request goes, never what it gets: the server tokenizes the prompt for itself. A prompt whose ids
-cannot be had is routed by load alone.
+They decide the route of a request, never its answer: the server tokenizes the prompt again. A prompt without ids
+is routed by load alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads of a request what the router needs: prompt, lengths, client. The body itself is passed on as it came."""
+"""Reads the router's inputs from a request: prompt, lengths, client. The body is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class RequestReader:
         return self._prompts is not None
 
     def use(self, prompts: PromptReader | None) -> None:
-        """Tokenizes on this machine from now on; None asks a server."""
+        """Sets the tokenizer on this machine; None asks a server."""
         self._prompts = prompts
 
     async def read(self, path: str, body: bytes, salt: str) -> Prompt:
-        """Returns what is known of a request; of one that is not understood, only its length: the server will say what
-        is wrong with it.
+        """Returns the facts about a request; of an invalid one only its length, because the server will report
+        the error.
 
         Args:
           salt: of the client's key; the body may divide it further, by cache_salt.
@@ -122,7 +122,7 @@ class RequestReader:
             return self._prompts.chat(asked) if reads and self._prompts is not None else None
         prompt = asked["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]  # several prompts go where the first one is best served
+            prompt = prompt[0]  # several prompts follow the first one's best server
         if not isinstance(prompt, str):
             return np.array(prompt, np.int32)
         if self._prompts is None:

@@ -43,7 +43,7 @@ async def route(
     """Serves until SIGTERM or Ctrl-C; the second one ends requests under way.
 
     Args:
-      servers: addresses of servers that others run. launcher, num_spawned: what starts others, and how many.
+      servers: addresses of servers that others run. launcher, num_spawned: starts further servers, and their number.
 
     Raises:
       ConfigError: a setting is invalid, servers serve different models, or those that are started here end at once.
@@ -112,7 +112,7 @@ async def _end(proxy: Proxy, aborting: asyncio.Event) -> None:
     await asyncio.wait((draining, abort), return_when=asyncio.FIRST_COMPLETED)
     draining.cancel()
     abort.cancel()
-    for server in proxy.fleet.servers.values():  # what is left ends with an error
+    for server in proxy.fleet.servers.values():  # unfinished requests end with an error
         proxy.fleet.died(server)
     await asyncio.sleep(0.1)
 
@@ -131,10 +131,10 @@ async def _learn_tokenizer(proxy: Proxy) -> None:
 
 
 def _tokenizes(model: str | None, download: bool = True) -> PromptReader | None:
-    """Returns what reads the prompts of a model; None if none is named, or it has no tokenizer here.
+    """Returns the reader of a model's prompts; None if none is named, or it has no tokenizer here.
 
     Args:
-      download: False where others chose the name.
+      download: False if a server chose the name.
     """
     if model is None:
         return None

@@ -80,7 +80,7 @@ def read_server(text: str) -> str:
     """Returns the address of a server in its one form, "http://HOST:PORT".
 
     Raises:
-      ConfigError: it is another thing.
+      ConfigError: it is not an address.
     """
     given = text.strip().rstrip("/")
     try:

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class LocalLauncher:
-    """Runs servers as processes, each on a port of its own that it keeps when it is started again.
+    """Runs servers as processes, each on a port that it keeps across restarts.
 
     Args:
       command: starts a server; `--port` and a number are added to it.
@@ -81,7 +81,7 @@ class LocalLauncher:
         await self._readers[index]
 
     async def _read(self, index: int, process: asyncio.subprocess.Process) -> str:
-        """Shows what a server writes, and returns the last line; an error that ends it is not shown but returned."""
+        """Shows a server's output, and returns the last line; a fatal error is returned and not shown."""
         assert process.stdout is not None
         last = ""
         while True:
@@ -91,7 +91,7 @@ class LocalLauncher:
                 continue
             if not line:
                 return last
-            if last.startswith(ERROR):  # it was not the end
+            if last.startswith(ERROR):  # it was not the last line
                 self._show(f"[server {index}] {last}")
             last = line.decode("utf-8", "replace").rstrip()
             if not last.startswith(ERROR):
@@ -99,7 +99,7 @@ class LocalLauncher:
 
 
 def ended_with(code: int, last: str) -> Ended:
-    """Returns how a server ended that wrote this line last."""
+    """Describes a server's end, given its last line."""
     if code == INVALID and last.startswith(ERROR):
         return Ended(last.removeprefix(ERROR), code)
     return Ended(f"exit code {code}" + f": {last}" * bool(code and last), code)
@@ -120,6 +120,6 @@ def free_port(host: str = LOCALHOST) -> int:
 
 
 def die_with_parent() -> None:
-    """Has Linux end the process when the proxy is killed; elsewhere it would live on."""
+    """Has Linux end the process when the proxy is killed; elsewhere it would survive."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

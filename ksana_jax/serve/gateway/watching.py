@@ -1,7 +1,7 @@
 """A server's own figures of its load, from its `GET /metrics`. They are shown beside the ledger and decide nothing.
 
-Loads that are polled are old: all requests of a burst would see the same. They tell whether the ledger is right: what a
-server has beyond it was sent by others, or counts each sample of a request; what it lacks has ended without a word.
+Loads that are polled are old: all requests of a burst would see the same. They tell whether the ledger is right: load
+beyond it came from other senders, or counts each sample of a request; missing load ended without notice.
 """
 
 from __future__ import annotations

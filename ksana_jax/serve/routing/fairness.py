@@ -40,7 +40,7 @@ class FairQueue(Generic[Item]):
         return self._num_queued
 
     def counter(self, client: str) -> float:
-        """Returns the weighted tokens that a client has been served, and those by which it was lifted."""
+        """Returns the weighted tokens served to a client, and the tokens by which it was lifted."""
         return self._counters.get(client, 0.0)
 
     def push(self, client: str, item: Item) -> None:
@@ -58,7 +58,7 @@ class FairQueue(Generic[Item]):
         self._num_queued += 1
 
     def pop(self) -> tuple[str, Item] | None:
-        """Takes out the next request with its client; None if there is none. Charge its input when it is sent."""
+        """Removes the next request, with its client; None if there is none. Charge its input when it is sent."""
         if not self._queues:
             return None
         client = min(self._queues, key=self._counters.__getitem__)
@@ -70,7 +70,7 @@ class FairQueue(Generic[Item]):
         """Adds tokens to a client's counter.
 
         Args:
-          num_input: prompt tokens that are computed; negative to take back what turned out to be cached.
+          num_input: prompt tokens that are computed; negative to refund tokens that turned out to be cached.
           num_output: tokens that were generated.
         """
         tokens = self.input_weight * num_input + self.output_weight * num_output

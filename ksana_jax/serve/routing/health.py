@@ -1,7 +1,7 @@
 """Health of a server as the router sees it, and when a request is tried again. Pure state machines, no HTTP.
 
-The caller probes, tells what came of it, and gives the weight to `Router.set_weight`; a server that is dead
-it removes from the router, and adds it when it answers again.
+The caller probes, passes the result, and gives the weight to `Router.set_weight`; it removes a dead server
+from the router, and adds it when it answers again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 
-# Answers that another server may do better; None is a connection that could not be made, or broke.
+# Statuses that another server may not return; None is a connection that could not be made, or broke.
 RETRIED = (None, 429, 502, 503, 504)
 RETRY_S = 0.05
 
@@ -96,11 +96,11 @@ class Health:
             self._state = State.WARMING if self._cold and self.settings.warm_s else State.READY
             self._warm_from, self._cold = now, True
         elif state is State.DRAINING:
-            self._state = State.READY  # with all that it has cached
+            self._state = State.READY  # with its whole cache
         return self._state
 
     def gone(self) -> None:
-        """Notes that the server is dead, as when its process has ended."""
+        """Marks the server as dead, for example after its process has ended."""
         self._state = State.DEAD
 
 

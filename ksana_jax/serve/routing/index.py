@@ -18,7 +18,7 @@ from ksana_jax.serve.routing.events import DEVICE, AllBlocksCleared, BlockRemove
 from ksana_jax.serve.routing.request import Hash
 from ksana_jax.serve.routing.runs import Holders
 
-# Seconds between searches for expected blocks whose time is over.
+# Seconds between searches for expired expected blocks.
 SWEEP_S = 1.0
 # Up to this number of servers, bits are looked at one by one; more are unpacked together.
 FEW = 8
@@ -26,7 +26,7 @@ FEW = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a prompt each server caches.
+    """The part of a prompt that each server caches.
 
     levels: (num_blocks, servers): bits of the servers that have the first num_blocks blocks and not the next one, in
     ascending order of num_blocks. Servers in none of them have nothing.
@@ -82,7 +82,7 @@ def numbers_of(servers: int) -> list[int]:
 
 @dataclasses.dataclass(slots=True)
 class _Cache:
-    """One server's blocks. expected: hash -> when it is given up, least recently sent first. stored: hash -> media."""
+    """One server's blocks. expected: hash -> expiry time, least recently sent first. stored: hash -> media."""
 
     expected: collections.OrderedDict[Hash, float] = dataclasses.field(default_factory=collections.OrderedDict)
     stored: dict[Hash, set[str]] = dataclasses.field(default_factory=dict)
@@ -100,7 +100,7 @@ class CacheIndex:
       ttl_s: seconds for which a block that was sent is expected to be cached, unless it is sent again.
 
     Attributes:
-      num_blocks: that each server is known or expected to cache, [S]. capacity: that it can, [S].
+      num_blocks: known or expected cached blocks of each server, [S]. capacity: its maximum, [S].
     """
 
     def __init__(self, ttl_s: float = 120.0):
@@ -147,10 +147,10 @@ class CacheIndex:
         return found
 
     def expect(self, server: int, hashes: Sequence[Hash], now: float) -> None:
-        """Notes that a prompt is sent to a server, which will cache its blocks unless its events say otherwise."""
+        """Records that a prompt is sent to a server, which will cache its blocks unless its events contradict."""
         cache, until = self._caches[server], now + self.ttl_s
         expected, stored, new = cache.expected, cache.stored, []
-        # The start of a text counts as most recent, so that its end is given up first, and what is left is a prefix.
+        # The start of a text counts as most recent, so that its end is evicted first, and the rest is a prefix.
         for back, found in enumerate(reversed(hashes), 1):
             if found in expected:
                 expected.move_to_end(found)
@@ -163,7 +163,7 @@ class CacheIndex:
         self._fit(server)
 
     def sweep(self, now: float) -> None:
-        """Gives up blocks whose time is over; looks for them once a second at most."""
+        """Drops expired blocks; looks for them once a second at most."""
         if now - self._swept_s < SWEEP_S:
             return
         self._swept_s = now
@@ -234,7 +234,7 @@ class CacheIndex:
             cache.next_batch = next_batch
 
     def _fit(self, server: int) -> None:
-        """Gives up expected blocks for which a server has no room, least recently sent first; counts its blocks."""
+        """Drops expected blocks that exceed a server's capacity, least recently sent first; counts its blocks."""
         cache = self._caches[server]
         over, expected = cache.num_blocks - self.capacity[server], cache.expected
         if over > 0:

@@ -1,4 +1,4 @@
-"""The router's own account of unfinished requests, by server: prefill that waits, rows that decode, tokens held.
+"""The router's own account of unfinished requests, by server: waiting prefill, decoding rows, tokens held.
 
 Loads that are polled are too old to decide by: all requests of a burst see the same. A ledger sees each choice at once.
 Reports of the servers only add what this router did not send.
@@ -14,7 +14,7 @@ import numpy as np
 from ksana_jax.serve.routing.request import RoutedRequest
 from ksana_jax.serve.routing.settings import RouterSettings
 
-# Weight that the measured pace keeps at each new measurement.
+# Weight of the old pace at each new measurement.
 MEMORY = 0.95
 
 
@@ -47,7 +47,7 @@ class Ledger:
       work: tokens that wait for prefill or are in it. front: tokens of the oldest waiting request.
       since: when the server began with that one, in seconds.
       rows: requests that decode. requests: all unfinished ones. held: tokens in the pool.
-      other_work, other_rows: what the last report had beyond them.
+      other_work, other_rows: excess of the last report over them.
       token_s: seconds of prefill per token, as configured x the measured pace. least_token_s: the lowest of them.
       live: unfinished requests by id.
     """
@@ -125,7 +125,7 @@ class Ledger:
             self._settle(live.server)
 
     def end(self, request_id: str, now: float) -> Live | None:
-        """Takes a request out; returns it, or None if it has ended before."""
+        """Removes a request; returns it, or None if it has ended before."""
         live = self.live.pop(request_id, None)
         if live is None:
             return None
@@ -143,7 +143,7 @@ class Ledger:
         return [live for live in self.live.values() if live.server == server]
 
     def report(self, server: int, queued_tokens: int, num_decoding: int) -> None:
-        """Takes a server's own figures; what they have beyond the ledger came from elsewhere."""
+        """Takes a server's own figures; their excess over the ledger came from elsewhere."""
         self.other_work[server] = max(0, queued_tokens - self.work[server])
         self.other_rows[server] = max(0, num_decoding - self.rows[server])
         self._settle(server)

@@ -17,8 +17,8 @@ class RoutedRequest:
       request_id: unique among unfinished requests.
       num_prompt: tokens of the rendered prompt.
       hashes: one for each full block of the prompt, of all tokens up to its end; see `hashes_of`.
-      max_tokens: what the client asks for.
-      client: whose request it is, for fairness.
+      max_tokens: requested by the client.
+      client: its sender, for fairness.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ class NoServer(RuntimeError):
 class Counts:
     """Sums since the start.
 
-    choices: requests sent, by server. prompt_tokens: of them. expected_tokens: of those, tokens that their servers were
+    choices: requests sent, by server. prompt_tokens: of them. expected_tokens: prompt tokens that their servers were
     expected to have cached. reported_tokens, reported_of: cached tokens that servers reported, and the expected ones of
     the same requests.
     """
@@ -49,7 +49,7 @@ class Router:
     For one thread. Times are seconds on any clock that does not run backwards.
 
     Args:
-      servers: their ids: addresses, numbers, or what else the caller calls them by.
+      servers: their ids: addresses, numbers, or other names.
       policy: a name in POLICIES, {"name": ..., and its settings}, "package.module:Class" or a Policy.
       settings: of the servers and the index.
       seed: of all random choices; equal seeds and calls give equal choices.
@@ -146,15 +146,15 @@ class Router:
         self._warming = self._ready[self._weights[self._ready] < 1]
 
     def events(self, server: ServerId, batch: EventBatch) -> range:
-        """Applies what a server reports of its cache; returns the numbers of missing batches (`CacheIndex.apply`)."""
+        """Applies a server's cache events; returns the numbers of missing batches (`CacheIndex.apply`)."""
         return self.index.apply(self._numbers[server], batch)
 
     def replay(self, server: ServerId, batches: Sequence[EventBatch]) -> None:
-        """Rebuilds what is known of a server's cache; see `CacheIndex.replay`."""
+        """Rebuilds the index of a server's cache; see `CacheIndex.replay`."""
         self.index.replay(self._numbers[server], batches)
 
     def report(self, server: ServerId, queued_tokens: int, num_decoding: int) -> None:
-        """Takes a server's own figures of its load; what they have beyond the ledger was sent by others."""
+        """Takes a server's own figures of its load; their excess over the ledger was sent by others."""
         self.ledger.report(self._numbers[server], queued_tokens, num_decoding)
 
     def configure_prefix(self, hashes: Sequence[Hash], now: float, servers: Iterable[ServerId] = ()) -> None:
@@ -224,7 +224,7 @@ class Router:
             out = {self._numbers[server] for server in exclude if server in self._numbers}
             out |= {int(n) for n in self._warming if self.random.random() >= self._weights[n]}
             left = [n for n in ready.tolist() if n not in out]
-            if not left:  # a server that warms up is better than none
+            if not left:  # a warming server is better than none
                 left = [n for n in ready.tolist() if self._ids[n] not in exclude]
             ready = np.array(left, np.int64)
             closed = np.full(len(closed), np.inf)
@@ -234,13 +234,13 @@ class Router:
         return ready, closed
 
     def first_token(self, request_id: str, now: float) -> None:
-        """Notes that a request's prefill has ended. Ended requests are ignored."""
+        """Records the end of a request's prefill. Ended requests are ignored."""
         live = self.ledger.first_token(request_id, now)
         if live is not None:
             self.policy.first_token(live, now)
 
     def progress(self, request_id: str, num_tokens: int, now: float) -> None:
-        """Notes that a request has num_tokens more output tokens. Ended requests are ignored."""
+        """Records num_tokens more output tokens of a request. Ended requests are ignored."""
         self.first_token(request_id, now)
         self.ledger.progress(request_id, num_tokens, now)
 

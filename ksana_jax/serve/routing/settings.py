@@ -19,8 +19,8 @@ class RouterSettings:
         and corrects it; between equal servers no decision depends on it.
       context_tokens: context length at which attention doubles the cost of a token's prefill; None neglects attention.
       decode_row_s: seconds by which each decoding request delays a prefill.
-      pool_tokens: tokens that fit a server's KV pool; None if unknown: its cache is then expected to keep all that was
-        sent to it for ttl_s.
+      pool_tokens: tokens that fit a server's KV pool; None if unknown: its cache is then expected to keep every
+        prompt for ttl_s.
       full_pool: fraction of the pool that unfinished requests may hold before full_pool_s are added to the cost.
       full_pool_s: seconds that a request waits or loses by preemption on a server whose pool is full.
       slow_hit_cost: time to copy a cached block from slower media, such as host memory, to the device, relative to its

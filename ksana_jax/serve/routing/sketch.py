@@ -45,7 +45,7 @@ class SpaceSaving:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._counts: dict[Hashable, int] = {}
-        self._heap: list[tuple[int, int, Hashable]] = []  # of counts as they once were: they only grow
+        self._heap: list[tuple[int, int, Hashable]] = []  # of earlier counts: counts only grow
         self._serial = 0
 
     def __len__(self) -> int:

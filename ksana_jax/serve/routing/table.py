@@ -1,4 +1,4 @@
-"""The table of prefixes: which servers a prefix is cached on on purpose, and how many of them its demand needs."""
+"""The table of prefixes: the servers assigned to each prefix, as many as its demand needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ksana_jax.serve.routing.sketch import FrequentKeys, WindowedRate
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """A prefix with servers of its own.
+    """A prefix with dedicated servers.
 
     Attributes:
       key: hash of its last block. num_tokens: its length. configured: whether it was given, and stays.
       members: numbers of its servers. arrivals: requests per second. work: seconds of work per second that they bring.
-      high_since, low_since: since when its servers have been too few or too many; None if they are not.
+      high_since, low_since: start of the time with too few or too many servers; None otherwise.
       servers: the same as bits.
       given: numbers of servers that were given for it, which do not leave while they live.
       added_s: when it was added. changed_s: when a server last joined or left.
@@ -91,7 +91,7 @@ class TableSettings:
 
 
 class PrefixTable:
-    """Prefixes by the hash of their last block. It decides when servers join or leave; which one joins, the caller.
+    """Prefixes by the hash of their last block. It decides when servers join or leave; the caller, which one joins.
 
     Few prefixes for each server keep its hit rate: its pool then has room for their blocks and for requests'.
     """
@@ -213,7 +213,7 @@ class PrefixTable:
             prefix.changed_s, prefix.low_since = now, now
 
     def server_gone(self, server: int) -> None:
-        """Takes a server out of all sets."""
+        """Removes a server from all sets."""
         for prefix in self.prefixes.values():
             if server in prefix.members:
                 self._leave(prefix, server)
@@ -232,7 +232,7 @@ class PrefixTable:
         self.num_tokens[server] -= prefix.num_tokens
 
     def _clean(self, now: float) -> None:
-        """Shrinks sets, and takes out prefixes that are asked for no longer."""
+        """Shrinks sets, and removes prefixes that are no longer requested."""
         for prefix in list(self.prefixes.values()):
             self.shrink(prefix, now)
             rare = prefix.arrivals.rate(now) < self.settings.min_rate / 2

@@ -121,7 +121,7 @@ class LimitHeaders:
 
 
 class Errors:
-    """Answers exceptions of endpoints with the error that a client is told; a client that has left gets none."""
+    """Turns exceptions of endpoints into error responses; a client that has left gets none."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -160,7 +160,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answers 200 while the engine can serve or will, 503 once it has failed or does not get on."""
+    """Answers 200 while the engine can serve or will, 503 once it has failed or stalled."""
     status = serving_of(request).status
     return json_response({"status": status}, 503 if status in ("dead", "stalled") else 200)
 
@@ -176,7 +176,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Answers with the metrics in Prometheus' format."""
     serving = serving_of(request)
-    _ = serving.any_llm  # there are none while it loads
+    _ = serving.any_llm  # there are none during loading
     return Response(serving.metrics.render(), media_type=CONTENT_TYPE)
 
 

@@ -32,10 +32,10 @@ def bearer_key(given: Sequence[bytes], keys: Collection[bytes]) -> bytes | None:
 
 
 class RequireKey:
-    """Answers 401 to requests without one of the keys, whatever they ask for, known to the server or not.
+    """Answers 401 to requests without one of the keys, for known and unknown paths.
 
-    It reads scope["path"], which is what routes are matched with, and no URL built from headers: the header Host took
-    others past such a check (CVE-2026-48746).
+    It reads scope["path"], as the routes do, and no URL built from headers: a forged Host has bypassed
+    such checks elsewhere (CVE-2026-48746).
 
     Args:
       keys: without any, every request passes.

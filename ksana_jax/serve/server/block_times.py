@@ -1,4 +1,4 @@
-"""Samples how long cached KV blocks of the device live, wait for reuse, and lie idle: vLLM's `kv_cache_metrics`.
+"""Samples lifetimes, reuse gaps and idle times of cached KV blocks on the device: vLLM's `kv_cache_metrics`.
 
 Knows cached blocks, no requests and no format.
 """
@@ -16,7 +16,7 @@ from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.tier import DEVICE, Node
 from ksana_jax.serve.server.histogram import BLOCK_S, Histogram
 
-# Uses of a block that are remembered, the last ones.
+# Number of last uses of a block that are remembered.
 _MOST_USES = 4
 
 
@@ -29,7 +29,7 @@ class _Block:
 class BlockTimes:
     """A `kv.tier.CacheListener` that follows a sample of the blocks from when they are cached until they are replaced.
 
-    Like vLLM's, the histograms have blocks that were replaced: those that stay have no say, nor those lost with a
+    Like vLLM's, the histograms count only replaced blocks, neither blocks that stay nor blocks lost with a
     failed step. A block counts from the time at which it is full and cached, in vLLM from its allocation.
 
     Args:

@@ -80,7 +80,7 @@ class _Asked:
         return Usage(sum(len(prompt.ids) for prompt in self.prompts))
 
     def kept(self, output: RequestOutput) -> RequestOutput:
-        """Returns an output without what was only sampled because the engine always samples."""
+        """Returns an output without the token that the engine always samples."""
         if self._scores_only:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], [] if completion.logprobs else None
@@ -95,7 +95,7 @@ class _Asked:
         ]
 
     def _writers(self, prompt: Prompt) -> tuple[CompletionLogprobs | None, Echo | None]:
-        """Returns what writes the log-probabilities and the echo of a completion of this prompt."""
+        """Returns the writers of log-probabilities and echo for a completion of this prompt."""
         model, skip, ids = self.model, self.params.skip_special_tokens, prompt.ids.tolist()
         logprobs = echo = text = None
         if self.values["echo"]:

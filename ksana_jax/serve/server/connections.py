@@ -62,13 +62,13 @@ class Connections:
         return True
 
     def forget(self, connection: Connection) -> None:
-        """Counts a connection no longer."""
+        """Uncounts a closed connection."""
         self.open.pop(connection.transport, None)
         self.waiting.pop(connection, None)
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which passes what happens to another protocol and cuts a client that stalls."""
+    """One connection, which forwards events to another protocol and cuts a client that stalls."""
 
     transport: asyncio.Transport
 
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
         self._request_due = loop.call_later(self._all.timeout_s, self._look, unread)
 
     def _look(self, before: float) -> None:
-        # A client that still reads the last answer has time for it.
+        # A client may still be reading the last answer.
         if 0 < (unread := self.transport.get_write_buffer_size()) < before:
             self._expect_request(unread)
         else:

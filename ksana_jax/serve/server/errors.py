@@ -24,7 +24,7 @@ UNREAD = (408, 413, 431)
 
 
 class APIError(Exception):
-    """An error that a client is told.
+    """An error that is sent to the client.
 
     Args:
       status: of the HTTP response.

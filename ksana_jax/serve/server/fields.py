@@ -1,4 +1,4 @@
-"""The fields of requests: their kinds and limits, what they set, and what is refused. Knows no engine.
+"""The fields of requests: kinds, limits, the settings behind them, and refused fields. Knows no engine.
 
 Tables of this file are validation and documentation alike (`openapi`). `null` means that a field is absent, known or
 not.

@@ -1,4 +1,4 @@
-"""Passes requests to the engine and gathers what it returns. Knows prompts and outputs, not their JSON."""
+"""Passes requests to the engine and gathers its outputs. Knows prompts and outputs, not their JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_params(values: dict[str, Any], fields: Fields, **more: Any) -> Sampling
     """Returns the sampling parameters that a request asks for.
 
     Raises:
-      APIError: status 400: fields that are right by themselves do not go together.
+      APIError: status 400: fields that are each valid contradict each other.
     """
     try:
         return SamplingParams(**{**sampling_settings(values, fields), **more})
@@ -132,7 +132,7 @@ def check_output(output: CompletionOutput) -> None:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Returns what a client is told about a failure while it was served."""
+    """Returns the client's message about a failure while it was served."""
     if isinstance(error, APIError):
         return error
     logger.error("a request failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""By which names a server may be asked, and from which web pages. Serves nothing.
+"""Checks the names that address a server, and the web pages that ask it. Serves nothing.
 
 A page whose name leads to this machine (DNS rebinding) asks by its own name, and any page may send requests to a server
 on its visitor's machine: without keys, only Host and Origin tell them from a user.

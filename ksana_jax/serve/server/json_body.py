@@ -32,7 +32,7 @@ async def read_object(
     in_thread: Callable[..., Awaitable[Any]],
     read: Callable[[dict[str, Any]], T],
 ) -> T:
-    """Returns what `read` makes of the JSON object in a request's body.
+    """Returns the result of `read` on the JSON object in a request's body.
 
     Args:
       in_thread: awaits a function that is called in another thread; long bodies are parsed and read there.

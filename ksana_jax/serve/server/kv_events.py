@@ -1,6 +1,6 @@
 """`GET /kv_events`: which blocks an engine's prefix cache holds, as a stream of server-sent events, for routers.
 
-The engine's thread notes what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step. The
+The engine's thread records what its tiers cache and drop (`kv.tier.CacheListener`) and hands it over once per step. The
 event loop numbers these batches and keeps the last 10,000. A reader that reconnects and says which batch it saw last
 (header `Last-Event-ID`) gets those after it; one that is new, or too late, gets all blocks that are cached now as one
 batch that begins with AllBlocksCleared. Names and fields follow vLLM's KV events, without token ids;
@@ -33,7 +33,7 @@ from ksana_jax.serve.server.state import serving_of
 
 # Batches kept for readers that reconnect; as many as vLLM keeps.
 KEPT = 10_000
-# Seconds between looks whether the server ends.
+# Seconds between checks for the server's end.
 LOOK_S = 0.5
 # vLLM's names of the media.
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
@@ -55,7 +55,7 @@ class KVEventLog:
       engine: whose cache it describes.
 
     Attributes:
-      epoch: tells this process from one before it, whose numbers mean other batches.
+      epoch: distinguishes this process from an earlier one, whose numbers mean other batches.
     """
 
     def __init__(self, engine: Engine):
@@ -158,7 +158,7 @@ class Listener:
         self._changes: list[Change | None] = []  # None: all blocks were dropped
 
     def attach(self, engine: Engine) -> None:
-        """Tells of all that the engine caches now, and of every change from now on; call it on the engine's thread."""
+        """Reports all blocks that the engine caches now, and every later change; call it on the engine's thread."""
         memory = engine.memory
         for tier in (memory.device, memory.host):
             if tier is not None:
@@ -186,7 +186,7 @@ class Listener:
         self.hand_over()
 
     def hand_over(self, engine: Engine | None = None) -> None:
-        """Hands over what was collected; the engine calls it after each step."""
+        """Hands over the collected changes; the engine calls it after each step."""
         if self._changes:
             changes, self._changes = self._changes, []
             with contextlib.suppress(RuntimeError):  # the event loop is closed, so no client listens
@@ -194,7 +194,7 @@ class Listener:
 
 
 def refusal(engine: Engine) -> str:
-    """Returns why this engine's block hashes are not those that a router computes from token ids; empty if they are."""
+    """Returns why this engine's block hashes differ from a router's by token ids; empty if they are equal."""
     memory = engine.memory
     if not engine.config.enable_prefix_caching:
         return "the prefix cache is off (enable_prefix_caching)"

@@ -55,7 +55,7 @@ class PrefillRate:
 
 
 class QueueLimits:
-    """Refuses requests while too much waits or runs; from its creation on, it is the `admission` of an AsyncLLM.
+    """Refuses requests while too many wait or run; installs itself as the `admission` of an AsyncLLM.
 
     AsyncLLM calls it on the event loop right before it queues a request, with no other task in between: requests that
     arrive together cannot pass a limit together.
@@ -63,8 +63,8 @@ class QueueLimits:
     Args:
       max_num_queued_reqs: sequences that wait and run, n for a request with n completions; None takes 4 for each of the
         engines' max_num_seqs, and at least 1024.
-      max_num_queued_tokens: prompt tokens of requests without a first token. None takes what the engines compute in
-        600 s, as measured; until then there is no limit.
+      max_num_queued_tokens: prompt tokens of requests without a first token. None takes the engines' measured work of
+        600 s; until then there is no limit.
 
     A single request that exceeds a limit is accepted when no other is open.
 

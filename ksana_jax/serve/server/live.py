@@ -80,7 +80,7 @@ class Live:
 
 
 def _pool(engines: Iterable[Engine]) -> dict[str, Any]:
-    """Returns the blocks of the device's pools by owner, and the running sequences that hold the most.
+    """Returns the blocks of the device's pools by owner, and the running sequences with the most blocks.
 
     A block that several sequences share counts once among `running`, and for each of them in `owners`.
     """

@@ -1,4 +1,4 @@
-"""Measures how late an event loop runs what is due: the delay that its tasks, and so all clients, have from each other.
+"""Measures how late an event loop runs its callbacks: the delay that tasks, and so clients, cause each other.
 
 Knows nothing of servers.
 """
@@ -13,10 +13,10 @@ LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class LoopLag:
-    """Looks at an event loop every interval_s seconds.
+    """Probes an event loop every interval_s seconds.
 
     Attributes:
-      histogram: seconds between the time at which a look was due and the look.
+      histogram: seconds by which probes were late.
     """
 
     def __init__(self, interval_s: float = 0.1):
@@ -24,7 +24,7 @@ class LoopLag:
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins to look at the running event loop."""
+        """Begins to probe the running event loop."""
         self._schedule(asyncio.get_running_loop())
 
     def stop(self) -> None:

@@ -103,7 +103,7 @@ class ServingMetrics(Collector):
 
 
 class _Families:
-    """Metrics by name, to which samples are added. engine: number of the replica that the next samples are of."""
+    """Collects samples of metrics by name. engine: number of the replica that the next samples are of."""
 
     def __init__(self, model_name: str):
         self.found: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def _add_speculation(families: _Families, speculation: Speculation) -> None:
 
 
 def _add_engine(families: _Families, engine: Engine) -> None:
-    """Adds what an engine counts itself; read while it runs, so numbers may be of two steps."""
+    """Adds an engine's own counters; read while it runs, so numbers may be of two steps."""
     scheduler, memory = engine.scheduler, engine.memory
     pool, counted = scheduler.blocks, counts(memory)
     families.gauge("vllm:num_requests_running", "Sequences that hold a row.", len(scheduler.order))
@@ -179,7 +179,7 @@ def _add_engine(families: _Families, engine: Engine) -> None:
 
 
 def _add_totals(families: _Families, totals: Totals) -> None:
-    """Adds what was added up step by step."""
+    """Adds the totals of `serve.server.totals`."""
     text = "Prompt tokens of requests that have their first token, cached ones included."
     families.counter("vllm:prompt_tokens", text, totals.num_prompt_tokens)
     cached = totals.num_cached_tokens

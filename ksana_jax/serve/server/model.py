@@ -21,7 +21,7 @@ class ServedModel:
     """The model that a server serves.
 
     Args:
-      names: under which clients ask for it; answers carry the first.
+      names: accepted in requests; answers carry the first.
       tokenizer: None serves token ids only.
       max_model_len: maximum tokens of prompt plus output.
       fingerprint: of weights and settings of the engine; equal ones give equal tokens to equal seeds.
@@ -68,7 +68,7 @@ class TokenTexts:
 
 
 def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
-    """Returns what is served of an engine.
+    """Returns the description of an engine's model.
 
     Args:
       names: empty takes the name under which it was loaded.

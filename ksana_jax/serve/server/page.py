@@ -1,7 +1,7 @@
-"""The web page at /: what the engines do as it changes, and a box to try the model. One document, without a network.
+"""The web page at /: live charts of the engines, and a box to try the model. One document, without a network.
 
-The document is made of page.html, page.css and page.js beside this file. It has no data in it and is served without a
-key; what it shows it asks of the API, with the key that its reader types in.
+The document is made of page.html, page.css and page.js beside this file. It contains no data and is served without a
+key; it reads its data from the API, with the key that its reader types in.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The first SIGTERM or Ctrl-C refuses new requests and waits for those accepted, at most shutdown_timeout_s; a second one
 aborts them. Either way, every stream gets its end or an error event, and the exit code is 0. An engine that has failed
-ends the server with exit code 1, so that whatever supervises it starts it again.
+ends the server with exit code 1, so that a supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: sock
       The exit code of the process: 0 after a signal, 1 after a failure of the engine.
 
     Raises:
-      Exception: what `load` raises.
+      Exception: raised by `load`.
     """
 
     def load_and_freeze() -> AsyncLLM:
@@ -149,7 +149,7 @@ class Running:
                 self._loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Begins to drain; called again, aborts what is left. On the event loop."""
+        """Begins to drain; a second call aborts the remaining requests. On the event loop."""
         self._signals += 1
         (self._stopping if self._signals == 1 else self._aborting).set()
 
@@ -158,7 +158,7 @@ class Running:
         loading = self._loaded()
         await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            # The thread that loads cannot be stopped, and Python would wait for the code of the device in it.
+            # The loading thread cannot be stopped, and Python would wait for device code in it.
             _say("stopped while loading")
             os._exit(0)
         llm = loading.result()
@@ -181,14 +181,14 @@ class Running:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _compiling(self, number: int, count: int) -> None:
-        """Tells how far compiling is, on standard error every few seconds; in the thread that loads."""
+        """Reports the progress of compilation on standard error every few seconds; in the loading thread."""
         self._serving.progress = f"compiling {number} of {count}"
         if number in (1, count) or time.monotonic() - self._told_s > PROGRESS_S:
             self._told_s = time.monotonic()
             _say(self._serving.progress)
 
     def _loaded(self) -> asyncio.Future[AsyncLLM]:
-        """Returns the engine of another thread, a daemon, for which a process that ends does not wait."""
+        """Starts loading in a daemon thread, which does not delay the process's exit."""
         found: asyncio.Future[AsyncLLM] = self._loop.create_future()
 
         def load() -> None:

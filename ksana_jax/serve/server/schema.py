@@ -32,7 +32,7 @@ class Only(dict):
 
 
 class Ignored(dict):
-    """Schema of a field that concerns the client's records and no output: any value of a JSON type."""
+    """Schema of a field for the client's records that changes no output: any value of a JSON type."""
 
     def __init__(self, type: str):
         super().__init__(type=type)
@@ -139,12 +139,12 @@ def _require_length(name: str, value: Any, of: str, low: int, high: int) -> None
 
 
 def present(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an object without what is null: null means absent, whatever the key."""
+    """Returns an object without nulls: null means absent for every key."""
     return {key: given for key, given in value.items() if given is not None}
 
 
 def as_integer(value: Any) -> Any:
-    """Returns 16 for 16.0, which JSON does not tell apart, and any other value as it is."""
+    """Returns 16 for 16.0, which JSON does not distinguish, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

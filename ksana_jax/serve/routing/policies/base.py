@@ -15,7 +15,7 @@ class Policy:
     """Chooses servers for one router. A subclass is a dataclass whose fields are its settings.
 
     Servers are numbered from 0; the number of one that is removed may be given to another. A policy that remembers
-    something overrides the calls that tell what becomes of requests and servers.
+    something overrides the callbacks for changes of requests and servers.
     """
 
     def choose(self, request: RoutedRequest, view: View) -> int:

@@ -1,4 +1,4 @@
-"""Preble's policy: exploit what is cached, or explore for the cheapest server."""
+"""Preble's policy: exploit a cached prefix, or explore for the cheapest server."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ class E2(Policy):
         self._matched[server] += matched
         self._count[server] += count
         self._hit_rate[server] = self._matched[server] / max(self._prompt[server], 1)
-        # Idle servers have a load of exactly 0: what rounding left would break ties between them.
+        # Idle servers have a load of exactly 0: rounding errors would break ties between them.
         self._load_s[server] = self._load_s[server] + load_s if self._count[server] else 0.0

@@ -1,4 +1,4 @@
-"""KsanaLLM's policy: prefixes with servers of their own, as many as their demand needs."""
+"""KsanaLLM's policy: prefixes with dedicated servers, as many as their demand needs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PrefixTablePolicy(TableSettings, Policy):
         prefix = self._prefix = table.find(request.hashes)
         if prefix is None:
             return view.lowest(view.wait_s + view.prefill_s)
-        # Mostly one of few servers is chosen: what all would cost is computed only if none of those will do.
+        # Mostly one of few servers is chosen: the costs of all are computed only if none of these will do.
         longer = view.match.servers_with_more(prefix.num_blocks)
         inside, wait_s, total_s = view.among(prefix.servers | longer)
         crowded = self._is_crowded(prefix, wait_s, view)
@@ -91,7 +91,7 @@ class PrefixTablePolicy(TableSettings, Policy):
         if not len(wait_s):
             return True
         inside_s, ledger = _least(wait_s), view.ledger
-        if inside_s <= prefix.num_tokens * ledger.least_token_s:  # as mostly: others cannot wait for less than nothing
+        if inside_s <= prefix.num_tokens * ledger.least_token_s:  # usual: no wait is below 0
             return False
         # The minimum over all servers does: a server of the prefix has the shorter wait on the left anyway.
         all_s = view.wait_s + prefix.num_tokens * ledger.token_s
