@@ -46,7 +46,7 @@ FOR_MEASURING = {
     "memory_fraction": None,
 }
 
-# Keywords of `LLM` that are no fields of `EngineConfig`.
+# Keywords of `LLM` outside `EngineConfig`.
 OF_THE_MODEL: dict[str, Any] = {"pattern": None, "load_format": "auto", "tokenizer": None}
 
 # (number of a text, its tokens [T]) -> the tokens [T - 1] that the reference would choose greedily after each of its
@@ -60,10 +60,10 @@ def stored_reference(stored: Scores) -> Reference:
 
 
 def dense_reference(config: ModelConfig, params: Params, max_model_len: int) -> Reference:
-    """Returns what the model without a cache computes, by XLA in float32, of the weights as the checkpoint has them.
+    """Returns the reference: the model without a cache, by XLA in float32, with the checkpoint's weights.
 
     Args:
-      config: with the patterns to attend by. params: weights in float32.
+      config: with its attention patterns. params: weights in float32.
 
     Raises:
       ValueError: a pattern repositions sinks, which the dense model does not.

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ksana_jax import LLM
     from ksana_jax.lab.align.operators import Compared
 
-# Tokens of the text on which operators are compared one by one: what goes in and out of each is kept.
+# Tokens of the text on which operators are compared one by one: inputs and outputs of each are kept.
 OPERATOR_TOKENS = 32
 
 
 class Texts(NamedTuple):
-    """Prompts to continue: how many, how long, by how many tokens, and the seed that draws them."""
+    """Prompts to continue: number, length, tokens to generate, and the seed that draws them."""
 
     num_prompts: int
     prompt_tokens: int
@@ -50,7 +50,7 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
         replaces `model`.
 
     Raises:
-      ConfigError: there is no such file, or it is not YAML.
+      ConfigError: the file does not exist, or is not YAML.
     """
     from ksana_jax.lab.experiments.dotted import dotlist, plain
 
@@ -101,7 +101,7 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
 
 
 def _of(side: LLM | Scores, given: Scores) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Returns what a side generates after the given prompts, and its log-probabilities of the given texts."""
+    """Returns a side's continuations of the given prompts, and its log-probabilities of the given texts."""
     if side is given:
         return given.token_ids, given.logprobs
     if isinstance(side, Scores):

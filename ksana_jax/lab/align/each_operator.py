@@ -165,7 +165,7 @@ def _waiting(options: Options, function: Callable[..., Any], *arguments: Any) ->
 
 
 class _Reached(Exception):
-    """Attention of the first layer has its arguments; no more need be computed."""
+    """Attention of the first layer has its arguments; the rest is not computed."""
 
 
 def _attention_arguments(runner: Runner, shape: StepShape, context: int) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Finds the operator that starts a difference between two engines: runs their operators on the same inputs.
 
-Both engines run the same tokens as one chunk, as one program. The first records what goes into each operator and what
-comes out. In the second, each operator gets the recorded input, and what follows it gets the recorded output: a
+Both engines run the same tokens as one chunk, as one program. The first records each operator's inputs
+and outputs. In the second, each operator gets the recorded input, and the code after it the recorded output: a
 difference is that operator's own. A further run of the second, left alone, shows how differences add up.
 """
 

@@ -4,8 +4,8 @@ A file is JSON with one list for each text, as any program can write it, for ins
 
     {"token_ids": [[1, 52, 7, 9]], "num_prompt_tokens": [2], "logprobs": [[null, -2.1, -0.3, -1.7]]}
 
-`logprobs[i][t]` is the natural logarithm of the probability of token t given those before it; null for the first.
-Tokens from `num_prompt_tokens` on are what that side generated greedily.
+`logprobs[i][t]` is the natural logarithm of the probability of token t given the tokens before it; null for the first.
+Tokens from `num_prompt_tokens` on are that side's greedy output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read(path: Path) -> Scores:
     """Reads a file of this module's format.
 
     Raises:
-      ConfigError: it is not of that format; the message says where.
+      ConfigError: the format is wrong; the message says where.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ def work_of(
     outputs: Sequence[int],
     weights_bytes: int | None = None,
 ) -> Work:
-    """Returns what greedy decoding of some requests at once needs, whatever the engine.
+    """Returns the minimum cost of greedy decoding of some requests at once, for any engine.
 
     Every output token but a request's first needs a step after the one before, which reads all weights once for all
     requests, and its own keys and values. Keys and values are counted in the dtype of weights.
@@ -111,7 +111,7 @@ def _matrix_rate(dtype: str) -> float:
 
 
 def _fastest(work, repeats: int = 4) -> float:
-    """Returns the shortest time of some calls after a first one: a bound is what the machine can do."""
+    """Returns the shortest time of some calls after a first one: the machine's peak."""
     seconds = []
     for _ in range(repeats + 1):
         began = time.perf_counter()

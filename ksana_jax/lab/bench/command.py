@@ -16,7 +16,7 @@ def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool)
     """Runs a benchmark and prints its table.
 
     Args:
-      out: folder for records.jsonl, table.md, table.csv, table.tex and the figure; what it has of them is replaced.
+      out: folder for records.jsonl, table.md, table.csv, table.tex and the figure; existing ones are replaced.
       as_json: also print one line of JSON: every number of every row, the notes and the environment.
     """
     from rich.console import Console

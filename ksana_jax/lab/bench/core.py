@@ -1,6 +1,6 @@
 """Shared by all benchmarks: turns, medians, records, table, figure and JSON. Knows no engine.
 
-A benchmark of your own is a dataclass in a file of its own, a subclass of `Bench`, whose fields are its options, and an
+Your own benchmark is a dataclass in a separate file, a subclass of `Bench` whose fields are its options, and an
 entry in BENCHES; `ksana bench NAME` then has it, with an option for each field.
 """
 
@@ -25,7 +25,7 @@ from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultR
 if TYPE_CHECKING:
     from ksana_jax.lab.experiments.records import Records
 
-# A share of the machine's processor time taken by other programs from which times are said to be disturbed.
+# Share of processor time taken by other programs above which times are reported as disturbed.
 BUSY = 0.05
 
 
@@ -59,12 +59,12 @@ class Bench(Results):
     """
 
     REPEATS: ClassVar[int] = 3  # unless told otherwise
-    WARM_TURN: ClassVar[bool] = True  # whether a repetition that is not recorded comes first
+    WARM_TURN: ClassVar[bool] = True  # whether an unrecorded repetition comes first
     warming: ClassVar[bool] = False
 
     @abc.abstractmethod
     def title(self) -> str:
-        """Returns one line that says what was measured, with the options that matter."""
+        """Returns one line that describes the measurement, with the important options."""
 
     @abc.abstractmethod
     def cases(self) -> list[Case]:
@@ -72,7 +72,7 @@ class Bench(Results):
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Checks the options, and builds and warms up what is measured.
+        """Checks the options, and builds and warms up the subject.
 
         Raises:
           ConfigError: an option is wrong.
@@ -96,7 +96,7 @@ class Bench(Results):
         return []
 
     def close(self) -> None:
-        """Ends what `start` has begun."""
+        """Undoes `start`."""
 
     # ------------------------------------------------------------------ results
 
@@ -120,7 +120,7 @@ class Bench(Results):
         return medians | spread
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        """Says how it was measured, and where and when one should not believe it."""
+        """Describes the measurement, and reasons to doubt it."""
         machines, turns = of_metric(rows, "machine"), of_metric(rows, "repetition")
         absent: dict[str, dict[str, None]] = {}
         for row in rows:
@@ -212,7 +212,7 @@ def run(bench: Bench, repeats: int = 3, clock: Callable[[], float] = time.perf_c
 
 
 def _turn(bench: Bench, cases: Sequence[Case], absent: dict[str, str]) -> Iterator[tuple[Case, Measurement]]:
-    """Measures cases once, and notes which are absent."""
+    """Measures cases once, and records the absent ones."""
     left = list(cases)
     while left:
         try:

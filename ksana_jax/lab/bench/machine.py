@@ -1,4 +1,4 @@
-"""How busy the machine was during a measurement, and what was compiled in it. Reads /proc where there is one."""
+"""Load of the machine and compilations during a measurement. Reads /proc where it exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def processor_seconds(proc: Path = Path("/proc")) -> tuple[float, float] | None:
-    """Returns the seconds that all processors of the machine have been busy, and have been there; None if unknown."""
+    """Returns the busy seconds and the total seconds of the machine's processors; None if unknown."""
     try:
         numbers = (proc / "stat").read_text().splitlines()[0].split()[1:9]  # guests are in user and nice already
         ticks = [int(number) for number in numbers]
@@ -36,7 +36,7 @@ class Load:
     """Measures the share of the machine's processor time that other programs take between two calls of `read`.
 
     Args:
-      pids: returns other processes that count as this one, such as peers that are measured.
+      pids: returns other processes that count as this one, such as measured peers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Load:
 
 
 class Compilations:
-    """Counts what this process asks XLA's compiler for, whether its cache has it or not."""
+    """Counts this process's requests to XLA's compiler, cached or not."""
 
     def __init__(self):
         import jax
@@ -80,6 +80,6 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
     def read(self) -> int:
-        """Returns how many there were since the last call."""
+        """Returns their number since the last call."""
         count, self.count = self.count, 0
         return count

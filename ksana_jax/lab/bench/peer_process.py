@@ -18,7 +18,7 @@ class PeerProcess:
     """Starts a peer, with the arguments of its class; see `peers.worker`.
 
     Raises:
-      Absent: its environment or its package is missing, or it does not start; says how to get it.
+      Absent: its environment or package is missing, or it does not start; the message says how to get it.
     """
 
     def __init__(self, spec: PeerSpec, environment: Path, **arguments: Any):

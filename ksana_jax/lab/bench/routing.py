@@ -93,7 +93,7 @@ class Routing(Bench):
 
 
 class _Steady:
-    """A router with as much work under way at any time; its look-ups and its policy are timed."""
+    """A router with a constant amount of work under way; its look-ups and its policy are timed."""
 
     def __init__(self, policy: str, servers: int, blocks: int, seed: int):
         settings = RouterSettings(block_size=BLOCK_SIZE, pool_tokens=BLOCKS_PER_SERVER * BLOCK_SIZE)

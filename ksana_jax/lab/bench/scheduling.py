@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 ITERATION, REQUEST, PADDED = METHODS = ("iteration-level", "request-level", "request-level, padded")
 ALONE, AT_ONCE = "one at a time", "all at once"
-# Limits of latency for the conclusion, as multiples of the latency of a request that is alone.
+# Limits of latency for the conclusion, as multiples of a single request's.
 LIMITS = (1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 class Job(NamedTuple):
-    """A request to be served: its prompt, how many tokens it wants, and when it arrives, in seconds."""
+    """A request: its prompt, number of output tokens, and arrival in seconds."""
 
     prompt: np.ndarray
     num_output: int
@@ -109,7 +109,7 @@ class Scheduling(Bench):
         return found
 
     def jobs(self, rate: float) -> list[Job]:
-        """Returns the requests, with exponential gaps of mean 1 / rate; equal at every rate but for the gaps."""
+        """Returns the requests, with exponential gaps of mean 1 / rate; rates differ in the gaps only."""
         import numpy as np
 
         rng = np.random.default_rng(self.seed)

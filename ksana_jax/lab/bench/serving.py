@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AT_ONCE = "all at once"
-# A sender that is later than this for one request in a hundred does not offer the load that it was asked for.
+# A sender later than this for one request in a hundred does not offer the requested load.
 MAX_LAG_S = 0.005
 # Share of the requests that must meet the limits in the conclusion.
 ENOUGH = 0.9
@@ -41,7 +41,7 @@ _PERCENTS = {"ttft": (50, 90, 99), "tpot": (50, 90, 99), "itl": (99,), "e2e": (5
 
 @dataclasses.dataclass
 class Serving(Bench):
-    """Measures latency, throughput and goodput under requests that arrive whatever becomes of those before them.
+    """Measures latency, throughput and goodput under open-loop load.
 
     Send times are fixed beforehand. With --url requests go to a running server, otherwise to an engine in this process.
     Prompts are new ones in every run, so that none is in a prefix cache, unless a seed is given."""
@@ -134,7 +134,7 @@ class Serving(Bench):
         sent = self._send(workload)
         report = summarise(sent.times, self.limits)
         lag_p99 = float(np.percentile(sent.lags_s, 99))
-        # Requests that come at once have no times to be kept.
+        # Requests that come at once have no send times.
         late = self.url is not None and case.point["rate"] != AT_ONCE and lag_p99 > MAX_LAG_S
         return {
             **flat(report),
@@ -148,7 +148,7 @@ class Serving(Bench):
         }
 
     def _made(self, rate: float | str) -> Workload:
-        """Returns the workload with texts of its own; at each rate, the same requests with scaled gaps."""
+        """Returns the workload with new texts; at each rate, the same requests with scaled gaps."""
         self.num_runs += 1
         texts = (self.base_seed + (self.num_runs << 32)) % 2**63
         settings = dataclasses.replace(self._settings(), seed=self.base_seed, text_seed=texts)
@@ -204,7 +204,7 @@ class Serving(Bench):
         return found
 
     def _limits(self, rows: Sequence[ResultRow]) -> Mapping[str, float]:
-        """Returns the limits that rows were measured with."""
+        """Returns the limits of the measured rows."""
         found = [m["report"].get("goodput") for m in of_metric(rows, "repetition")]
         return found[0]["limits"] if found and found[0] else {}
 
@@ -285,7 +285,7 @@ def _rows(sent: Sent) -> dict[str, list[Any]]:
 
 
 def _keep_off_accelerators() -> None:
-    """Keeps this process, which only sends requests, from taking the memory of a device that the server needs."""
+    """Keeps this process, which only sends requests, from taking device memory that the server needs."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""Sends the requests of a workload at times that are fixed beforehand, however slow the answers are (open loop).
+"""Sends the requests of a workload at fixed times, however slow the answers are (open loop).
 
 A sender that waited for answers would send less to a slow server, and measure it in better conditions than its clients
 have ("coordinated omission"). Knows no server and no engine.
@@ -25,7 +25,7 @@ _AHEAD_S = 2.0
 
 
 class RequestFailed(Exception):
-    """A request has no complete answer; the message names why, the same for all that fail alike."""
+    """A request has no complete answer; the message names the cause, equal for equal failures."""
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class Arriving:
     num_cached: int = 0
 
     def piece(self, num_tokens: int = 1) -> None:
-        """Notes that tokens have come."""
+        """Records the arrival of tokens."""
         self.pieces_s.append(self.clock())
         self.num_output += num_tokens
 
@@ -80,7 +80,7 @@ async def send_all(
 ) -> Sent:
     """Sends all requests and waits for their answers.
 
-    Times count from the moment at which a request was due: its arrival, or for a later turn of a session, its think
+    Times count from when a request was due: its arrival, or for a later turn of a session, its think
     time after the answer before; with max_concurrency, not before there is room for it.
 
     Args:
@@ -158,7 +158,7 @@ class _Sender:
             tasks.create_task(self._one(turn, now + turn.think_s, None, tasks))
 
     async def _outcome(self, sending: Coroutine[Any, Any, None], arriving: Arriving) -> str | None:
-        """Returns what went wrong with a request, or None."""
+        """Returns the failure of a request, or None."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await sending

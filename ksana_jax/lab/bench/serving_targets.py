@@ -39,7 +39,7 @@ class HTTPTarget:
         self.model = ""
 
     async def open(self, model: str | None) -> About:
-        """Connects; returns what the server serves.
+        """Connects; returns the server's model.
 
         Args:
           model: None takes the first of its models.

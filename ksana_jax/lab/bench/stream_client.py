@@ -3,8 +3,8 @@
     python stream_client.py
 
 Reads from its standard input one line of JSON for each run, {"port", "path", "bodies": [...], "timeout_s"}, and answers
-with one line, {"seconds", "cpu_s", "num_events", "num_tokens"}, or {"error"}. Connections are made first; seconds are
-those from the first request to the end of the last answer, num_tokens what the answers' usage says.
+with one line, {"seconds", "cpu_s", "num_events", "num_tokens"}, or {"error"}. Connections are made first; seconds
+last from the first request to the end of the last answer; num_tokens is the answers' usage.
 """
 
 import json
@@ -20,7 +20,7 @@ _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 def read_streams(port: int, path: str, bodies: list[str], timeout_s: float) -> dict[str, float]:
-    """Posts the bodies at once, each on a connection of its own, and reads the answers to their ends."""
+    """Posts the bodies at once, each on a separate connection, and reads the answers to their ends."""
     connections = [socket.create_connection(("127.0.0.1", port), timeout=timeout_s) for _ in bodies]
     selector, tails, num_events = selectors.DefaultSelector(), {}, 0
     try:

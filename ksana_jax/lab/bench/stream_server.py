@@ -32,7 +32,7 @@ class StreamClient:
         """Posts requests for streamed completions at once and reads the answers; returns the client's figures.
 
         Raises:
-          RuntimeError: a stream has ended without its end, or brought nothing for two minutes.
+          RuntimeError: a stream was cut, or was silent for two minutes.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"port": port, "path": "/v1/completions", "bodies": bodies, "timeout_s": _TIMEOUT_S}

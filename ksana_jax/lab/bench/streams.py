@@ -1,4 +1,4 @@
-"""`ksana bench streams`: what streaming to many readers costs, compared with generating the same texts at once."""
+"""`ksana bench streams`: the cost of streaming to many readers, compared with generating the same texts at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {"generate": OFFLINE, "stream": BLOCKING, "async": ASYNC, "http": HTTP}
 class Streams(Bench):
     """Measures the throughput of as many streams as the engine has rows, read as deltas by tasks of one event loop.
 
-    LLM.generate decodes each text once, at its end; LLM.stream reads all deltas in one loop, without an event loop. Of
+    LLM.generate decodes each text once, at its end; LLM.stream reads all deltas in one loop, without an event loop. For
     HTTP, the server is in this process and the client, which only counts events, in another.
     Requests arrive at once; prompts are random token ids, decoding is greedy and ignores EOS."""
 

@@ -3,7 +3,7 @@
     python -m ksana_jax.lab.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--resume]
                                     [--readme docs/use/benchmarks.md]
 
-Each is run into a folder of its own; performance.md has their tables. With --resume, those that --out already has with
+Each is run into a separate folder; performance.md has their tables. With --resume, those that --out already has with
 the same options are not run again, so that benchmarks left out for time, or interrupted, can follow later.
 With --readme, the part of that file between `<!-- performance -->` and `<!-- /performance -->` is replaced by a
 summary.
@@ -34,7 +34,7 @@ BEGIN, END = "<!-- performance -->", "<!-- /performance -->"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A benchmark of the suite. minutes: what it takes at most on two idle cores, peers included.
+    """A benchmark of the suite. minutes: its maximum on two idle cores, peers included.
 
     table: whether the summary has its table, or only its conclusion.
     """
@@ -76,7 +76,7 @@ def run_suite(
     entries: Sequence[Entry] = SUITE,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[tuple[Entry, Report]], list[Entry]]:
-    """Runs the entries for which there is time left; returns their reports, and the entries that were left out.
+    """Runs the entries that fit the time; returns their reports, and the entries left out.
 
     Args:
       resume: entries that `out` already has with the same options are read instead.
@@ -142,7 +142,7 @@ def replace_between(text: str, summary: str) -> str:
     """Replaces the text between the two marks.
 
     Raises:
-      ConfigError: it has not one mark of each kind, in order.
+      ConfigError: the text lacks one mark of each kind, in order.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

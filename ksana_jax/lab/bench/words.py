@@ -1,4 +1,4 @@
-"""A tokenizer for models that have none, so that each of their tokens is text."""
+"""A tokenizer for models without one, so that each of their tokens is text."""
 
 from __future__ import annotations
 

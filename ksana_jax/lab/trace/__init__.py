@@ -1,4 +1,4 @@
-"""Traces of engines: what was compiled and why, where time went, which decisions were taken; as a folder and a page."""
+"""Traces of engines: compilations and their causes, time by part, and decisions; as a folder and a page."""
 
 from ksana_jax.lab.trace.bundle import Trace, tracing
 

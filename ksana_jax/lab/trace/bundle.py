@@ -1,4 +1,4 @@
-"""The bundle: a folder with everything that a trace saw. `tracing(folder)` collects and writes it."""
+"""The bundle: a folder with all records of a trace. `tracing(folder)` collects and writes it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Trace:
         self.recorders.append(Recorder(engine, **given))
 
     def stop(self) -> None:
-        """Leaves all engines as they were."""
+        """Stops all recorders."""
         self.profiler.stop()
         for recorder in reversed(self.recorders):
             recorder.stop()
@@ -80,7 +80,7 @@ def tracing(
             llm = LLM("ksana-tiny")
             llm.generate("def main(")
 
-    Outside of it nothing is watched, and nothing is paid.
+    Outside of it nothing is watched, at no cost.
 
     Args:
       folder: must not exist, or be empty.
@@ -133,10 +133,10 @@ def _write(trace: Trace) -> None:
 
 
 def write_summary(folder: Path, command: str, began: float, log: CompilationLog, **content: Any) -> None:
-    """Writes what every trace has: machine, versions, flags and compiled functions, as trace.json and as a page.
+    """Writes the common part of traces: machine, versions, flags and compiled functions, as trace.json and as a page.
 
     Args:
-      began: when, in seconds since 1970. content: more, such as the engines.
+      began: in seconds since 1970. content: further keys, such as the engines.
     """
     content = {
         "format": FORMAT,

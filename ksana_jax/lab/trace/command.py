@@ -37,7 +37,7 @@ def trace_target(words: Sequence[str], target: str, out: Path) -> None:
 
 
 def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_json: bool) -> int:
-    """Replays a recording and prints how it went; returns the exit code: 1 if it differed and no setting was changed.
+    """Replays a recording and prints the result; returns the exit code: 1 if it differed and no setting was changed.
 
     Args:
       out: folder for the recording of the replay; None writes none.
@@ -64,7 +64,7 @@ def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_j
 
 
 def _hardware(made: recording.Recording, engine: Any) -> str:
-    """Says what the recording ran on, where that is something else than here."""
+    """Prints the recording's machine and versions where they differ from these."""
     import jax
 
     here = {"device": jax.devices()[0].device_kind, "implementation": engine.executor.implementation.name}
@@ -73,7 +73,7 @@ def _hardware(made: recording.Recording, engine: Any) -> str:
 
 
 def _outputs(a: dict[str, list[int]], b: dict[str, list[int]], differing: dict[str, int]) -> str:
-    """Says which sequences have other tokens."""
+    """Prints the sequences with other tokens."""
     if not differing:
         return f"all {len(a):,} sequences have the same tokens"
     name, at = next(iter(differing.items()))
@@ -85,7 +85,7 @@ def _outputs(a: dict[str, list[int]], b: dict[str, list[int]], differing: dict[s
 
 
 def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> None:
-    """Prints where two recordings part: settings, requests, the first step with other decisions or blocks, tokens.
+    """Prints where two recordings diverge: settings, requests, the first step with other decisions or blocks, tokens.
 
     Args:
       out: folder for compare.json; None writes nothing.

@@ -15,7 +15,7 @@ WORDS = {"rows": "decision", "blocks": "choice of blocks", "tokens": "token"}
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A difference between two steps. kind: of KINDS. a, b: what each has; None if it has no such step."""
+    """A difference between two steps. kind: of KINDS. a, b: the value of each; None without such a step."""
 
     step: int
     kind: str
@@ -105,7 +105,7 @@ def other_requests(a: Recording, b: Recording) -> str | None:
 
 
 def _shown(kind: str, mine: Any, other: Any) -> str:
-    """Describes one side: what the other side does not have."""
+    """Describes one side by the parts that the other lacks."""
     if mine is None:
         return "no such step: nothing was left to compute"
     if kind == "rows":

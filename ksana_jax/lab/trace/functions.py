@@ -1,4 +1,4 @@
-"""Every function that is compiled while a trace runs: its texts in a folder, its costs, and why it was compiled."""
+"""Functions compiled during a trace: their texts in a folder, costs, and reasons of compilation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MEMORY = {
 class Program:
     """One XLA program of a compiled function.
 
-    calls: how often one call of the function runs it. flops, bytes_accessed: of one run, as XLA counts them, which is
-    nothing for a custom call; None where XLA does not say. parts: {HLO operation: part of the model}, see `parts`.
-    collectives: what devices exchange in one run: kind, bytes of each on a device, number.
+    calls: how often one call of the function runs it. flops, bytes_accessed: of one run by XLA's count, which is
+    0 for a custom call; None where XLA has none. parts: {HLO operation: part of the model}, see `parts`.
+    collectives: exchanges of devices in one run: kind, bytes of each on a device, number.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Program:
 class Function:
     """A compiled function: a step of one shape, which on a CPU is several programs, or sampling, or a move of blocks.
 
-    step: number of the step that had to wait for it; None if it was compiled outside of steps. reason: why, then.
+    step: number of the step that had to wait for it; None outside of steps. reason: of its compilation there.
     """
 
     number: int
@@ -127,7 +127,7 @@ class CompilationLog:
 
 
 def _write(folder: Path, lowered: Any, jaxpr: Any, compiled: Any, calls: int, *, base: Path) -> Program:
-    """Writes the texts of a program, named after its module; returns what it costs."""
+    """Writes the texts of a program, named after its module; returns its costs."""
     hlo = compiled.as_text() or ""
     found = re.match(r"HloModule (\S+?)[,\s]", hlo)
     module = found[1] if found else "program"
@@ -178,7 +178,7 @@ def slug(name: str) -> str:
 
 
 def reason_of(key: Any, before: list[Any]) -> str:
-    """Says why a step had to compile a function, though others were compiled before.
+    """Explains why a step compiled a function although others were compiled before.
 
     Args:
       before: keys of the functions compiled so far.

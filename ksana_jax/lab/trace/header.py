@@ -1,4 +1,4 @@
-"""The description of an engine with which its recording begins."""
+"""The header of a recording, which describes its engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def header(engine: Engine, decisions: bool = True) -> dict[str, Any]:
     """Describes an engine: versions, settings, pool, patterns, attention's implementation, and a digest of the model.
 
     Args:
-      decisions: whether they are recorded. Without them there is nothing to replay, and no digest.
+      decisions: whether they are recorded. A replay needs them; without them the header has no digest.
     """
     config, opaque = {}, []
     for field in dataclasses.fields(engine.config):
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def source_of(engine: Engine) -> dict[str, Any]:
-    """Returns where the engine's weights came from."""
+    """Returns the source of the engine's weights."""
     model, load_format = engine.source or (None, None)
     return {"model": model, "load_format": load_format}
 

@@ -1,4 +1,4 @@
-"""Parts of the model, and the share of the device's time that each took in a profile.
+"""Parts of the model, and each one's share of the device's time in a profile.
 
 The network opens a `jax.named_scope` around each part. XLA keeps the scopes with every operation of a compiled program,
 and the profiler records when each operation ran.
@@ -71,8 +71,8 @@ def operations(folder: Path) -> list[Operation]:
 def seconds_by_part(ran: Iterable[Operation], programs: Sequence[HasParts]) -> dict[str, float]:
     """Returns the seconds that operations of each part ran, without those that ran inside them.
 
-    A profile names a program's module, which programs for several shapes share: of these, the ones that have every
-    operation seen decide, by majority.
+    A profile names a program's module, which programs for several shapes share: of these, the programs with every
+    observed operation decide, by majority.
     """
     by_program: dict[Any, list[tuple[str, float]]] = collections.defaultdict(list)
     for operation, own_ns in _own_times(ran):

@@ -1,6 +1,6 @@
-"""Records one engine from outside: the times of its steps, its requests, and what it decided.
+"""Records one engine from outside: the times of its steps, its requests, and its decisions.
 
-It wraps methods of the engine's parts where the engine calls them, and takes the wrappers off at the end. No decision
+It wraps methods of the engine's parts where the engine calls them, and removes the wrappers at the end. No decision
 depends on it.
 """
 
@@ -58,8 +58,8 @@ class Recorder:
     """Records an engine until `stop`.
 
     Args:
-      decisions: whether to record all that a replay needs: prompts, scheduled tokens, blocks and sampled tokens.
-      number: of the engine within a trace. log: what is compiled meanwhile. profiler: told of each step.
+      decisions: whether to record a replay's inputs: prompts, scheduled tokens, blocks and sampled tokens.
+      number: of the engine within a trace. log: of compilations. profiler: notified of each step.
 
     Attributes:
       header: see `header`. events: as `recording` describes them, steps as `StepTrace`. steps, requests: so far.
@@ -101,7 +101,7 @@ class Recorder:
         engine.observers.append(self._observe)
 
     def stop(self) -> None:
-        """Leaves the engine as it was."""
+        """Removes the wrappers."""
         if (engine := self._engine()) is not None:
             self._wrappers.remove(engine)
             engine.observers.remove(self._observe)
@@ -143,7 +143,7 @@ class Recorder:
         self._note("eviction", method={"method": name, **dataclasses.asdict(eviction)})  # pyright: ignore[reportArgumentType]
 
     def _note_ended(self) -> None:
-        """Forgets requests that have ended; those that somebody ended between two steps are events."""
+        """Drops requests that have ended; aborts between two steps are events."""
         for request_id, request in list(self._open.items()):
             if request.finished:
                 del self._open[request_id]
@@ -243,7 +243,7 @@ class Recorder:
         self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
     ) -> StepResult:
         self._note_ended()  # by an abort between two steps of one call
-        if self._running and self._running[0].batch is batch:  # else it was scheduled before the recorder was there
+        if self._running and self._running[0].batch is batch:  # otherwise it was scheduled before the recorder started
             running = self._settled = self._running.popleft()
             if self._decisions:
                 runs = tokens.tolist()

@@ -21,7 +21,7 @@ from ksana_jax.methods.presets import read_pattern
 @dataclasses.dataclass(frozen=True)
 class Replay:
     """A finished replay. difference: the first from the recording, at which it ended unless told otherwise; None if
-    there is none. recorder: has what the replay did."""
+    there is none. recorder: of the replay."""
 
     num_steps: int
     difference: Difference | None
@@ -35,7 +35,7 @@ def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None) ->
       settings: fields of `EngineConfig` that differ from the recorded ones.
 
     Raises:
-      ConfigError: this version of the package or of jax is another one, the weights cannot be found or are others, or a
+      ConfigError: the version of the package or of jax differs, the weights differ or cannot be found, or a
         setting was an object of Python.
     """
     header, settings = recording.header, settings or {}
@@ -99,7 +99,7 @@ def _step(engine: Engine, recorder: Recorder) -> Event | None:
 
 
 def _apply(event: Event, engine: Engine, waiting: dict[str, Request]) -> None:
-    """Does between steps what was done in the recording."""
+    """Repeats the recording's events between steps."""
     kind = event["event"]
     if kind == "created":
         made = engine.new_requests([read_input(given) for given in event["requests"]])

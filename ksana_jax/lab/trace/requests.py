@@ -1,4 +1,4 @@
-"""Requests as plain values: all that a replay needs of them, and what became of them."""
+"""Requests as plain values: a replay's inputs, and their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ksana_jax.lab.recording import Event
 
 
 def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
-    """Returns all that a replay needs of a request."""
+    """Returns a replay's input for a request."""
     default = SamplingParams()
     params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(default)}
     return {

@@ -1,4 +1,4 @@
-"""One step of a recording: its times by phase, what it was asked for, and what was decided."""
+"""One step of a recording: its times by phase, its size, and its decisions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PHASES = ("schedule", "build", "submit", "compile", "wait", "finish")
 class StepTrace:
     """One step. Times are seconds on the engine's clock, durations in seconds.
 
-    num_rows, num_samples: that were asked for.
+    num_rows, num_samples: rows and samples requested.
     slices: {phase: (begin, duration)}. schedule: the scheduler. build: from there to the submission: arrays. submit:
       handing the step to the device, without compile: what had to be compiled first. wait: for the result. finish: from
       there to the end of the step: tokens, texts, records. device: from the submission, or the previous step's result
-      if that came later, to the result: the most that the device can have worked on the step.
-    idle_s: from the previous step's result to the submission if that came later, while there was work: the least that
-      the device had nothing to do.
+      if that came later, to the result: the maximum time that the device worked on the step.
+    idle_s: from the previous step's result to the submission if that came later, while there was work: the minimum that
+      the device was idle.
     Steps of one call (`num_scheduler_steps`) share its submit, wait and device equally; all else of the call is the
       first one's.
     moved_bytes: of whole blocks, by direction. functions: that it had to wait for, until they were compiled.
-    profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write what it saw.
+    profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write its output.
     rows, blocks, tokens: see `recording`; None where decisions are not recorded.
     record: the engine's own record, from the end of the step on.
     """

@@ -1,4 +1,4 @@
-"""The timeline of a trace as Chrome trace events, which Perfetto opens. Made of plain values alone.
+"""The timeline of a trace as Chrome trace events, which Perfetto opens. Built from plain values alone.
 
 Source: "Trace Event Format" of the Chromium project; slices (X), asynchronous slices (b, e), counters (C), names (M).
 """

@@ -1,4 +1,4 @@
-"""Wraps methods of an engine's parts, for observers that need more than the engine tells them."""
+"""Wraps methods of an engine's parts, for observers that need more than the engine reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wrappers:
         self._places.append((part, name))
 
     def remove(self, engine: Engine) -> None:
-        """Takes the wrappers off; one that others have wrapped since stays and does nothing."""
+        """Removes the wrappers; one that was wrapped again stays and does nothing."""
         self._active = False
         for part, name in reversed(self._places):
             owner = getattr(engine, part) if part else engine

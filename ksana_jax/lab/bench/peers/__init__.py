@@ -1,4 +1,4 @@
-"""Other engines, which `ksana bench throughput` and `host` measure in an environment of their own (`make peers`).
+"""Other engines, which `ksana bench throughput` and `host` measure in a separate environment (`make peers`).
 
 Each is a class of a script in this folder, which a process of that environment runs (`worker`): they import nothing of
 ksana_jax, and this package imports none of them.

@@ -34,7 +34,7 @@ def write_gguf(model: Path, out: Path, dtype: str) -> None:
       dtype: f32, bf16 or f16, of the matrices; norms are f32.
 
     Raises:
-      ValueError: the model has something that this function does not write.
+      ValueError: the model has a feature that this function does not write.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads = config["num_attention_heads"]

@@ -21,7 +21,7 @@ def _silent(level, text, data):
 class Engine:
     """llama.cpp has no engine that takes token ids: a loop of this class submits prompts and decode steps to it.
 
-    A GGUF file is read as it is, whatever dtype is; a directory becomes one in dtype.
+    A GGUF file is read unchanged, for any dtype; a directory becomes a file in dtype.
 
     Prompts come first, as many as a call and the sequences take; then all sequences decode together, one token each.
     Flash attention stays as llama.cpp chooses, on: twice as fast with 32 sequences. It rounds also in float32: 23 of 32

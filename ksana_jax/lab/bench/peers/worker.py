@@ -3,9 +3,9 @@
     python worker.py SCRIPT CLASS
 
 Each line is {"call": METHOD, "arguments": {...}}, the first one {"call": "", ...} with the arguments of the class. The
-answer is {"result": ..., "seconds": ...}; for the first one the result is `versions()`. Whatever fails is answered by
+answer is {"result": ..., "seconds": ...}; for the first one the result is `versions()`. A failure is answered by
 {"error": ...}. The methods `prepare` and `finish` of a peer that has them are called around each call, and not timed.
-All that libraries print goes to standard error.
+Output of libraries goes to standard error.
 """
 
 import importlib
