@@ -38,14 +38,14 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "started": str, "tiny": bool, "device": _TEXT_OR_NONE, "driver": _TEXT_OR_NONE, "ptxas": _TEXT_OR_NONE,
     "packages": dict, "copy_bytes_per_s": (int, float, type(None)), "sections": dict, "records": list,
 }  # fmt: skip
-# Modes of times that are no case by themselves: ceilings, and parts of a kernel.
+# Modes whose times are no separate case: ceilings, and parts of a kernel.
 _NO_CASES = ("ceiling", "part")
 # Modes of calls without the host, and of whole steps.
 _OF_DEVICE = ("chained", "graph", "device")
 
 
 def fastest(measurements: Sequence[Measurement], ours: bool) -> Measurement | None:
-    """Returns the fastest candidate of one case that is ours or a peer's and not wrong; None without one."""
+    """Returns our or a peer's fastest correct candidate of one case; None without one."""
     times = (m for m in measurements if m["ours"] is ours and m["mode"] in _OF_DEVICE and m["right"] is not False)
     return min(times, key=lambda m: m["us"], default=None)
 
@@ -54,7 +54,7 @@ class KernelTimes(Results):
     """Times of kernels and steps on a GPU. A trial is one case: the times of all candidates that were tried on it.
 
     Measurements: "metric" is "time"; "who", "ours", "mode", "right" (None: not checked), "us", "us_low", "us_high";
-    "bytes" that it reads and writes at least; "computed_us" by the model of speed; "copy_bytes_per_s" of the same run.
+    "bytes", the minimum read and written; "computed_us" by the model of speed; "copy_bytes_per_s" of the same run.
     """
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -83,7 +83,7 @@ class KernelTimes(Results):
         return [column for column in columns if any(column.key in row.values for row in rows)]
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws what was reached of a copy's bandwidth, or the times of a run that measured none."""
+        """Draws the reached share of a copy's bandwidth, or the times of a run without that measurement."""
         from ksana_jax.lab.experiments.figures import COLOURS
         from ksana_jax.lab.experiments.tasks.row_figure import draw_bars
 
@@ -199,7 +199,7 @@ def _unlike_a_record(record: Any) -> str | None:
 
 
 def _beyond(values: Mapping[str, Any]) -> str | None:
-    """Returns which number is not positive, or so large that nothing has it; None if all are in bounds."""
+    """Returns the number that is not positive or implausibly large; None if all are in bounds."""
     for name, value in values.items():
         if not isinstance(value, _NUMBER) or not 0 < value < _MOST:
             return f"{name!r} is {value!r:.40}, must be between 0 and {_MOST:g}"

@@ -54,7 +54,7 @@ class ComparedNumber:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRow:
-    """A row of A and the row of B with which it was joined; None if there is none. differs: their settings."""
+    """A row of A and its partner in B; None without one. differs: their settings."""
 
     a: ResultRow | None
     b: ResultRow | None
@@ -68,7 +68,7 @@ class JoinedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two runs side by side. environment: what differs between their machines, commits and versions."""
+    """Two runs side by side. environment: differences of their machines, commits and versions."""
 
     a: str
     b: str
@@ -141,7 +141,7 @@ class _Config:
         found = {}
         for key, values in _differing(self.defining, other.defining).items():
             a, b = (c.all.get(key, v) for c, v in zip((self, other), values, strict=True))
-            if a != b:  # else it has no effect in one of them, as the position of no sinks
+            if a != b:  # otherwise it has no effect in one of them, such as the position of no sinks
                 found[key] = (a, b)
         return found
 
@@ -152,7 +152,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:
 
 
 def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tuple[int | None, int | None]]:
-    """Returns pairs of indices of rows, in A's order, then what only B has; rows that are None are left out."""
+    """Returns pairs of indices of rows, in A's order, then B's unpaired rows; rows that are None are left out."""
     mine, theirs = ({i: config for i, config in enumerate(configs) if config is not None} for configs in (a, b))
     if min(len(mine), len(theirs)) == 1:
         return [(i, j) for i in mine for j in theirs]

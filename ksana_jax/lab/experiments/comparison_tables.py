@@ -46,7 +46,7 @@ def _p(number: ComparedNumber, column: Column) -> str:
 
 
 def notes(made: Comparison) -> list[str]:
-    """Returns what differs between the runs, and how to read the table."""
+    """Returns the differences of the runs, and how to read the table."""
     joined = [row for row in made.rows if row.a is not None and row.b is not None]
     common = _common(joined)
     said = [f"{made.b} differs from {made.a} in {_said(common)}."] if common else []

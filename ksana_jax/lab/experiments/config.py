@@ -64,7 +64,7 @@ class Experiment:
     interleave: run all rows with the first seed, then all with the next: changes in the machine's load then affect all
       rows alike, so speeds can be compared. Otherwise rows that share an engine run in succession, and none is built
       twice.
-    fetch: what to download, under which licence and to where; the error if an input file is missing.
+    fetch: the download, its licence and its destination; shown as the error if an input file is missing.
     """
 
     name: str = ""

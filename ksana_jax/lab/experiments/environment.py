@@ -59,7 +59,7 @@ def host_environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Returns the name of the processor as /proc/cpuinfo has it, or else what the platform says of it."""
+    """Returns the name of the processor from /proc/cpuinfo, or else from the platform."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -51,7 +51,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: its task is unknown.
     """
     parts: dict[str, Any] = dict(config)
-    if "point" in config:  # a row of a benchmark, which says all of its settings
+    if "point" in config:  # a row of a benchmark, which lists all of its settings
         return parts
     if "inputs" in config:
         parts["inputs"] = contents(config["inputs"])

@@ -31,7 +31,7 @@ FILES = "pool.png, pool.pdf, pool.json, pool.npz, blocks.txt"
 
 
 class Moment:
-    """Keeps the snapshot of one step: a given one, or one at which the pool was nearly fullest.
+    """Keeps the snapshot of a given step, or of one where the pool was nearly fullest.
 
     Args:
       step: counted from 1; None takes the fullest to within a tenth, because a snapshot of every fuller step would take

@@ -14,7 +14,7 @@ from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
 
-# Ends the names of inputs that say where others come from, and do not define a trial.
+# Suffix of inputs that record the origin of others, and do not define a trial.
 COMMIT = "_commit"
 
 
@@ -44,7 +44,7 @@ def tokenizer_of(model: str) -> Any:
 
 
 def _config(model: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the fields of a model's Hugging Face config, and where they are from."""
+    """Returns the fields of a model's Hugging Face config, and their source."""
     path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
         return gguf, hf_values(read_gguf(gguf))

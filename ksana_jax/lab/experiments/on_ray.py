@@ -72,7 +72,7 @@ class _Queue:
         self._trials.insert(0, trial)
 
     def take(self, engine: str | None, others: set[str | None]) -> Trial | None:
-        """Takes the next trial for a worker: one for its engine, or else for an engine that no other worker has."""
+        """Takes the next trial for a worker: for its engine, or else for an engine that no other worker has."""
         ranks = [0 if self.engine(t) == engine else 1 + (self.engine(t) in others) for t in self._trials]
         return self._trials.pop(ranks.index(min(ranks))) if ranks else None
 
@@ -166,7 +166,7 @@ class RayTrials:
         return _Worker(place, actor, answer=actor.begin.remote())
 
     def _assign(self, worker: _Worker, queue: _Queue) -> None:
-        """Gives an idle worker its next trial; without one, it ends, and others can have its place in the cluster."""
+        """Gives an idle worker its next trial; without one, it ends, and frees its place in the cluster."""
         others = {other.engine for other in self._workers.values() if other is not worker}
         trial = queue.take(worker.engine, others)
         if trial is None:
@@ -239,7 +239,7 @@ class RayTrials:
         )
 
     def _show(self, on_progress: Callable[[str, float], None]) -> None:
-        """Reports what runs, and asks the workers how far they are, for the next time."""
+        """Reports the running trials, and asks the workers for their progress, for the next report."""
         running = self._running()
         asked = {worker.asked: worker for worker in running if worker.asked is not None}
         if asked:
@@ -248,7 +248,7 @@ class RayTrials:
                 try:
                     asked[reference].fraction = self._ray.get(reference)
                 except self._ray.exceptions.RayError:
-                    pass  # its answer says so too
+                    pass  # its answer reports it too
         for worker in running:
             if worker.asked is None:
                 worker.asked = worker.actor.fraction.options(concurrency_group="asking").remote()

@@ -57,7 +57,7 @@ def image(columns: Sequence[Column], tier: str, by_owner: bool = False) -> np.nd
 
 
 def draw(figure: Figure, columns: Sequence[Column]) -> None:
-    """Draws the device's pool by owner and by block, the host's if it was used, how full they are, and bytes moved."""
+    """Draws the device's pool by owner and by block, the host's if used, their utilisation, and bytes moved."""
     tiers = [t for t in columns[0].pools if t == "device" or any((c.pools[t].owners != FREE).any() for c in columns)]
     moved = {way: np.array([c.moved_bytes[way] for c in columns]) for way in columns[0].moved_bytes}
     moved = {way: amount for way, amount in moved.items() if amount[-1]}

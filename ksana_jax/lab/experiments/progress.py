@@ -77,7 +77,7 @@ class Lines:
     """Writes "24 trials, about 196,608 tokens" before a run, and "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64"
     after each trial. Trials are expected to take as long as their share of the tokens, where these are known.
 
-    left_s: seconds that the rest takes, by the trials so far.
+    left_s: estimated seconds for the rest, by the trials so far.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
@@ -110,7 +110,7 @@ class Lines:
 
 def _headline(ended: Ended) -> str:
     """Returns title and value of the task's headline column."""
-    # A log line must not end a run; the report shows what is wrong with a summary.
+    # A log line must not end a run; the report shows errors of a summary.
     with contextlib.suppress(Exception):
         task = task_named(ended.trial.config["task"])
         numbers = {key: [value] for key, value in task.summarise(ended.measurements).items()}

@@ -167,7 +167,7 @@ def _progress_note(rows: list[ResultRow]) -> list[str]:
 
 
 def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
-    """Returns what times and speeds suffer from: trials beside each other, or on different kinds of machines."""
+    """Returns caveats on times and speeds: concurrent trials, or different kinds of machines."""
     if not any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values):
         return []
     notes = []

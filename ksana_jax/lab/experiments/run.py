@@ -47,8 +47,8 @@ class Ended:
 class Callbacks(TypedDict, total=False):
     """Callback arguments of `run`.
 
-    on_begin: called once with the trials that will run. on_progress: called with (trials done, trials in total, what
-    runs now, how many trials' worth of it is done). on_end: called after each trial that ran.
+    on_begin: called once with the trials that will run. on_progress: called with (trials done, trials in total, the
+    running trials, how many trials' worth of them is done). on_end: called after each trial that ran.
     """
 
     on_begin: Callable[[Sequence[Trial]], None]
@@ -131,7 +131,7 @@ def run(
       make_llm: called like `LLM`; tests pass a fake.
       on_begin, on_progress, on_end: see `Callbacks`.
       debug: re-raise a trial's error; otherwise the error is recorded, and the other trials continue.
-      executor: where trials run; None is this process.
+      executor: runs the trials; None is this process.
 
     Raises:
       ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
@@ -163,7 +163,7 @@ def run(
                     elif kind == "measurement":
                         running[trial.id][1].append(fields)
                     else:
-                        start, measurements = running.pop(trial.id, (fields, []))  # a lost worker tells of no start
+                        start, measurements = running.pop(trial.id, (fields, []))  # a lost worker reports no start
                         error = fields["error"] if kind == "failed" else None
                         if error is not None:
                             failed[f"{trial.label}, seed {trial.seed}"] = error

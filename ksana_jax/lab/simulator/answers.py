@@ -1,4 +1,4 @@
-"""The answers of simulated requests. Only here are their true lengths known: schedulers and routers never see them.
+"""The answers of simulated requests. Their true lengths are known only here: schedulers and routers never see them.
 
 An answer's last token is the model's end of sequence, so that the engine learns of its end as it does on a device.
 """
@@ -35,7 +35,7 @@ class Answers:
 
     Args:
       num_rows: of the engine. eos_ids: of the model.
-      clock: notes when requests are first scheduled.
+      clock: times the first scheduling of requests.
 
     Attributes:
       computing: ids of scheduled requests, in order; the reporter of their first tokens removes them.
@@ -58,7 +58,7 @@ class Answers:
         self._running: np.ndarray | None = None
 
     def expect(self, request_id: str, answer: Answer) -> None:
-        """Notes what a request will be answered, before a step with it is built."""
+        """Sets a request's answer, before a step with it is built."""
         self._answers[request_id] = answer
 
     def forget(self, request_id: str) -> None:

@@ -2,8 +2,8 @@
 
 The host sees a step's result only when it has submitted the next one, and that one may already use the processor: on a
 CPU with two cores, a decode step before a chunk is seen to take three times as long as others, and the chunk less than
-it does alone. Decode steps are therefore timed where no chunk follows; chunks together with the step before them, less
-what that one takes elsewhere.
+it does alone. Decode steps are therefore timed where no chunk follows; chunks together with the step before them, minus
+the time that step takes elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def chunk_seconds(
     """Returns the seconds of steps; a chunk's include its time that the decode step before it was charged.
 
     Args:
-      seconds: as measured. decode: returns what a decode step takes on its own.
+      seconds: as measured. decode: returns the seconds of a decode step alone.
     """
     found = list(seconds)
     first = 0

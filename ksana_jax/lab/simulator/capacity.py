@@ -1,7 +1,7 @@
 """The largest rate of arrival under which objectives are kept, by bisection. Knows rates and times of requests.
 
 Every rate serves the same requests with scaled gaps (common random numbers), so that two rates differ in nothing else.
-The rates that are tried are powers of one ratio, so searches for several objectives share their runs.
+The rates searched are powers of one ratio, so searches for several objectives share their runs.
 
 Source: the capacity search of Vidur, arXiv:2405.05465; goodput of DistServe, arXiv:2401.09670.
 """
@@ -25,7 +25,7 @@ Run = Callable[[float], Sequence[RequestTimes]]
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A run at one rate, in requests/s, and what was found."""
+    """A run at one rate, in requests/s, and its result."""
 
     rate: float
     verdict: Verdict
@@ -35,7 +35,7 @@ class Probe:
 class Capacity:
     """The largest rate found that keeps the objectives, and the smallest above it that does not.
 
-    rate: requests/s; 0 if no rate that was tried keeps them. failed: the probe just above it, with its reasons.
+    rate: requests/s; 0 if no searched rate keeps them. failed: the probe just above it, with its reasons.
     probes: by rising rate.
     """
 
@@ -49,8 +49,8 @@ class Search:
 
     Args:
       run: serves the workload at a rate in requests/s and returns the times of all requests, in any order.
-      first: where the search begins; the closer, the fewer runs.
-      ratio: of neighbouring rates, and so the resolution of the result.
+      first: first rate of the search; the closer, the fewer runs.
+      ratio: of neighbouring rates, which is the resolution of the result.
       warm_up: share of the requests that arrive first and are not judged.
     """
 

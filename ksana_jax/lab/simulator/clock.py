@@ -1,4 +1,4 @@
-"""The simulated time, and what happens at which time. Knows no engine."""
+"""The simulated time and its queue of events. Knows no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time in seconds, and lets it come."""
+    """Tells the time in seconds, and waits for a time."""
 
     def __call__(self) -> float: ...
 
@@ -61,7 +61,7 @@ class VirtualClock:
         return len(self._events)
 
     def run(self, until: float = math.inf) -> None:
-        """Lets all events up to a time happen, in order, those included that they schedule."""
+        """Runs all events up to a time in order, including events that they schedule."""
         while self._events and self._events[0][0] <= until:
             self._now, _, happen = heapq.heappop(self._events)
             happen()

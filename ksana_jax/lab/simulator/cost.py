@@ -45,7 +45,7 @@ class HostCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Base of all models of costs: the host's part, moves, and where the numbers are from.
+    """Base of all models of costs: the host's part, moves, and the source of the numbers.
 
     provenance: plain values such as the file of records, the device, and errors on steps that were held out;
     {"measured": False} for a model that was not measured.
@@ -149,7 +149,7 @@ class Timer:
 
 @dataclasses.dataclass(frozen=True)
 class AffineCost(Cost):
-    """Seconds that grow with a step's tokens, what they attend to, and the tokens sampled; nothing depends on shapes.
+    """Seconds that grow with a step's tokens, attended tokens and sampled tokens; nothing depends on shapes.
 
     step_s: of any step. token_s: for each token. pair_s: for each pair of a token and one that it sees. sampled_s: for
     each token sampled.
@@ -173,7 +173,7 @@ def read_fields(kind: type, given: Mapping[str, Any], **read: Callable[[Any], An
     """Returns a model of costs of the fields of a JSON object.
 
     Args:
-      read: how fields are read that are not plain numbers.
+      read: readers of fields that are not plain numbers.
 
     Raises:
       ConfigError: a field is missing, unknown or out of range.

@@ -1,4 +1,4 @@
-"""Executors that compute nothing and take the time that a model of costs says. No jax.
+"""Executors that compute nothing and take the time of a cost model. No jax.
 
 The device works through its steps in the order of their submission, each from when it is submitted or the one before it
 has ended, whichever is later. The host's time for a step (its schedule and arrays, and the report of the one before it)

@@ -18,7 +18,7 @@ from ksana_jax.lab.simulator.move_cost import fit_moves
 from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of, usable
 
-# Steps that a phase needs, and the share of them that the error is measured on.
+# Minimum steps of a phase, and the share of them held out for the error.
 MIN_STEPS, HELD_OUT = 200, 0.2
 # Steps of a shape from which it has a factor of its own, and most values of its residuals.
 MIN_OF_SHAPE, MOST_RESIDUALS = 5, 50
@@ -132,7 +132,7 @@ def _shapes(found: Sequence[tuple[StepSize, float]], phases: Mapping[str, Mappin
 
 
 def _quantiles(values: np.ndarray) -> np.ndarray:
-    """Returns equally probable values: all, or as many quantiles as are kept, which cuts the tails off."""
+    """Returns equally probable values: all, or as many quantiles as are kept, which cuts off the tails."""
     count = min(len(values), MOST_RESIDUALS)
     return np.quantile(values, (np.arange(count) + 0.5) / count)
 

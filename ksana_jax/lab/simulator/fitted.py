@@ -1,7 +1,7 @@
-"""Measured costs: an affine function of a step's size for each phase, corrected for each shape that was seen. No jax.
+"""Measured costs: an affine function of a step's size for each phase, corrected for each measured shape. No jax.
 
-Phases are steps that only decode and steps with chunks. The function has padded and real sizes, since it depends on the
-implementation which of them is paid for: dense attention computes all entries of a block table, a kernel those in use.
+Phases are steps that only decode and steps with chunks. The function has padded and real sizes, since the cost depends on
+the implementation: dense attention computes all entries of a block table, a kernel those in use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def phase_of(size: StepSize) -> str:
 
 
 def features(size: StepSize) -> dict[str, float]:
-    """Returns what the time of a step may be proportional to: padded sizes and real ones."""
+    """Returns the features of a step's time: padded sizes and real ones."""
     padded_tokens, padded_pairs = _padded(size.shape)
     return {
         "step": 1.0,

@@ -40,7 +40,7 @@ class Server(Protocol):
 
     @property
     def coverage(self) -> Coverage:
-        """How many of its steps the model of costs knows."""
+        """Coverage of its steps by the cost model."""
         ...
 
     def submit(self, item: WorkItem) -> Served:

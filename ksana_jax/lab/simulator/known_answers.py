@@ -1,4 +1,4 @@
-"""Checks against answers that are known: queues with Poisson arrivals, on the same clock and with the same laws.
+"""Checks against known answers: queues with Poisson arrivals, on the same clock and with the same laws.
 
 Sources: Kleinrock, Queueing Systems 1 (1975): M/M/1 and M/D/1 (Pollaczek-Khinchine), M/M/k (Erlang C); Little (1961).
 """
@@ -15,13 +15,13 @@ import numpy as np
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.run import InSystem
 
-# Relative error of a mean that is allowed at NUM_REQUESTS requests.
+# Allowed relative error of a mean at NUM_REQUESTS requests.
 TOLERANCE, NUM_REQUESTS = 0.02, 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check: what was expected, what was found, and the largest relative error allowed."""
+    """One check: expected and found value, and the largest relative error allowed."""
 
     name: str
     expected: float

@@ -56,7 +56,7 @@ class LightEngine:
       chains: of the workload; its blocks may be larger than the engine's, which makes long prompts cheaper to look up.
 
     Raises:
-      ConfigError: the engine has what this model lacks.
+      ConfigError: the engine has a feature that this model lacks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LightEngine:
         self._num_steps = 0
         self._context = 0  # tokens that the rows that decode have computed, all together
         self._numbers = itertools.count()
-        # The run of equal steps under way: when it began and ends, how many, what each computes of the chunks.
+        # The run of equal steps under way: its begin and end, number of steps, and chunk tokens in each.
         self._began_s, self._ends_s, self._steps, self._step_s = 0.0, math.nan, 0, 0.0
         self._chunks: list[tuple[_Row, int]] = []
         self.busy_s = 0.0
@@ -96,7 +96,7 @@ class LightEngine:
 
     @property
     def coverage(self) -> Coverage:
-        """How many of the steps the model of costs knows."""
+        """Coverage of the steps by the cost model."""
         return self._seconds.coverage
 
     @property
@@ -115,7 +115,7 @@ class LightEngine:
         chain = self._chains.of_prompt(item) if self.cache.caching else ()
         self._waiting.append(_Row(served, chain, now, next(self._numbers), left=item.num_prompt))
         if not self._steps:
-            if len(self._waiting) == 1:  # others that come at the same time join it
+            if len(self._waiting) == 1:  # later arrivals at the same time join it
                 self._wake(now)
         elif not self._chunks and self._steps > 1 and self._num_rows < self.config.max_num_seqs:
             # It joins when the step under way has ended, or the one after it where that is scheduled already.
@@ -259,7 +259,7 @@ class LightEngine:
         heapq.heappush(self._decoding, (ends_at, row.number, row))
 
     def _leave_decoding(self, row: _Row) -> None:
-        """Counts what a row has decoded since it joined."""
+        """Counts the tokens that a row has decoded since it joined."""
         assert row.held is not None
         steps = self._num_steps - row.joined_at
         row.held.private += steps / self._block_size

@@ -71,7 +71,7 @@ class LightCache:
         self._make_room()
 
     def computed(self, held: Held, chain: Sequence[Hashable]) -> None:
-        """Notes that a row has computed all blocks of a chain: others may use them."""
+        """Marks all blocks of a chain as computed by a row: other rows may use them."""
         if not self.caching:
             return
         new = chain[len(held.chain) :]
@@ -83,7 +83,7 @@ class LightCache:
         self._make_room()
 
     def give_back(self, held: Held, chain: Sequence[Hashable] = ()) -> None:
-        """Takes a row's blocks; the last of a chain are the first to be replaced. chain: that it was computing."""
+        """Releases a row's blocks; the last of a chain are replaced first. chain: that it was computing."""
         self._coming.difference_update(chain)
         self.private -= held.private
         users, idle = self._users, self._idle

@@ -1,4 +1,4 @@
-"""Runs a real engine to learn what its steps cost, and how long requests take that a simulation predicts."""
+"""Runs a real engine to measure its steps' costs, and the times of requests that a simulation predicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exercise(engine: Engine, seconds: float, *, max_prompt: int, max_output: int
     many run as in the group before, most with short answers.
 
     Args:
-      max_prompt, max_output: most tokens.
+      max_prompt, max_output: maximum tokens.
     """
     rng, until = np.random.default_rng(seed), engine.clock() + seconds
     sizes = _powers(engine.scheduler.max_num_seqs)
@@ -57,7 +57,7 @@ def _mean_length(most: int) -> float:
 
 
 def _length(rng: np.random.Generator, most: int) -> int:
-    """Draws a length: short ones are as frequent as in most traffic, and long ones are not rare."""
+    """Draws a length: short ones are as frequent as in typical traffic, and long ones are not rare."""
     return _drawn(rng, most) if rng.random() < 0.5 else int(rng.integers(1, most + 1))
 
 
@@ -75,7 +75,7 @@ def exactly(num_output: int) -> SamplingParams:
 
 
 def with_known_lengths(items: Sequence[WorkItem]) -> list[WorkItem]:
-    """Returns requests that ask for the length of their answer, as `serve` makes a real engine answer them."""
+    """Returns requests whose max_tokens is their answer's length, as `serve` sends them to a real engine."""
     return [dataclasses.replace(item, max_tokens=item.num_output) for item in items]
 
 

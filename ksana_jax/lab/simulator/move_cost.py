@@ -76,7 +76,7 @@ def read_moves(given: Any) -> MoveCost:
 
 
 def mapping_of(name: str, given: Any, keys: Sequence[str]) -> Mapping[str, Any]:
-    """Returns what is given under a name, which must be a mapping of some of the keys.
+    """Returns the value of a name, which must be a mapping of some of the keys.
 
     Raises:
       ConfigError: it is something else, or has another key.

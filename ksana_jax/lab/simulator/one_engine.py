@@ -67,8 +67,8 @@ class Served:
 class SimEngine:
     """A real engine with its scheduler and KV memory; only the steps are simulated.
 
-    The engine has a clock of its own, which runs ahead of the events' while it computes a step, because nothing reaches
-    an engine in the middle of one. What comes of a step happens at its end.
+    The engine has a separate clock, which runs ahead of the events' while it computes a step, because nothing reaches
+    an engine in the middle of one. A step takes effect at its end.
 
     Args:
       events: the simulation's time and events; several engines share it.
@@ -137,7 +137,7 @@ class SimEngine:
 
     @property
     def coverage(self) -> Coverage:
-        """How many of the steps the model of costs knows."""
+        """Coverage of the steps by the cost model."""
         return self.timer.coverage
 
     def submit(self, item: WorkItem, *, cache_salt: str = "") -> Served:
@@ -167,7 +167,7 @@ class SimEngine:
         return served
 
     def _step(self) -> None:
-        """Computes a step that begins now; what comes of it happens when it ends."""
+        """Computes a step that begins now and takes effect at its end."""
         self.clock.advance_to(self.events())
         done = [request for request in self.engine.step() if request.finished]
         self.events.at(self.clock(), lambda: self._report(done))

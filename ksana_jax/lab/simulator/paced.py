@@ -1,8 +1,8 @@
-"""A device that only takes its time: a real engine in real time, whose steps last as long as a model of costs says.
+"""A device that only takes its time: a real engine in real time, whose steps last as long as in a cost model.
 
 Scheduler, builder of arrays, server and clients are real and run at the machine's speed; in place of computing, the
-device waits, and the processors are free meanwhile, as beside a GPU. What a CPU as the device hides can then be
-measured: how well a simulation predicts a device of steady speed, and what a server costs beside one. No jax.
+device waits, and the processors are free meanwhile, as beside a GPU. This shows two
+things that a CPU device hides: how well a simulation predicts a device of steady speed, and a server's cost. No jax.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 from ksana_jax.serve.workload.tokens import FIRST_TOKEN
 
-# A step that takes longer is a mistake in its costs.
+# A longer step is a mistake in the cost model.
 MAX_WAIT_S = 3600
 
 
@@ -51,7 +51,7 @@ class PacedExecutor(TimedExecutor):
 
 
 class PacedBuilder(SizeBuilder):
-    """Builds the arrays of steps, as an engine with a device does, and notes their sizes."""
+    """Builds the arrays of steps, as an engine with a device does, and records their sizes."""
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         sized, _ = super().build(batch, rows)
@@ -63,7 +63,7 @@ class PacedBuilder(SizeBuilder):
 
 @dataclasses.dataclass(frozen=True)
 class AnyTokens:
-    """Tokens of texts that mean nothing: they follow from places in the texts."""
+    """Meaningless tokens, which follow from their places in the texts."""
 
     vocab_size: int
 
@@ -78,7 +78,7 @@ def pace(engine: Engine, cost: Cost, seed: Seed = None) -> None:
     Requests must ask for a number of tokens and nothing that depends on them, such as log-probabilities.
 
     Args:
-      cost: of steps; what it says of the host is not used. seed: of the noise of steps; None for none.
+      cost: of steps; its host part is not used. seed: of the noise of steps; None for none.
 
     Raises:
       ConfigError: the engine has tiers or drafts, whose work is not imitated.

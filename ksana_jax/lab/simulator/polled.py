@@ -1,4 +1,4 @@
-"""A router that decides by loads it has polled, to show what its own ledger is worth."""
+"""A router that decides by polled loads, to show the value of its own ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ksana_jax.serve.routing.view import View
 
 @dataclasses.dataclass
 class Polled(Policy):
-    """Another policy that sees loads as they were when they were last asked for: all requests of a burst see the same.
+    """Another policy on stale loads, as last polled: all requests of a burst see the same.
 
     Args:
       of: the policy, in a form that `read_policy` takes. every_s: seconds between two polls.

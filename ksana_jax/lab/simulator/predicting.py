@@ -39,7 +39,7 @@ def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadS
     """Returns workloads that are predicted, by name.
 
     Args:
-      longest: most tokens of a prompt and of an answer.
+      longest: maximum tokens of a prompt and of an answer.
     """
     same: dict[str, Any] = {
         "num_requests": num_requests, "seed": seed, "max_prompt": longest, "max_output": longest, "rate": 1.0
@@ -56,7 +56,7 @@ def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadS
 
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
-    """Returns what is predicted of a run."""
+    """Returns the predicted figures of a run."""
     report = summarise([one.times for one in served])
     return {
         "E2E p50": report["e2e_s"]["p50"],
@@ -95,9 +95,9 @@ class Prediction:
     """Predicted and measured figures.
 
     checks: of LIMITS, medians over rounds, with noise. without_noise: relative errors where steps take their means.
-    spread: largest over smallest of each figure among the measured rounds. itself: what the measurement says of itself,
+    spread: largest over smallest of each figure among the measured rounds. itself: the measurement against itself,
     see `against_itself`. replayed: relative errors of a simulation
-    whose steps take the times of the measured ones: what is left are errors of the simulator, not of costs.
+    whose steps take the times of the measured ones: the rest are errors of the simulator, not of costs.
     per_request: of E2E, medians over rounds: mean absolute relative error, bias, and Pearson's correlation.
     speeds: time of each round's steps of many sizes over what the costs say.
     """
@@ -114,7 +114,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The workload that is predicted, between steps of many sizes: what became of it, and its steps.
+    """The workload that is predicted, between steps of many sizes: its times, and its steps.
 
     exercised: steps of many sizes before and after it.
     """
@@ -146,7 +146,7 @@ def predict(
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
-      paced: what the device's steps take in place of being computed, see `simulator.paced`: what is predicted then is
+      paced: cost model of the device's steps instead of computing them, see `simulator.paced`: predictions then are
         free of the changing speed of a CPU. The costs are fitted all the same.
       settings: of the engine.
     """

@@ -1,4 +1,4 @@
-"""Costs of a recording: each step takes what the step of the same number took. Decisions then are those recorded."""
+"""Costs of a recording: each step takes the time of the step with its number. Decisions equal the recorded ones."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def task_named(name: str) -> BaseTask:
 
 
 def results_named(name: str) -> Results:
-    """Returns what reads the measurements of a task or benchmark; raises ConfigError like `task_named`."""
+    """Returns the reader of a task's or benchmark's measurements; raises ConfigError like `task_named`."""
     return _instance(name, Results)
 
 

@@ -2,8 +2,8 @@
 
 The trial's engine is the side "with". The side "without" has the settings `against` in place of its own. Both generate
 greedily after the same prompts, all submitted at once. Log-probabilities are compared as long as both sides have
-generated the same tokens, since after that they are of different texts. With a prefix cache, a run finds what the runs
-before it have computed.
+generated the same tokens, since after that their texts differ. With a prefix cache, a run finds the blocks of the runs
+before it.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Results(abc.ABC):
     """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`.
 
     Attributes:
-      measures_speed: whether times and speeds belong in the table. Beside a quality, which is the same on every
-        machine, they would be the noise of one: then only records and CSV have them.
+      measures_speed: whether times and speeds belong in the table. Next to a quality, which is the same on every
+        machine, they would show one machine's noise: then only records and CSV have them.
     """
 
     measures_speed: ClassVar[bool] = True
@@ -121,7 +121,7 @@ class Results(abc.ABC):
         return next((column for column in self.columns(rows) if column.best), None)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        """Returns sentences that a reader needs to compare the rows."""
+        """Returns notes that a reader needs to compare the rows."""
         return []
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
@@ -158,7 +158,7 @@ class BaseTask(Results):
         return None
 
     def num_tokens(self, config: Mapping[str, Any]) -> int | None:
-        """Returns about how many tokens a trial computes, to predict how long a run takes; None if that is not known.
+        """Returns about how many tokens a trial computes, to predict the duration of a run; None if unknown.
 
         Args:
           config: of the trial.

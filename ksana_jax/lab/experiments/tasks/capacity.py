@@ -26,11 +26,11 @@ class CapacitySettings(SimulatedSettings):
     """Fields of `settings` in a capacity experiment.
 
     slo: {name: objectives}, at least one; objectives are {"ttft_p99": 2, "tpot_p99": 0.1} or the same as text. A limit
-      without a percentile is one for each request, which a share "attainment" of them must keep (0.9). Metrics: ttft,
+      without a percentile applies to each request; a share "attainment" of them must keep it (0.9). Metrics: ttft,
       tpot, e2e, latency_per_token.
     first_rate: requests per second at which the search begins.
-    ratio: of neighbouring rates that are tried, the resolution of the result.
-    curve: what the figure draws over the rate, a metric and its percentile.
+    ratio: of neighbouring rates in the search, the resolution of the result.
+    curve: metric and percentile that the figure draws over the rate.
     """
 
     slo: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ class CapacitySearch(SimulatedTask):
 
 
 def _reason(measured: Measurement) -> str:
-    """Says at which rate the objectives were not kept, and why."""
+    """Describes the rate that missed the objectives, and why."""
     return f"at {measured['failed_rate']:,.3g} requests/s, {'; '.join(measured['reasons'])}"
 
 

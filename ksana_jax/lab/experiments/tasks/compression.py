@@ -62,7 +62,7 @@ def best_and_full(
 
 
 def kv_said(row: ResultRow, full: ResultRow | None = None) -> str:
-    """Says how much live KV a row has, and how much that is of the full cache; empty if it was not measured."""
+    """Describes a row's live KV, and its fraction of the full cache's; empty if it was not measured."""
     if (mine := row.mean("live_kv_bytes")) is None:
         return ""
     said = f", with {kib(mine)} KiB of KV"

@@ -61,7 +61,7 @@ class Harness(BaseTask):
                 )
         if settings.fewshot_data and not settings.data:
             raise ConfigError("settings.fewshot_data needs settings.data")
-        self.inputs(settings)  # a missing file is the first thing to know
+        self.inputs(settings)  # report a missing file first
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError("task 'harness' needs the extra eval: pip install 'ksana-jax[eval]'")
 

@@ -1,7 +1,7 @@
 """Streaming perplexity: how well each next token is predicted, far beyond the training context, and its KV memory.
 
-Every text is scored in one pass through the engine with the cache policy applied: a token's query sees what it would
-see if the text had been generated. The baseline "sliding window with recomputation" re-runs the window before every
+Every text is scored in one pass through the engine with the cache policy applied: a token's query sees the same
+keys as if the text had been generated. The baseline "sliding window with recomputation" re-runs the window before every
 scored token, so it is scored on a sample of positions; every row reports that sample too.
 """
 
@@ -299,7 +299,7 @@ def _kv(llm: LLM, num_tokens: int) -> dict[str, Any]:
 
 
 def _blocks_over_text(llm: LLM) -> dict[str, Any]:
-    """Measures what the one streamed text holds.
+    """Measures the blocks of the one streamed text.
 
     Returns:
       held_blocks: after its last token. For each step: position, tokens computed after it; live_blocks, blocks held

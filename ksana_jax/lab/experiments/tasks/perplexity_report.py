@@ -166,7 +166,7 @@ def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
 def live_blocks(kv: Measurement) -> list[int]:
     """Returns the blocks held after each step of a streamed text.
 
-    Records of earlier versions lack the last step; of a text that fits one step, they have what that step held.
+    Records of earlier versions lack the last step; for a text that fits one step, they have that step's blocks.
     """
     return kv["live_blocks"] or [kv["peak_blocks"]]
 
@@ -239,7 +239,7 @@ def _places(row: ResultRow, subset: str) -> list[tuple]:
 
 
 def _repeats(rows: Sequence[ResultRow]) -> list[str]:
-    """Returns a note on seeds that drew texts which another seed had drawn."""
+    """Returns a note on seeds that drew another seed's texts."""
     most, of = max(
         (
             (len(r.trials) - len(set(places)), len(places))
@@ -263,7 +263,7 @@ def _is_usable(row: ResultRow) -> bool:
 
 
 def _rank(key: str) -> Callable[[ResultRow], tuple[bool, float, float]]:
-    """Orders rows from the lowest perplexity; of those that are displayed equally, that with the least KV is better."""
+    """Orders rows from the lowest perplexity; among rows displayed equally, the one with the least KV is better."""
 
     def rank(row: ResultRow) -> tuple[bool, float, float]:
         value = row.mean(key) or 0.0
@@ -293,7 +293,7 @@ def _against_full(best: ResultRow, full: ResultRow, compressed: Sequence[ResultR
 
 
 def _within_noise(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
-    """Counts the rows that the best one is not better than, if there is a deviation that says so."""
+    """Counts the rows that the best one does not beat beyond the deviation, if there is one."""
     near = [r for r in rows if r is not best and not noise.differ(best, r, key)]
     resolved = len(best.values[key]) > 1
     return f" ({noise.others(len(near))} within the noise)" if near and resolved else ""

@@ -178,7 +178,7 @@ class Recall(AskingTask):
             return number(2)(value) if key == "logprob" else _percent(value)
 
         def rank(row: ResultRow) -> tuple[bool, float, float]:
-            """Orders rows from the best; of those that are displayed equally, the one with the least KV is better."""
+            """Orders rows from the best; among rows displayed equally, the one with the least KV is better."""
             value = row.mean(key) or 0.0
             return math.isnan(value), -round(value, 2), row.mean("live_kv_bytes") or 0.0
 
@@ -225,7 +225,7 @@ def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Logpro
 
 
 def _kv(llm: LLM, example: Example, ask: str) -> dict[str, Any]:
-    """Measures what one request holds at its end."""
+    """Measures the blocks of one request at its end."""
     llm.clear_records()
     _answers(llm, [example], ask)
     return {"held_kv_bytes": int(llm.records[-1].live_blocks) * llm.block_bytes}

@@ -63,7 +63,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Returns the standard deviation of two or more values; of some that are not finite NaN, or 0 if all are equal."""
+    """Returns the standard deviation of two or more values; if some are not finite, NaN, or 0 if all are equal."""
     if all(math.isfinite(value) for value in values):
         try:
             return statistics.stdev(values)

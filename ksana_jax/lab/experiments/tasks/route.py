@@ -111,7 +111,7 @@ def _policy(row: ResultRow) -> str:
 
 
 def _groups(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
-    """Returns rows by all that differs except their policy."""
+    """Groups rows by their settings other than the policy."""
     found: dict[str, list[ResultRow]] = {}
     for row in rows:
         label = row.label if "settings.policy" in row.point else row.label.rpartition(", ")[0]

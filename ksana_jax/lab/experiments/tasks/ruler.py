@@ -46,7 +46,7 @@ class RulerSettings:
     chat: whether prompts have the form of the model's chat template; null uses one if there is one.
     ask: "with" gives text and question together; "after" compresses the KV of the text by `kv_eviction` before the
       question is read, as kvpress does.
-    depth: place of the fact that is asked for, from 0 (beginning) to 1 (end), in niah tasks and vt; null draws one.
+    depth: place of the requested fact, from 0 (beginning) to 1 (end), in niah tasks and vt; null draws one.
     """
 
     tasks: list[str] = dataclasses.field(default_factory=lambda: list(_WITHOUT_TEXT))
@@ -151,7 +151,7 @@ class Ruler(AskingTask):
 
 
 def _rank(row: ResultRow) -> tuple[float, float]:
-    """Returns a key by which the best row is the smallest; of equal scores, that with the least KV is better."""
+    """Returns a key by which the best row is the smallest; among equal scores, the one with the least KV is better."""
     return -(row.mean("score") or 0.0), row.mean("live_kv_bytes") or 0.0
 
 
@@ -176,7 +176,7 @@ def _reading(settings: RulerSettings) -> list[str]:
 
 
 def _given(settings: RulerSettings) -> Given:
-    """Returns what the prompts have in common, with the first num_tokens words of the haystack: no more are needed."""
+    """Returns the prompts' common part, with the first num_tokens words of the haystack: no more are needed."""
     words: list[str] = []
     if _reading(settings):
         for _, text in candidates(settings.haystack, _HAYSTACK):

@@ -67,11 +67,11 @@ class SimulatedSettings:
     rate: requests per second, to which the workload's gaps are scaled; null leaves them.
     pool_bytes: size of a server's pool in place of engine.num_blocks, which then are as many as fit with the engine's
       kv_cache_dtype.
-    cost: what steps cost: {"level": "affine", "step_s": 0.01, "token_s": 0.0001}, which null stands for, or another
+    cost: cost model of steps: {"level": "affine", "step_s": 0.01, "token_s": 0.0001}, the default for null, or another
       model (`simulator.cost`), or the file of a fit. One of level roofline takes the engine's kv_cache_dtype, unless it
       has its own. Moves between tiers take no time unless it has "move": {"saved": {"bytes_per_s": 4e10}, "read":
-      {"fixed_s": 0.0001, "bytes_per_s": 6e9}}; the ways are saved, copied, loaded, and written and read of a disk tier,
-      of whose disk_cache_dir only matters that it is set.
+      {"fixed_s": 0.0001, "bytes_per_s": 6e9}}; the ways are saved, copied, loaded, and written and read of a disk tier;
+      its disk_cache_dir must be set, to any name.
     server: "engine" runs the real engine, scheduler and memory; "light" counts only (`simulator.light`);
       "request_level" batches by request, as FasterTransformer does.
     servers: number of servers.
@@ -114,7 +114,7 @@ class Simulation:
         self._chains = Chains(self.engine.block_size)
 
     def requests(self, rate: float) -> list[RequestTimes]:
-        """Serves the workload at a rate in requests/s; returns what clients saw."""
+        """Serves the workload at a rate in requests/s; returns the clients' times."""
         served = self._serve(self.workload.scaled(rate))
         return served.requests if isinstance(served, fleet.FleetRun) else served
 
@@ -163,7 +163,7 @@ class Simulation:
 
         def make(events: Any, **calls: Any) -> SimEngine:
             seed = (self._seed, next(numbers)) if settings.noise else None
-            # Each its own costs: some have a state.
+            # One cost model each: some have a state.
             cost = self._cost()
             return SimEngine(self.model, self.engine, events, cost, seed=seed, platform=settings.platform, **calls)
 
@@ -173,7 +173,7 @@ class Simulation:
         return cost_of(self._settings, self.engine.kv_cache_dtype)
 
     def _router_settings(self) -> RouterSettings:
-        """Returns what the router assumes: the servers' rate of prefill and their pool, unless the settings differ."""
+        """Returns the router's assumptions: the servers' rate of prefill and pool, unless the settings differ."""
         engine = self.engine
         filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
         most = engine.max_num_batched_tokens
@@ -222,7 +222,7 @@ class SimulatedTask(BaseTask):
             raise ConfigError(f"model {config['model']} has no end-of-sequence id, with which simulated answers end")
 
     def inputs(self, settings: SimulatedSettings) -> dict[str, str]:
-        # A field that may name a file is no part of a trial's id: what it says has to be here in either form.
+        # A field that may name a file is no part of a trial's id, so its content is included here in either form.
         if isinstance(settings.cost, str):
             found = {"cost": content_digest(settings.cost, "settings.cost")}
         else:

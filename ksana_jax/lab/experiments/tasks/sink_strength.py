@@ -182,5 +182,5 @@ def _loaded(name: str, load_format: Literal["auto", "dummy"]) -> tuple[ModelConf
 
 
 def _uniform(num_tokens: int) -> float:
-    """Attention that uniform causal attention pays to the first of num_tokens positions, averaged over them."""
+    """The weight that uniform causal attention gives to the first of num_tokens positions, averaged over them."""
     return sum(1 / count for count in range(1, num_tokens + 1)) / num_tokens

@@ -1,8 +1,8 @@
 """Gain from speculative decoding: the same requests served with and without drafts, in alternating runs.
 
 The trial's engine is the side "without". The side "with" is a second engine with the same weights and settings, plus
-`settings.speculative_config`. Every run has its own salt, so tries learn from the requests of their run alone, and from
-those that the settings let them see before it.
+`settings.speculative_config`. Every run has its own salt, so tries learn only from the requests of their run, and from
+earlier ones that the settings allow.
 
 Source of the formula: Leviathan et al., arXiv:2211.17192, section 3.
 """
@@ -50,11 +50,11 @@ class SpeculativeSettings:
 
     speculative_config: of the side "with"; see docs/use/speculative.md.
     prompts: "free" continues a text, "edit" begins a text again, "shared" has the same text in many prompts.
-    texts: what prompts are cut from, see `lab.experiments.text_files`; empty takes the embedded model's held-out files.
+    texts: sources of the prompts, see `lab.experiments.text_files`; empty takes the embedded model's held-out files.
     prompt_tokens, output_tokens: of each request; end-of-text tokens do not end it.
     temperature: of all requests.
     batch_size: requests that arrive together.
-    num_batches: how often they do; each batch begins when the one before is done.
+    num_batches: number of batches; each begins when the one before is done.
     traffic: other requests, which are served before and not timed: tries know their outputs.
     preloaded: other requests, whose outputs tries are given without serving them. Methods with tries only.
     num_pairs: timed runs of each side.
@@ -131,7 +131,7 @@ class Speculative(PairedTask):
         """Computes gain, seconds without / seconds with, median over pairs, gain_least and gain_most among them;
         acceptance_rate, acceptance_length, per_forward; alpha, the accepted fraction of the draft tokens that were not
         behind a rejected one; drafting, seconds of drafts as a fraction of a plain step's; formula, the gain if
-        verification took as long as a plain step; same, the fraction of texts that are those without speculation;
+        verification took as long as a plain step; same, the fraction of texts equal to those without speculation;
         nll_*, nats per token of the texts of a side under the target, of methods that may change texts."""
         without, with_ = of_side(measurements, "without"), of_side(measurements, "with")
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(without, with_, strict=True)]
@@ -239,7 +239,7 @@ def _outputs(llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, 
 def _timed(
     llm: LLM, prompts: list, settings: SpeculativeSettings, seed: int, salt: str
 ) -> tuple[Measurement, list[list[int]]]:
-    """Serves prompts, batch by batch; measures seconds, what became of drafts, and digests of the texts. Returns the
+    """Serves prompts, batch by batch; measures seconds, counts of drafts, and digests of the texts. Returns the
     texts, too."""
     params, size = _params(settings, len(prompts), seed), settings.batch_size
     asked = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
@@ -270,7 +270,7 @@ def _nll(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
 
 
 def _counted(llm: LLM) -> dict[str, Any]:
-    """Returns what an engine has counted of its drafts; nothing if it has none."""
+    """Returns an engine's counts of its drafts; empty without drafts."""
     speculation = llm.engine.scheduler.speculation
     if speculation is None:
         return {}

@@ -1,4 +1,4 @@
-"""The figure of the task `speculative`: tokens per forward and speed-up, beside what the formula says of them."""
+"""The figure of the task `speculative`: tokens per forward and speed-up, next to the formula's."""
 
 from __future__ import annotations
 
