@@ -1,6 +1,6 @@
 """Measured costs: an affine function of a step's size for each phase, corrected for each measured shape. No jax.
 
-Phases are steps that only decode and steps with chunks. The function has padded and real sizes, since the cost depends on
+Phases are steps that only decode and steps with chunks. The function has padded and real sizes, since cost depends on
 the implementation: dense attention computes all entries of a block table, a kernel those in use.
 """
 
