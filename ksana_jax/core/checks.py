@@ -32,7 +32,7 @@ def is_number(value: Any) -> bool:
 
 
 def are_integers(values: Collection[Any], low: int, high: int) -> bool:
-    """True if all values are ints from low to high. Much quicker than `integer` for each."""
+    """True if all values are ints from low to high. Much faster than `integer` for each."""
     return set(map(type, values)) <= {int} and (not values or low <= min(values) <= max(values) <= high)
 
 

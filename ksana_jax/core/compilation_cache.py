@@ -26,13 +26,13 @@ WRITES_ALL = {
 def keep_compiled_steps(folder: Path | None = None) -> None:
     """Points jax's compilation cache at a folder, unless the user has chosen one or turned the cache off.
 
-    Once jax is imported, entries are also written whole: processes that start together share a folder, and by itself
-    jax writes an entry under its final name, where another process reads the half of it.
+    Once jax is imported, entries are also written atomically: processes that start together share a folder, and by
+    default jax writes an entry under its final name, where another process may read half of it.
 
     If jax is not imported yet, the settings go to environment variables, so that child processes inherit them. Users
     choose by `JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE=false` or their `jax.config` forms.
 
-    Where the folder cannot be made, a warning says why, and steps are compiled in each process.
+    If the folder cannot be made, a warning says why, and each process compiles its steps.
 
     Args:
       folder: parent of the cache's folder; None takes `ksana_jax/compiled` in the user's cache directory. A cache
@@ -84,7 +84,7 @@ def _write_whole_entries() -> None:
 
 
 class CacheUse:
-    """Counts what jax asked its compilation cache for, and found in it. Both are 0 if the cache is turned off."""
+    """Counts jax's requests to its compilation cache, and its hits. Both are 0 if the cache is turned off."""
 
     def __init__(self):
         self.asked = self.found = 0
@@ -113,8 +113,8 @@ def cache_use() -> Iterator[CacheUse]:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Returns a context in which programs are compiled for absent devices, without jax's cache on disk: they can be
-    written to it, but not read from it."""
+    """Returns a context for compiling programs for absent devices without jax's cache on disk, which can
+    write them but not read them."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

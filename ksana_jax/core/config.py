@@ -192,7 +192,7 @@ class EngineConfig:
         32 rows).
       quantization: "int8" stores the matrices of layers as codes with a scale per row, and computes in `dtype`; "w8a8"
         also rounds activations to codes, with a scale per token, and multiplies integers. Weights are quantised when
-        they are loaded, for which there must be room. Embedding, output head and norms keep their dtype. "stored" keeps
+        they are loaded, which needs extra memory. Embedding, output head and norms keep their dtype. "stored" keeps
         the matrices of a GGUF file that are in blocks, embedding and output head included, on a CPU, in 4.5 to 10 bits
         a number (`models.block_matrix.FORMS`); native products round activations to int8, with a scale for each 32,
         and operators.linear "xla" does not. None leaves all weights in `dtype`.
@@ -351,7 +351,7 @@ class EngineConfig:
             )
 
     def used(self) -> dict[str, object]:
-        """Returns which settings that others exclude are in use, see `refusals`."""
+        """Returns the settings in use that others exclude, see `refusals`."""
         tp, dp, prefer = self.tensor_parallel_size, self.data_parallel_size, self.operators.prefer
         return {
             "kv_eviction": self.kv_eviction is not None,
@@ -368,7 +368,7 @@ class EngineConfig:
         }
 
     def _depends_on_the_batch(self) -> list[str]:
-        """Returns the values with which a request's numbers depend on how it is served."""
+        """Returns the settings in use that make a request's numbers depend on how it is served."""
         row_by_row = {
             "attention": ("auto", "native"),
             "linear": ("auto", "packed", "native"),

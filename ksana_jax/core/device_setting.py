@@ -22,17 +22,17 @@ OF_JAX = ("cpu", "gpu", "cuda", "rocm", "oneapi", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTarget:
-    """Says which device an engine runs on.
+    """Names the device that an engine runs on.
 
     Args:
       platform: jax's name of the platform: "cpu", "cuda", "tpu", or a plugin's, such as "npu".
       plugin: "installed" where jax finds the plugin itself (a package with an entry point of the group jax_plugins, a
         module in the namespace package jax_plugins, or PJRT_NAMES_AND_LIBRARY_PATHS); the path of the plugin's shared
-        library; or "loopback", in a checkout, for a plugin without hardware that plays a device which lacks something.
+        library; or "loopback", in a checkout, for a plugin without hardware that simulates a limited device.
       options: options of the plugin, {name: text, number or list of integers}; for the loopback, the fields of
         `ksana_jax.devkit.loopback.wrapper.LoopbackOptions`. An installed plugin takes none here.
       donation: whether jax may tell the device that a step's pool is donated to it. jax does so for the platforms that
-        it knows; for another one it is your word that the plugin supports it. None: for the platforms that jax knows,
+        it knows; for another one you assert that the plugin supports it. None: for the platforms that jax knows,
         and for the loopback. Without donation, a step needs the pool twice.
       memory_bytes: memory of the device, for one that does not report it.
       features: operations that programs may use, {name: value} of `features.Features`. Values omitted here are

@@ -22,7 +22,7 @@ class JobError(RuntimeError):
 
 
 def system_reason(error: OSError) -> str:
-    """Returns what the system says of an error, such as "Address already in use", without what libraries add to it."""
+    """Returns the system's message of an error, such as "Address already in use", without libraries' additions."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)

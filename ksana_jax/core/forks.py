@@ -1,4 +1,4 @@
-"""Forked children of a process that uses jax: they may end as they like, and cannot compute.
+"""Forked children of a process that uses jax: they may end normally, but cannot compute.
 
 A child inherits engines, locks, connections and jax's clients, but none of the threads that serve them.
 """
@@ -52,13 +52,13 @@ def outlives_python(thing: Any) -> Any:
 
 
 def _in_child() -> None:
-    """Keeps what jax has that waits for threads, so that the child ends with its own exit status."""
+    """Keeps jax's objects that wait for threads alive, so that the child ends with its own exit status."""
     global _here, _jax_of
     parent, _here = _here, os.getpid()
     bridge, mlir = (sys.modules.get(f"jax._src.{name}") for name in ("xla_bridge", "interpreters.mlir"))
     if mlir is not None:
         outlives_python(mlir.global_thread_pool)
-    if bridge is not None and (clients := bridge._backends):  # its lock may be held, for ever
+    if bridge is not None and (clients := bridge._backends):  # its lock may be held for ever
         _jax_of = _jax_of or parent
         for client in clients.values():
             outlives_python(client)

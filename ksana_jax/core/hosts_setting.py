@@ -1,4 +1,4 @@
-"""The setting `distributed`: which processes run an engine together, and which one this is. Knows no jax."""
+"""The setting `distributed`: the processes that run an engine together, and this one's number. Knows no jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PROCESSES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class HostsSetting:
-    """Says which processes run an engine together; names as in `jax.distributed.initialize`.
+    """Names the processes that run an engine together; names as in `jax.distributed.initialize`.
 
     Args:
       coordinator_address: "host:port" of process 0, which listens there, on that address alone.
@@ -32,8 +32,8 @@ class HostsSetting:
 
     @classmethod
     def read(cls, given: Any) -> HostsSetting | str | None:
-        """Reads the setting: a mapping with the fields above, "auto" for what Slurm, Open MPI or another launcher that
-        jax knows says, or None for one process.
+        """Reads the setting: a mapping with the fields above, "auto" for the job of Slurm, Open MPI or another launcher
+        that jax knows, or None for one process.
 
         Raises:
           ConfigError: a field is unknown or missing, or a value cannot be.

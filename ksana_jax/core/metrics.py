@@ -15,8 +15,8 @@ class StepRecord(NamedTuple):
     step was scheduled.
     num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
     without sharing. cached_blocks: blocks kept for their content, without an owner. live_blocks: blocks_in_use and the
-    blocks of the sequences that the step ends, which are released with it: what the pool holds for the next tokens of
-    all texts, if they go on.
+    blocks of the sequences that the step ends, which are released with it: the pool's blocks for the next tokens of
+    all texts, if they continue.
 
     Inputs of cost models (`ksana_jax.lab.simulator`), because the step's time depends on them:
 
@@ -64,5 +64,5 @@ class StepRecord(NamedTuple):
         return self.num_tokens - self.num_decodes - self.num_draft_tokens
 
     def without_times(self) -> StepRecord:
-        """Returns what the step did, without what the clock said: equal for equal decisions."""
+        """Returns the record without its times: equal for equal decisions."""
         return self._replace(ended_s=0.0, began_s=0.0, schedule_s=0.0, report_s=0.0, compiled=False)

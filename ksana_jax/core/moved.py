@@ -137,7 +137,7 @@ class Moved(MetaPathFinder, Loader):
         return alias
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: the new module has run."""
+        """Does nothing: the new module has already run."""
 
 
 def install() -> None:

@@ -28,12 +28,12 @@ class OperatorSettings:
     Args:
       prefer: "speed" takes the first that serves in the order of preference; "agreement" the pair of attention and
         products with weights that agrees longest with a float32 reference, and the fastest of those that agree as long,
-        by what `ksana align --choose` has measured for this model's shape, dtype and KV on this device; the path of a
-        .json file of that command, the same by that file.
+        as `ksana align --choose` measured for this model's shape, dtype and KV on this device; the path of that
+        command's .json file reads the measurements from it.
       attention: paged attention and the write of keys and values. On a CPU "native" is C++, compiled on first use and
-        kept; without a C++ compiler "xla" serves.
+        cached; without a C++ compiler "xla" serves.
       linear: products with weights. On a CPU "packed" repacks weights when they are loaded and computes all that
-        a layer does except attention in two calls of C++, "native" takes them as they are, "mixed" is native for up to
+        a layer does except attention in two calls of C++, "native" uses them unchanged, "mixed" is native for up to
         64 rows of a step and XLA's for more. With "packed" and "native", a row's result is the same whatever the other
         rows. On a Hopper GPU "hopper" computes, in bfloat16 and for up to 64 tokens of a step, products together with
         norms, gated activations and residuals in one kernel each, where that is faster by its bytes; XLA the others.

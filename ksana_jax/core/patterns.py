@@ -117,13 +117,13 @@ class AttentionPattern:
 
     @property
     def full_until(self) -> int:
-        """A length of text below which the pattern surely is full attention: queries see all that is before them, from
+        """A length of text up to which the pattern surely equals full attention: queries see all earlier tokens, from
         their own positions. Exact for dense patterns without global positions."""
         if self.stride > 1:
             return 1
         if self.window is None:
             return FAR
-        # Window 4, 2 sinks: query 6 is the first that does not see something, position 2, or sees it from elsewhere.
+        # Window 4, 2 sinks: query 6 is the first that does not see some position, 2, or sees it from elsewhere.
         full_until = self.window + self.num_sinks
         if self.num_sinks and self.sink_position == "ceiling":
             # Window 2, ceiling 4: query 5 is the first to see position 0 from elsewhere.

@@ -45,7 +45,7 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
     """Returns the dataclass that a setting names, with its fields.
 
     Args:
-      setting: {"method": as `resolve` takes it, and fields}. kind: what it must be a subclass of.
+      setting: {"method": as `resolve` takes it, and fields}. kind: its required base class.
       what: name of the setting, example: a value of it, for messages.
 
     Raises:

@@ -1,6 +1,6 @@
 """This machine's processor: its instruction sets and cores. Knows no jax.
 
-The environment variable KSANA_HIDE takes some of it away, so that a developer's machine plays a lesser one:
+The environment variable KSANA_HIDE hides some features, so that a developer's machine simulates a lesser one:
 
   avx512     instruction sets AVX-512 and AMX, from XLA's compiler and the C++ compiler too
   compiler   the C++ compiler
@@ -22,10 +22,10 @@ HIDEABLE = ("avx512", "compiler", "cores")
 
 
 def hidden() -> tuple[str, ...]:
-    """Returns what KSANA_HIDE hides, in the order of `HIDEABLE`.
+    """Returns the features that KSANA_HIDE hides, in the order of `HIDEABLE`.
 
     Raises:
-      ConfigError: it has other words than those.
+      ConfigError: it has unknown words.
     """
     given = os.environ.get("KSANA_HIDE", "")
     words = {word for part in given.split(",") if (word := part.strip())}
@@ -38,7 +38,7 @@ def hide(core: int = 0) -> None:
     """Hides features from XLA, and pins this process and its children to one core. Call before jax starts.
 
     Args:
-      core: index of the core that is left, modulo their number: processes beside each other take different ones.
+      core: index of the remaining core, modulo their number: concurrent processes take different ones.
 
     Raises:
       ConfigError: jax has already started, this system cannot, or KSANA_HIDE is wrong.

@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
     principle: bool = False
 
 
-# Names of properties that several settings, or only some values of one, have.
+# Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
@@ -83,13 +83,13 @@ REFUSALS = (
 
 
 def check(used: Mapping[str, object], error: type[ValueError] = ConfigError) -> None:
-    """Checks that settings go together.
+    """Checks that settings are compatible.
 
     Args:
       used: names of `REFUSALS` and whether each is in use; a string is shown in place of the name.
 
     Raises:
-      ConfigError: or the type given as `error`: some do not, and why.
+      ConfigError: or the type given as `error`: some are not, and why.
     """
     found = [
         f"{_shown(used, r.setting)} does not go with {_shown(used, r.other)}: {r.reason}"

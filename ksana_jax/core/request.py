@@ -62,7 +62,7 @@ class SamplingParams:
     """Sampling parameters of a request; names and meanings as in vLLM, see docs/use/coming-from-vllm.md.
 
     Args:
-      n: completions per prompt; with beam_width, how many of the best beams are returned.
+      n: completions per prompt; with beam_width, the number of best beams returned.
       beam_width: 0 samples; otherwise the number of beams of a beam search, which excludes other sampling settings.
       length_penalty: beams are ranked by the sum of their log-probabilities / (tokens ** length_penalty).
       temperature: 0 takes the most probable token.
@@ -153,7 +153,7 @@ class SamplingParams:
             return
         if self.n > self.beam_width:
             raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
-        # Sampling temperature and truncation do not apply; a default of 1 is no wish.
+        # Sampling temperature and truncation do not apply; a default of 1 requests nothing.
         used = {
             "beam_width": f"beam_width {self.beam_width}",
             "stop": bool(self.stop_strings),

@@ -27,7 +27,7 @@ class Name(NamedTuple):
     Args:
       where: LLM, GENERATE, CHAT or SAMPLING. name: vLLM's name.
       note: one sentence on why other values are refused, or on the alternative.
-      neutral: values that request what happens here anyway; they are accepted and have no effect.
+      neutral: values that request this engine's only behaviour; they are accepted without effect.
       here: name of the corresponding setting.
       value: converts vLLM's value to `here`'s.
       examples: values as written in code, for the documentation and its test.
@@ -59,7 +59,7 @@ RENAMED = (
     Name(LLM, "preemption_mode", "what happens to a preempted request", here="preempt", examples=('"swap"',)),
 )
 
-# Keywords that have no name here: a note, and below it those that it explains, each as
+# Keywords without a name here: a note, and below it the keywords that it explains, each as
 #     NAME = values that request this engine's only behaviour | examples; for; the; documentation
 MISSING = {
     LLM: """
@@ -161,7 +161,7 @@ there are no further arguments
 
 
 def read_table(where: str, table: str) -> Iterator[Name]:
-    """Yields the names of a table such as those of MISSING."""
+    """Yields the names of a table such as MISSING."""
     note = ""
     for line in table.strip().splitlines():
         if line.startswith(" "):
@@ -215,7 +215,7 @@ def translated(given: Mapping[str, Any], where: str, known: Set[str]) -> dict[st
 
 
 def refuse_unless_neutral(entry: Name, value: Any) -> None:
-    """Raises ConfigError for a value that asks for something else than what happens here anyway."""
+    """Raises ConfigError for a value that requests other behaviour than this engine's."""
     # Types must match too: True is not 1 here.
     if entry.neutral is not ANY and not any(type(value) is type(n) and value == n for n in entry.neutral):
         raise ConfigError(f"{entry.where} does not support {entry.name}={value!r:.60}: {entry.note}")
@@ -277,7 +277,7 @@ def page() -> str:
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Returns rows of (vLLM's code, what it is here, note) as Markdown: a list of equal ones, a row per note."""
+    """Returns rows of (vLLM's code, its equivalent here, note) as Markdown: a list of equal ones, a row per note."""
     lines, kinds = [], ("the same", "no effect", "refused")
     if same := [f"`{code}`" for code, what, _ in rows if what == kinds[0]]:
         lines += [f"The same: {', '.join(same)}.", ""]

@@ -20,7 +20,7 @@ class Fetchable:
       sha256, num_bytes: of all members, one after another.
       licence: name of the licence.
       use: a description, and what it is used for.
-      terms: what the user accepts by fetching it; None if the licence asks for nothing.
+      terms: accepted by fetching it; None if the licence requires nothing.
     """
 
     packages: tuple[str, ...]

