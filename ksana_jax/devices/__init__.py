@@ -1,5 +1,5 @@
-"""Devices that an engine runs on: how one is chosen, and what it can do.
+"""Devices that an engine runs on: their choice and capabilities.
 
 Reading order: `target` (the setting `device`), `starting` (registers its plugin and starts jax), `capabilities`
-(what the engine asks of a device).
+(the engine's requirements of a device).
 """

@@ -30,9 +30,9 @@ class Capabilities:
       platform: see `platform_of`. kind: as the device names it.
       shares_host_memory: whether it computes on the host's memory, as a CPU does.
       staging: memory that copies between it and NumPy arrays should cross: "pinned_host" or "none".
-      memory_bytes: its memory: what it reports, or else what the setting `device` says; None if neither does.
+      memory_bytes: its memory, as reported or else as the setting `device` says; None if neither does.
       donates: whether a program may write its result over an argument. Without it, a step needs the pool twice.
-      sizes_programs: whether its compiler says how much memory a program takes.
+      sizes_programs: whether its compiler reports the memory of a program.
     """
 
     platform: str
@@ -45,7 +45,7 @@ class Capabilities:
 
 
 def capabilities(device: Any = None) -> Capabilities:
-    """Returns what a device can do, by default the first one of this process. The answer is kept."""
+    """Returns a device's capabilities, by default the first one's of this process. The answer is cached."""
     with jax.ensure_compile_time_eval():  # asked while a step is traced, too
         return _found(jax.local_devices()[0] if device is None else device)
 
@@ -160,8 +160,8 @@ def _converts_pool(device: Any, dtype: str) -> bool:
 
 
 def features(device: Any) -> Features:
-    """Returns what programs are made of on a device: what the setting `device` says, and else, on platforms that this
-    project has not met, what is found by trying. The answer is kept."""
+    """Returns the features of programs on a device: from the setting `device`, or else, on platforms unknown to this
+    project, by trying. The answer is cached."""
     target = started()
     said = {} if target is None or not is_of(device, target.platform) else target.features
     return _features(device, tuple(sorted(said.items())))

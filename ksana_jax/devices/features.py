@@ -30,7 +30,7 @@ class Features:
 
     @property
     def missing(self) -> list[str]:
-        """Returns what is missing and what programs do without it, a line each."""
+        """Describes missing features and their replacements, a line each."""
         lines = []
         if not self.dynamic_loops:
             lines.append("no loops of dynamic length: attention reads whole block tables, however short the texts are")
@@ -66,7 +66,7 @@ class Features:
 # CPUs, GPUs and TPUs have them.
 ALL_FEATURES = Features()
 
-# Key and counter of threefry, and what becomes of them: of the test vectors of the library Random123.
+# Key and counter of threefry, and the result: test vectors of the library Random123.
 THREEFRY_WORDS = (
     np.array([0x13198A2E, 0x03707344, 0x243F6A88, 0x85A308D3], np.uint32),
     np.array([0xC4923A9C, 0x483DF7A0], np.uint32),
@@ -74,7 +74,7 @@ THREEFRY_WORDS = (
 
 
 def threefry(words: jax.Array) -> jax.Array:
-    """Returns what threefry makes of a key and a counter, uint32 [4]; for trials."""
+    """Returns threefry's result for a key and a counter, uint32 [4]; for trials."""
     return threefry_2x32(words[:2], words[2:])
 
 

@@ -1,4 +1,4 @@
-"""Names of devices by the backend that jax registered, whatever the plugin behind it calls itself."""
+"""Names of devices by the backend that jax registered, not by the plugin's own name."""
 
 from __future__ import annotations
 

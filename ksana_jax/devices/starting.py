@@ -92,7 +92,7 @@ def _register(target: DeviceTarget) -> None:
         path = os.path.abspath(target.plugin)
         try:
             xla_bridge.register_plugin(target.platform, library_path=path, options=dict(target.options))
-        except Exception as error:  # what a library's loader and first functions may raise
+        except Exception as error:  # errors of a library's loader and first functions
             raise ConfigError(f"device {target}: the plugin cannot be loaded: {_line(error)}") from error
 
 
@@ -100,7 +100,7 @@ def _start(target: DeviceTarget) -> None:
     import jax
 
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    # "gpu" stands for several, and jax insists on all that it is given.
+    # "gpu" stands for several platforms, and jax requires all that it is given.
     name = "cuda" if target.platform == "gpu" else target.platform
     jax.config.update("jax_platforms", ",".join(dict.fromkeys((name, "cpu"))))
     try:

@@ -1,7 +1,7 @@
 """Settings by platform, from measurements there: speed, not results. The only table by platform's name; others
 get defaults that run everywhere. Knows no jax.
 
-What a device can do is asked of it, see `capabilities`.
+`capabilities` detects what a device can do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Tuning:
       least_rows: minimum rows of XLA's matrix products of bfloat16.
       joins_matrices: whether weights that multiply the same input are kept as one matrix.
       chooses_in_step: whether a step of decodes alone and the choice of its tokens are one program.
-      native: whether the C++ operators are for it.
+      native: whether the C++ operators serve it.
       stored_as_bits: types, by NumPy's names, that a pool stores as unsigned integers of the same bits, because the
         compiler converts a whole pool of them at each scatter.
       compiles_on_one_core: whether its compiler takes one core for a program, so that several are compiled at once.
@@ -81,10 +81,10 @@ _TUNING = {
     ),
     "tpu": Tuning(least_rows=8),
 }
-# Platforms that this project has met: what their devices can do need not be tried.
+# Platforms known to this project: their devices' capabilities need no trial.
 KNOWN = frozenset(_TUNING)
 
 
 def tuning(platform: str) -> Tuning:
-    """Returns what a platform, by jax's name of it, is served with."""
+    """Returns the settings of a platform, by jax's name."""
     return _TUNING.get(platform, Tuning())
