@@ -22,7 +22,7 @@ from ksana_jax.sharding.specs import EVERYWHERE
 
 
 class Placement:
-    """One device, jax's first one unless another is given; programs are compiled for it without further ado."""
+    """One device, jax's first one unless another is given; programs are compiled for it directly."""
 
     num_devices = 1
 
@@ -68,11 +68,11 @@ class Placement:
         return operators
 
     def vocabulary(self, config: ModelConfig) -> Vocabulary:
-        """Returns what the sampling in a program of the devices knows of the vocabulary."""
+        """Returns the vocabulary for sampling in a program of the devices."""
         return Vocabulary(features=self.features)
 
     def params(self, config: ModelConfig, params: Params, embedding_device: str = "device") -> Params:
-        """Places weights, or shapes of weights, which may be there already; "host" leaves the embedding where it is."""
+        """Places weights, or shapes of weights, perhaps placed already; "host" leaves the embedding where it is."""
         if self._device is None:
             return params
         return jax.tree.map(lambda x: jax.device_put(x, self._device) if isinstance(x, jax.Array) else x, params)
@@ -142,5 +142,5 @@ class Placement:
         return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
 
-# The placement of an engine that is told nothing.
+# The default placement of an engine.
 ONE_DEVICE = Placement()

@@ -44,7 +44,7 @@ def place_on(num_devices: int, num_processes: int = 1, *, replica: int = 0, num_
 
 
 def _counted(devices: Sequence[Any], needed: int) -> str:
-    """Returns how many devices there are, and on a CPU how there are as many as needed."""
+    """Describes the number of devices, and on a CPU the way to get as many as needed."""
     platform, hint = platform_of(devices[0]), ""
     if platform == "cpu":
         hint = f"; the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={needed} makes more"

@@ -52,8 +52,8 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
     """Returns the model that each device computes: its heads, hidden units of MLPs, and ids of the vocabulary.
 
     Raises:
-      ConfigError: see `check_divisible`; or a weight does not state how it is divided, or its parts are not what a
-        device computes with.
+      ConfigError: see `check_divisible`; or a weight does not state how it is divided, or its parts do not have
+        the shapes that a device computes with.
     """
     if num_devices == 1:
         return config
