@@ -1,4 +1,4 @@
-"""Rules by which draft tokens are accepted: pure functions of NumPy or jax arrays, under jit too.
+"""Rules for accepting draft tokens: pure functions of NumPy or jax arrays, under jit too.
 
 A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first after the text and each further one
 after one more draft token; the draft model gave K, and the draft tokens were drawn from them.
@@ -14,7 +14,7 @@ Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
 
 def equal_sampled(tokens: Array, following: Array) -> Array:
-    """Returns which draft tokens [J] equal what the model has sampled in their places: those before the first that does
+    """Returns which draft tokens [J] equal the model's samples in their places: tokens before the first that does
     not are accepted, see `num_before`.
 
     The tokens sampled up to there, and the one that differs from the draft, equal plain decoding's: each was drawn
@@ -36,7 +36,7 @@ def good_enough(tokens: Array, following: Array, logprobs: Array, rollback: Arra
 
     Args:
       tokens, following: see `equal_sampled`.
-      logprobs: [J] log-probabilities of the draft tokens. rollback: the most that their negatives may be.
+      logprobs: [J] log-probabilities of the draft tokens. rollback: the maximum of their negatives.
 
     Source: Big Little Decoder, Kim et al., arXiv:2302.07863, section 3.2 (rollback).
     """
@@ -81,8 +81,8 @@ def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
     """Returns the probability [R, K] with which each draft token is accepted, given that those before it are.
 
     Args:
-      p: [R, K + 1, V] distributions of the target, as it samples from them. q: [R, K, V] those from which the draft
-        tokens were drawn: after temperature, truncation and penalties, or texts are biased.
+      p: [R, K + 1, V] distributions of the target, as it samples from them. q: [R, K, V] distributions that the draft
+        tokens were drawn from: after temperature, truncation and penalties, or texts are biased.
       ids: [R, K] draft tokens.
 
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
@@ -160,8 +160,8 @@ def _of_tokens(distributions: Array, ids: Array, xp: Any) -> Array:
 
 
 def _after(p: Array, q: Array, number: Array, counts: Array, weight: Array, xp: Any) -> Array:
-    """Returns the distribution [R, V] of the token after `number` [R] accepted ones: what the draft's distribution
-    leaves of the target's, or the target's where all were accepted."""
+    """Returns the distribution [R, V] of the token after `number` [R] accepted ones: the
+    residual of the target's beyond the draft's, or the target's where all were accepted."""
     at = number[:, None, None]
     target = xp.take_along_axis(p, at, axis=1)[:, 0]
     drafted = xp.take_along_axis(q, xp.minimum(at, q.shape[1] - 1), axis=1)[:, 0]

@@ -1,5 +1,5 @@
-"""The random numbers of sampling: a function of a row's seed and of the number of its tokens so far, and of nothing
-else. Knows no scores."""
+"""The random numbers of sampling: a function of a row's seed and the number of its tokens so far
+alone. Knows no scores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sums in a stated order, so that a row's sum is the same bit by bit whatever the number of rows.
 
-XLA chooses the order of `jnp.sum` and `jnp.cumsum` by the shape of the whole array. Single additions it leaves alone.
+XLA chooses the order of `jnp.sum` and `jnp.cumsum` by the shape of the whole array. It keeps single additions.
 """
 
 from __future__ import annotations

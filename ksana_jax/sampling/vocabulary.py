@@ -14,10 +14,10 @@ from ksana_jax.devices.features import ALL_FEATURES, Features
 class Vocabulary:
     """Relates the scores [S, V] that a function gets to the whole vocabulary: here they are all of it.
 
-    `sharding.vocabulary` has the one of several devices, each with some ids of each row. What follows is then the same
-    on all of them.
+    `sharding.vocabulary` has the one of several devices, each with some ids of each row. Later results are then
+    the same on all of them.
 
-    features: what programs are made of on the devices.
+    features: operations that programs may use on the devices.
     """
 
     features: Features = dataclasses.field(default=ALL_FEATURES, kw_only=True)
@@ -43,7 +43,7 @@ class Vocabulary:
         return x_SG
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Adds up what devices have found among their ids."""
+        """Sums the devices' results over their ids."""
         return x
 
     def max(self, x: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ class Vocabulary:
         return x
 
     def best(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns of each device's candidate [S], its id and its value, the one with the largest value; the lowest id
+        """Returns the devices' candidate [S], id and value, with the largest value; the lowest id
         among equals."""
         return ids, values
 
@@ -73,7 +73,7 @@ SEARCHED_TOGETHER = 32
 
 
 def largest(x_SV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns what `jax.lax.top_k` does: the largest numbers of each row [S, count], descending, and their ids; of
+    """Equals `jax.lax.top_k`: returns the largest numbers of each row [S, count], descending, and their ids; of
     equal numbers the lowest ids. Undefined for rows with NaN.
 
     Sorts only the groups of neighbours with the largest maxima, which hold all of them.
