@@ -33,7 +33,7 @@ class Tokenizer(abc.ABC):
       bos_token, eos_token: their texts, "" if there is none; chat templates use them.
       chat_template: Jinja source; None if the model has none that can be used.
       chat_templates: all of them by name, where the model's files name them.
-      no_template: why not, for messages; "" if the files name none.
+      no_template: why there is none, for messages; "" if the files name none.
       byte_errors: name of the codec error handler for bytes that are not UTF-8.
     """
 

@@ -65,7 +65,7 @@ def render_chat(
     if continue_final_message and add_generation_prompt:
         raise ValueError("add_generation_prompt begins a new message, continue_final_message continues the last one")
     for message in read:
-        # A template that does not know calls would write None, or fail.
+        # A template without support for calls would write None, or fail.
         if message.get("content") is None and "tool_calls" not in source:
             message["content"] = ""
     if continue_final_message:

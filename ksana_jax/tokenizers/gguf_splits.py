@@ -1,4 +1,4 @@
-"""How byte-level BPE in GGUF files splits a text into words, by the name in `tokenizer.ggml.pre`. Knows names only.
+"""Splits of texts into words for byte-level BPE, by the name in `tokenizer.ggml.pre`. Knows names only.
 
 The words equal llama.cpp's, even where a model's tokenizer.json splits differently: for tekken and gpt-4o, a letter
 outside ASCII is upper and lower case at once, and no combining mark belongs to a word.
@@ -15,7 +15,7 @@ class Split(NamedTuple):
 
     patterns: regular expressions in Oniguruma's syntax. Each splits the parts that the one before it left: a match is
       a part, and so is the text between two.
-    ignore_merges: a word that is a token becomes that token, whatever the merges say.
+    ignore_merges: a word that is a token becomes that token, regardless of merges.
     add_bos: whether a text begins with BOS where the file does not say.
     """
 
@@ -52,9 +52,9 @@ _DEEPSEEK = (
     "[一-龥\u3040-ゟ゠-ヿ]+",
     _ASCII_MARKS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|" + _lines(r"[\p{P}\p{S}]"),
 )
-# To llama.cpp, U+2003 and U+3000 are white space and no members of these ranges.
+# llama.cpp treats U+2003 and U+3000 as white space, outside these ranges.
 _HAN_AND_HANGUL = r"[ࠀ-龥가-\x{d7ff}&&[^\s]]+"
-# Letters of scripts with two cases, as far as deepseek-llm knows them.
+# Letters of scripts with two cases, as in deepseek-llm.
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ"
     "ῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓"

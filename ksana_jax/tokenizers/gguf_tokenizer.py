@@ -137,7 +137,7 @@ class _Fields:
         if value is None or (value in _NO_ID and not isinstance(value, bool)):
             return None
         if name == "bos_token_id" and type(value) is int and value >= len(self.tokens):
-            return None  # only a tokenizer would add it, which then says so
+            return None  # only a tokenizer would add it, and then reports it
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
             raise self.error(name, f"is {value!r:.60}, must be an id below {len(self.tokens):,}")
         return value
@@ -168,7 +168,7 @@ def _byte_level(fields: _Fields) -> Tokenizer:
 
     pre = fields.string("pre")
     if pre is None or pre not in SPLITS:
-        # llama.cpp takes "default" if there is none, which is right for no model, and says so.
+        # llama.cpp takes "default" if there is none, with a warning; it is right for no model.
         problem = "is missing: convert the model again" if pre is None else f"is {pre!r:.60}"
         raise fields.error("pre", f"{problem}; supported: {', '.join(SPLITS)}")
     split = SPLITS[pre]

@@ -90,7 +90,7 @@ def _with_object(function: dict[str, Any]) -> dict[str, Any]:
     """Returns the function of a call, its arguments as an object if they are the text of one."""
     given = function.get("arguments") or {}
     if isinstance(given, str) and len(given) <= MAX_ARGUMENT_CHARS:
-        with contextlib.suppress(ValueError, RecursionError):  # a model may have written what is no JSON
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written invalid JSON
             found = json.loads(given)
             given = found if isinstance(found, dict) else given
     return function | {"arguments": given}

@@ -1,4 +1,4 @@
-"""A process that renders chat templates in Jinja's sandbox, and that the system ends when one exceeds its limits.
+"""A process that renders chat templates in Jinja's sandbox; the system kills it when one exceeds its limits.
 
 A template can keep one C function busy for hours, or ask it for more memory than the machine has; only a limit of the
 operating system stops that. `template_process` runs this file as a script: each line of JSON on stdin holds a template
@@ -22,7 +22,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Names that a template has besides those of a request.
+# Names in every template's scope, in addition to a request's.
 GLOBALS = ("namespace", "cycler", "joiner", "dict", "range", "raise_exception", "strftime_now")
 OUT_OF_MEMORY = 100  # exit status
 
@@ -105,7 +105,7 @@ def main(cpu_s: float, memory_bytes: int) -> None:
             answer = json.dumps(_answer(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
             print(answer, flush=True)
-    except MemoryError:  # of any line of this loop; a new process begins without fragmented memory
+    except MemoryError:  # of any line of this loop; a new process starts without fragmented memory
         os._exit(OUT_OF_MEMORY)
 
 

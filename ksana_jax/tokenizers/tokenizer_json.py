@@ -107,7 +107,7 @@ class JsonTokenizer(Tokenizer):
 class _PieceDecoder:
     """The steps of a tokenizer.json's decoder that apply to single tokens, before tokens are joined.
 
-    `IncrementalDetokenizer` handles what depends on neighbouring tokens: joining bytes into characters, and dropping
+    `IncrementalDetokenizer` handles dependence on neighbouring tokens: joining bytes into characters, and dropping
     spaces at the start of a text.
     """
 
@@ -189,7 +189,7 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level(token: str | bytes) -> str | bytes:
-    # A token with a character outside the alphabet, such as a space, is no bytes and stands for itself.
+    # A token with a character outside the alphabet, such as a space, stands for itself, not for bytes.
     if isinstance(token, str) and all(character in _ALPHABET for character in token):
         return bytes(_ALPHABET[character] for character in token)
     return token
