@@ -17,7 +17,7 @@ from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sources import Source, sources
 
-# Keys of a row, and queries of different rows, that are looked at together: few enough for the processor's own caches.
+# Keys of a row, and queries of different rows, that are processed together: few enough for the processor's caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,
 # 30 ms in groups of 8, 26 ms in groups of 2; pieces of 64 to 128 tokens made no difference, of 256 it was 33 ms.
 PIECE_TOKENS = 96
@@ -43,7 +43,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     Args:
       queries: of T packed tokens; N is a multiple of the cache's K.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
-      work: what `Implementation.schedule` made of the step and the pattern; the reference needs nothing.
+      work: result of `Implementation.schedule` for the step and the pattern; the reference needs none.
 
     Source: PagedAttention, arXiv:2309.06180, section 4; sinks seen from other positions, StreamingLLM
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
@@ -117,8 +117,8 @@ class _Tiles(NamedTuple):
     ancestors: Any = None
 
     def nodes(self, slot_positions):
-        """Returns for slots [S, C] at some positions which tokens of their tile they hold; before its first, less than
-        0."""
+        """Returns the index in their tile of the tokens in slots [S, C] at some positions; negative before its
+        first."""
         return slot_positions - self.positions[:, :1]
 
     def key_positions(self, slot_positions):
@@ -289,7 +289,7 @@ def _absorb_sinks(
     """Adds the repositioned sinks, which are in the first blocks of a table."""
     first, rope = slice(-(-context.num_repositioned_sinks // source.block_size)), context.rope
     k, v, slot_pos_SC = _read(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
-    # "ceiling" wants one distance for all sinks: their keys are turned back to position 0.
+    # "ceiling" needs one distance for all sinks: their keys are rotated back to position 0.
     back = jnp.where(context.pattern.sink_position == CEILING, -tiles.key_positions(slot_pos_SC), 0)
     k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
     return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, tiles, source, context, sinks=True)

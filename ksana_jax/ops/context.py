@@ -18,9 +18,9 @@ class AttentionContext(NamedTuple):
 
     layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
     of decodes share leading blocks, a decode row sees its group's table and then its own. pattern: which text
-    positions a query sees, this layer's numbers. num_repositioned_sinks: the most that a pattern may have. soft_cap:
+    positions a query sees, this layer's numbers. num_repositioned_sinks: maximum of a pattern. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
-    denominator. observer: None where no eviction method looks on. residual: with a block codec, of the exact keys and
+    denominator. observer: None without an eviction method. residual: with a block codec, of the exact keys and
     of the exact values the layer's index in a block, and the batch with the tables of their group; else None.
     features: operations that programs may use on the device.
     """

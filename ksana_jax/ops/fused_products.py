@@ -1,5 +1,5 @@
-"""The operators of a layer on Hopper in steps of few tokens: products that take norms, biases, gated activations and
-residuals along, in one kernel each.
+"""The operators of a layer on Hopper in steps of few tokens: products fused with norms, biases, gated activations and
+residuals, in one kernel each.
 
 XLA computes a part of a layer that the kernel does not support, or would slow down (`hopper.product.pays`):
 another type than bfloat16, weights in 8 bits, more than 64 tokens or no multiple of 8, norms after a product, and of

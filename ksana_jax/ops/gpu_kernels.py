@@ -8,5 +8,5 @@ from pallas_kernels.registry import KERNELS, KV_WRITES
 HOPPER = Kernels(
     KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
 )
-# Make their work list in each layer.
+# These make their work list in each layer.
 TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

@@ -24,8 +24,8 @@ from ksana_jax.scheduler.step.types import StepShape
 class Implementation(NamedTuple):
     """An implementation with the contracts of `attention.write` and `attention.ragged_paged_attention`.
 
-    schedule: (context, cache, num_heads) -> what layers of one pattern share in a step, for `attend`; None where there
-      is nothing to share.
+    schedule: (context, cache, num_heads) -> the work that layers of one pattern share in a step, for `attend`; None if
+      they share none.
     unsupported: why it cannot serve some needs, or None.
     needs: hardware and software that it runs on, for readers; empty where there are no special needs.
     trees: whether it reads `StepArrays.ancestors`; steps with trees of drafts take the reference otherwise.
@@ -118,7 +118,7 @@ def _installed() -> tuple[Implementation, ...]:
     for point in entry_points(group=ATTENTION_GROUP):
         try:
             made = point.load()
-        except Exception as error:  # whatever another package may raise
+        except Exception as error:  # any error of another package
             raise ConfigError(f"entry point {point.name} = {point.value} of {ATTENTION_GROUP}: {error}") from error
         if not isinstance(made, Implementation) or made.name != point.name:
             raise ConfigError(

@@ -30,7 +30,7 @@ def check_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> Non
 
 
 def why_not_invariant(config: ModelConfig, needs: Requirements, dtype: str) -> str | None:
-    """Returns what keeps the steps of a model from being computed row by row, or None.
+    """Returns the reason why a model's steps cannot be computed row by row, or None.
 
     Attention, products with weights and norms that have sums must be those in C++: XLA orders a sum by the shape of the
     whole array. Functions of single numbers (activations, rotation) are left to XLA; sums over the vocabulary have a

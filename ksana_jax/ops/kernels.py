@@ -210,7 +210,7 @@ def _seen(result: contract.Result) -> PartialAttention:
 
 
 def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
-    """Returns what kernels of a GPU do not support among the requirements, in their own words, or None."""
+    """Returns the GPU kernels' own reason for an unsupported requirement, or None."""
     return _unread_codec(needs) or lacks(kernels, needs)
 
 

@@ -18,7 +18,7 @@ CEILING = SINK_POSITIONS.index("ceiling")
 class Queries(NamedTuple):
     """A step's queries, scaled and rotated.
 
-    q: [T, N, H], rotated at their own positions. q_sink: rotated as repositioned sinks want them, in whatever form an
+    q: [T, N, H], rotated at their own positions. q_sink: rotated for repositioned sinks, in the form that the
       implementation reads; None where no sinks are repositioned.
     """
 
@@ -62,8 +62,8 @@ def _write_exactly(k, v, cache: SealedCache, context: AttentionContext) -> Seale
 def sink_query_position(pattern: PatternArrays, positions, sink):
     """Returns the positions from which queries look at a repositioned sink; shapes broadcast.
 
-    StreamingLLM's stand at one place for all sinks, LM-Infinite's at `sink_ceiling` from each. Where the keys of all
-    sinks are turned back to position 0, that is sink 0.
+    StreamingLLM has one position for all sinks, LM-Infinite one at `sink_ceiling` from each. If the keys of all
+    sinks are rotated back to position 0, it is sink 0's.
     """
     in_cache = jnp.minimum(positions, pattern.num_sinks + pattern.window - 1)
     return jnp.where(pattern.sink_position == CEILING, pattern.sink_ceiling + sink, in_cache)

@@ -33,7 +33,7 @@ class LinearImplementation(NamedTuple):
     """An implementation with the contract of `models.layers.linear`.
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
-    packs: takes weights as `ops.packing.packed` gives them.
+    packs: takes weights from `ops.packing.packed`.
     fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
     compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
@@ -68,7 +68,7 @@ class LinearImplementation(NamedTuple):
 
         Args:
           params: weights, or their shapes.
-          joins: whether those that multiply the same input become one matrix, unless they are packed.
+          joins: whether matrices that multiply the same input become one, unless they are packed.
           consume: deletes each array of another form.
         """
         if self.packs:
@@ -163,7 +163,7 @@ def choose_linear(
     """Returns the first implementation that serves a platform and a type, or the one with the given name.
 
     Args:
-      row_by_row: leaves out those whose rows depend on each other.
+      row_by_row: excludes implementations whose rows depend on each other.
       num_devices: that add up their products.
       compute_capability: of an NVIDIA GPU.
 

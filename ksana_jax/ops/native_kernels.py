@@ -12,7 +12,7 @@ CODECS = ("f32", "bf16", "f16", "int8")
 
 
 def unsupported(needs: Requirements) -> str | None:
-    """Returns what the kernel does not support among the requirements, or why it cannot be compiled here, or None."""
+    """Returns an unsupported requirement, or why the kernel cannot be compiled here, or None."""
     if needs.codec not in CODECS:
         return f"keys and values are stored as {needs.codec}; the native kernel reads {', '.join(CODECS)}"
     if needs.query_dtype is None:

@@ -46,10 +46,10 @@ class ObservedQueries(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Pieces of block tables, which are looked at one after the other.
+    """Pieces of block tables, which are processed one after the other.
 
-    count: of those with visible keys, traced. most: of all. num_tokens: in each. features: what programs are made of on
-    the device.
+    count: of pieces with visible keys, traced. most: of all. num_tokens: in each. features: operations that programs
+    may use on the device.
     """
 
     count: Any

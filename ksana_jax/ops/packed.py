@@ -22,8 +22,8 @@ from ksana_jax.native.shapes import PANEL
 class PackedMatrix(Matrix):
     """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
 
-    A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits, as many
-    numbers of a row as fit into them.
+    A panel holds the first word of each of its rows, then the second of each, and so on. A word has 32 bits:
+    as many numbers of a row as fit.
     """
 
     words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
@@ -41,7 +41,7 @@ class PackedMatrix(Matrix):
 
 
 class PackedOperators(Operators):
-    """Operators that fuse the parts of layers whose matrices are packed and whose norms and MLP C++ has."""
+    """Operators that fuse the parts of layers with packed matrices, and norms and MLPs that C++ supports."""
 
     def embed(self, embedding: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
         if not isinstance(embedding, PackedMatrix):

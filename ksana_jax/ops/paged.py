@@ -53,8 +53,8 @@ def paged_attend(
     """Returns an `Attend` for some layers, whose state is the KVCache.
 
     Args:
-      num_repositioned_sinks: most sinks at "cache" or "ceiling" positions.
-      features: what programs are made of on the device.
+      num_repositioned_sinks: maximum sinks at "cache" or "ceiling" positions.
+      features: operations that programs may use on the device.
     """
     schedules: dict[int, Any] = {}
 

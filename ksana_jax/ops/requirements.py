@@ -24,7 +24,7 @@ class Requirements(NamedTuple):
     soft_cap: whether scores are capped. sinks: whether heads have sink logits.
     eviction: method that evicts tokens; None if there is none.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
-      them would compute another pattern than was asked for.
+      them would compute another pattern than requested.
     """
 
     platform: str

@@ -2,7 +2,7 @@
 
 The leaf "kv" [M, 1, 1, K, W] has W bytes for each kv head. In a block of codes they are [Lg, n], for each layer of the
 group the n bytes of `Sealing.encoded`; in a block of exact tokens [sides, B, H] numbers. A group of layers has blocks
-of one kind, so that nothing in a block says which it is, and block moves need not know.
+of one kind, so that blocks need no mark of their kind, and block moves need not know it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SealedCache(KVCache):
         Args:
           at: index of the layer among the layers of codes. sides: indices of its exact keys and values.
           full: [F] blocks for the codes, M beyond their number. exact: [F] the blocks of exact keys and of values.
-          features: what programs are made of on the device.
+          features: operations that programs may use on the device.
         """
         sealing, h = self.blocks.sealing, self.blocks.head_dim
         some = min(len(full), SEALED_AT_ONCE)

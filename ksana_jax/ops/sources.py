@@ -28,7 +28,7 @@ class Source(NamedTuple):
     read: blocks [..., P] -> keys and values [..., K, P*B, H]. Where keys and values are in different blocks, blocks are
       [..., P, 2].
     tables, shared: of the step.
-    unrotated_keys: whether keys have to be rotated.
+    unrotated_keys: whether keys must be rotated.
     end: position of each tile's newest token [S] -> the positions from which on none of its queries reads.
     has: (positions of queries, positions of keys) -> whether it has the keys for the queries; None where it has all.
     """
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
-    """Returns where a layer's queries read their text."""
+    """Returns the sources of a layer's queries."""
     batch, observer, heads = context.batch, context.observer, cache.kv.shape[3]
 
     def after(newest):

@@ -1,4 +1,4 @@
-"""The table of operators: which implementations each has, what they need, and which one an engine takes."""
+"""The table of operators: each one's implementations, their requirements, and the engine's choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operator_table(
       needs: of the model and its pool on a device. dtype: NumPy's name of the type of weights and activations.
 
     Raises:
-      ValueError: an implementation that is asked for does not serve.
+      ValueError: a requested implementation does not serve.
     """
     attention, capability = choose(needs, settings.attention).name, needs.compute_capability
     used = {
