@@ -1,4 +1,4 @@
-"""`ksana align`: where two ways to compute one model part."""
+"""`ksana align`: finds where two ways to compute one model diverge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ksana bench`: one command for each entry of BENCHES, made of its fields when it is first asked for."""
+"""`ksana bench`: one command for each entry of BENCHES, made from its fields on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ksana fetch`: gets models and texts that the project knows where to find."""
+"""`ksana fetch`: gets the models and texts of the project's catalogue."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def takes_fields(cls: type, names: str = "", meanings: Mapping[str, str] | None 
     """Replaces the parameter `options` of a command by options for fields of a dataclass.
 
     The command gets a dict of the fields' values as `options`. A tuple is given as texts or numbers separated by
-    commas, a field without a plain type as in YAML, and its default is what its description says that "None takes".
+    commas, a field without a plain type as in YAML, and its default is named after "None takes" in its description.
 
     Args:
       names: the fields separated by spaces, each as "field", or as "field=option" where the option has another name;

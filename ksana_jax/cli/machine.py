@@ -100,7 +100,7 @@ def doctor(
     """Shows devices, versions, the implementations of each operator with what they need, which one is used, what
     `ksana align --choose` has measured of them, the numerics there are, and what operators.prefer: agreement chooses.
 
-    With a model, shows what its files say instead.
+    With a model, shows the facts in its files instead.
     """
     import json
 

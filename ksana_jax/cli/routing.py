@@ -110,7 +110,7 @@ def route(
     given = engine_settings or []
     engine = {} if model is None else _engine_settings(model, given)
     if options["tokenizer"] is not None:
-        load_tokenizer(options["tokenizer"])  # raises if there is none, where the model's own may be absent
+        load_tokenizer(options["tokenizer"])  # raises if there is none; the model's own may be absent
     server_key = running.new_key() if spawn else None
     if server_api_key_file is not None:
         server_key = read_api_keys(server_api_key_file)[0]

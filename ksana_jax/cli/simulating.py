@@ -1,4 +1,4 @@
-"""`ksana simulate`: engines under a virtual clock, what their steps cost, and how well that predicts."""
+"""`ksana simulate`: engines under a virtual clock, their cost models, and the accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def record(
     max_prompt: Annotated[int, typer.Option(help="longest prompt, in tokens")] = 512,
     max_output: Annotated[int, typer.Option(help="longest answer, in tokens")] = 128,
 ) -> None:
-    """Runs an engine through steps of many sizes and records what they take."""
+    """Runs an engine through steps of many sizes and records their times."""
     import os
     import time
 

@@ -97,12 +97,12 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compares two runs row by row: what differs between their trials, and a paired t-test for each number.
+    """Compares two runs row by row: differences of their trials, and a paired t-test for each number.
 
     Rows with the nearest settings are paired. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
 
-    Of two recordings (`ksana trace --record`), shows the first step in which their decisions and their blocks differ,
+    For two recordings (`ksana trace --record`), shows the first step where their decisions and blocks differ,
     and which sequences have other tokens.
     """
     from ksana_jax.lab.experiments.command import compare_and_show

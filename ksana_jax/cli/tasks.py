@@ -1,4 +1,4 @@
-"""`ksana tasks`: lists what experiments can measure, and the keys of experiment files."""
+"""`ksana tasks`: lists the tasks of experiments, and the keys of experiment files."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def read_prompt(interactive: bool) -> str:
 
 @contextlib.contextmanager
 def decoded_input() -> Iterator[None]:
-    """Turns the error of standard input in another encoding into one that says what to do."""
+    """Turns an encoding error of standard input into one that says what to do."""
     try:
         yield
     except UnicodeDecodeError as error:
