@@ -48,7 +48,7 @@ def move(root: Path, version: str, today: datetime.date) -> str:
 
 
 def section(changelog: str, version: str) -> str:
-    """Returns what a changelog says of a version, without its heading."""
+    """Returns a version's section of a changelog, without its heading."""
     _, _, rest = changelog.partition(f"\n## {version} (")
     _, _, body = rest.partition("\n")
     return body.partition("\n## ")[0].strip() + "\n"

@@ -93,7 +93,7 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     """
     if target in tpu_topology.TARGETS:
         return tpu.main(target, only=only, as_json=as_json)
-    if target not in targets():  # said before anything that is not installed
+    if target not in targets():  # reported before missing packages
         raise ValueError(f"unknown target {target!r}; there are {', '.join(targets())}")
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)

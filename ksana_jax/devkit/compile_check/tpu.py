@@ -1,7 +1,7 @@
 """`ksana kernels check --target v5e`: compiles the engine's steps, and jax's own kernel, for an absent TPU.
 
 The steps run the XLA path of attention. jax's kernel is compiled behind the contract, where it needs the visible blocks
-gathered, and over a pool that rests in the kernel's own order, where it needs nothing: see `tpu_attention`.
+gathered, and over a pool stored in the kernel's own order, without a copy: see `tpu_attention`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ blocks of one layer are gathered into that order before every call: read, writte
 one reading would do. A pool stored as [M, L, B, 2K, H] would need no copy: that is `attend_pages`. Moreover, the
 kernel knows causal masks and a window that is fixed when it is compiled and counted in slots of the table, which is
 wrong where blocks are evicted; the engine's patterns are data, so that changing one compiles nothing.
-`ksana_jax.devkit.compile_check.tpu` compiles both ways and says how much memory each takes.
+`ksana_jax.devkit.compile_check.tpu` compiles both ways and reports the memory of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.patterns import FULL
 
-# Tokens of text and queries that the kernel looks at together. What jax takes untuned, 128 pages, would be 64 MiB of
+# Tokens of text and queries that the kernel processes together. jax's untuned default, 128 pages, would be 64 MiB of
 # buffers with blocks of 64 and 8 kv heads; these are 4 MiB. Not tuned, for lack of a TPU.
 TOKENS_AT_ONCE, QUERIES_AT_ONCE = 512, 32
 

@@ -66,7 +66,7 @@ TARGETS = {"v5e": Chip("v5e", "TPU v5 lite", 16 << 30, "v5litepod", {1: (1, 1), 
 
 
 def missing() -> str | None:
-    """Returns what must be installed to compile for a TPU; None if nothing is missing."""
+    """Returns the package to install for compiling for a TPU; None if nothing is missing."""
     if importlib.util.find_spec("libtpu") is not None:
         return None
     return f"compiling for a TPU needs libtpu; install the extra: pip install 'ksana-jax[{EXTRA}]'"

@@ -8,7 +8,7 @@ import sys
 
 
 def main(group: str, setting: str) -> None:
-    """Prints each finding as soon as it is found: what comes after it may end the process.
+    """Prints each finding at once: a later check may end the process.
 
     Args:
       group: a name in `checks.GROUPS`. setting: the setting `device` as JSON.

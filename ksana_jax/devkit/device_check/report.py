@@ -1,4 +1,4 @@
-"""Runs all groups of checks on a device, each in a process of its own with a time limit, and shows what they found."""
+"""Runs all groups of checks on a device, each in a separate process with a time limit, and shows their findings."""
 
 from __future__ import annotations
 

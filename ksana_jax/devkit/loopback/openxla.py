@@ -1,4 +1,4 @@
-"""A PJRT plugin that others have built: OpenXLA's CPU client as a shared library, from the package lammps-jax-pjrt-cpu.
+"""A prebuilt PJRT plugin: OpenXLA's CPU client as a shared library, from the package lammps-jax-pjrt-cpu.
 
 `make plugin` fetches it into .cache/; without it, tests on it are skipped.
 """

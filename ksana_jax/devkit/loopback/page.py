@@ -47,7 +47,7 @@ def _row(*cells: str) -> str:
 
 
 def page(plugin: str) -> str:
-    """Returns the page: its text, what the engine needs, and the reports of two devices; takes some minutes.
+    """Returns the page: its text, the engine's requirements, and the reports of two devices; takes some minutes.
 
     Args:
       plugin: path of OpenXLA's CPU plugin.

@@ -1,5 +1,5 @@
 """Withholds each function of the PJRT C API, and each operation of StableHLO, one at a time from an engine on the
-loopback: does it run, and if not, what does it say?
+loopback, and records whether it runs, or its error.
 
 Each engine runs in a separate process, forked from one that has imported all modules but not started jax.
 """
@@ -111,7 +111,7 @@ def _outcomes(options: dict[str, list[str]], expected: dict[str, list[int]]) -> 
 
     try:
         _start(**options)
-    except Exception as error:  # whatever a device that lacks something raises, here and below
+    except Exception as error:  # any error of a limited device, here and below
         return _line(error)
     found, llm = {}, None
     for name in ASKED:
@@ -135,7 +135,7 @@ def _line(error: Exception) -> str:
 
 
 def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs a function in a process of its own; returns what it returns, or a line that says how the process ended."""
+    """Runs a function in a separate process; returns its result, or a line that describes the process's end."""
     here, there = _PROCESSES.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as errors:
         process = _PROCESSES.Process(target=_send, args=(there, errors.name, function, arguments))

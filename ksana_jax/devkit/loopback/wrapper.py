@@ -1,4 +1,4 @@
-"""A PJRT plugin without hardware that plays a device which lacks something: OpenXLA's CPU plugin behind a thin wrapper.
+"""A PJRT plugin without hardware that simulates a limited device: OpenXLA's CPU plugin behind a thin wrapper.
 
 The wrapper (loopback.cc) passes each call of the C API on to the plugin. On the way it renames the platform, withholds
 functions, refuses programs with some operations, counts the device's memory and has jax copy arrays between it and the
@@ -33,7 +33,7 @@ _REFUSES = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclasses.dataclass(frozen=True)
 class LoopbackOptions:
-    """Configures the loopback: what its devices lack.
+    """Configures the loopback's missing features.
 
     Args:
       memory_bytes: memory of each device. Arrays and programs beyond it are refused with RESOURCE_EXHAUSTED.
@@ -54,7 +54,7 @@ class LoopbackOptions:
         """Reads options as they are written in YAML.
 
         Raises:
-          ConfigError: an option is unknown, or its value cannot be.
+          ConfigError: an option is unknown, or its value is invalid.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in given if name not in known]:
@@ -114,7 +114,7 @@ class Loopback:
     """The wrapper, opened on the plugin; a process has one.
 
     Args:
-      platform: what its client calls itself.
+      platform: the client's own name.
 
     Attributes:
       operations: {StableHLO operation: element types} of all programs so far, if `records` is set.
