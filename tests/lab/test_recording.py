@@ -1,4 +1,4 @@
-"""Files of recordings with what does not belong there: an error that names the line and the value."""
+"""Recordings with invalid content: an error names the line and the value."""
 
 import json
 

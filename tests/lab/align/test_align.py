@@ -30,7 +30,7 @@ def test_an_engine_agrees_with_itself(llm):
 
 
 def test_a_perturbed_operator_is_named(llm):
-    """Of seven products in each of two layers (q, k, v, o, gate, up, down) and one for the logits, that before last."""
+    """Perturbs the last but one of 15 products: q, k, v, o, gate, up and down in two layers, and the logits."""
     other, calls = make_llm(programs={}), []
     runner: Any = other.engine.executor
     given = runner.operators

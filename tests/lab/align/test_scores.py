@@ -1,4 +1,4 @@
-"""Files of log-probabilities, and how those of two sides differ. No engine."""
+"""Files of log-probabilities, and the differences of two sides. No engine."""
 
 import json
 from typing import Any

@@ -92,7 +92,7 @@ class FakeLlama(types.SimpleNamespace):
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Imports scripts of the peers with fakes of what they import."""
+    """Imports scripts of the peers with fakes of their imports."""
     llama = FakeLlama(batch_tokens=20)
     monkeypatch.syspath_prepend(str(Path(peers.__file__).parent))
     for name, module in (("gguf", fake_gguf()), ("llama_cpp", llama)):

@@ -1,4 +1,4 @@
-"""Log-likelihoods are those of the float64 model under the engine's pattern, whatever shares the batch."""
+"""Log-likelihoods equal the float64 model's under the engine's pattern, in any batch."""
 
 import numpy as np
 import pytest

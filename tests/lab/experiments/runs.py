@@ -1,4 +1,4 @@
-"""Runs of experiments in which nothing fails, and the engines built for them."""
+"""Runs of experiments without failures, and the engines built for them."""
 
 from pathlib import Path
 

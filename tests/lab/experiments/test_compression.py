@@ -1,4 +1,4 @@
-"""What counts as the full cache, and which full row a compressed one is compared with."""
+"""The rows that count as full cache, and the one that a compressed row is compared with."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `python -m experiments.gpu` measures, in which order, and how it judges, without a GPU."""
+"""Measurements of `python -m experiments.gpu`, their order and judgement, without a GPU."""
 
 import dataclasses
 import gzip

@@ -55,7 +55,7 @@ print("done with", name)
 
 
 def fake_run(tmp_path: Path, names: list[str], total_s: float = 60.0, most_s: int = 10) -> dict:
-    """What the driver makes of fake sections."""
+    """The driver's results for fake sections."""
     program = tmp_path / "fake.py"
     program.write_text(FAKE)
     chosen = [plan.Section(name, "", 2 if name == "hangs" else most_s, 1) for name in names]

@@ -1,4 +1,4 @@
-"""A trial's id comes from what differs from the defaults: a version with more settings resumes old runs."""
+"""A trial's id hashes the settings that differ from the defaults: a version with more settings resumes old runs."""
 
 import dataclasses
 import json

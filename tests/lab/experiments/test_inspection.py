@@ -108,7 +108,7 @@ def test_a_file_that_is_missing_is_named(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def trace():
-    """Of an engine that shares, caches and swaps."""
+    """The inspection of an engine that shares, caches and swaps."""
     engine = make_engine(num_blocks=14, host_slots=8, caching=True, preempt="swap", max_model_len=40)
     trace = PoolTrace(engine)
     for seed in range(5):

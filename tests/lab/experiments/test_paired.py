@@ -7,7 +7,7 @@ from ksana_jax.lab.experiments.tasks.paired import caveat, of_side, pairs, speed
 
 
 class Side:
-    """Takes so many seconds, one value a call; the first calls compile something."""
+    """Takes the given seconds, one value a call; the first calls compile something."""
 
     def __init__(self, seconds, num_compiling=0):
         self.seconds, self.num_compiling, self.salts = iter(seconds), num_compiling, []

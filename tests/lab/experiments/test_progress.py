@@ -1,4 +1,4 @@
-"""What is seen of a run: a line for each trial, and on a terminal a bar."""
+"""Output of a run: a line for each trial, and on a terminal a bar."""
 
 import contextlib
 import io

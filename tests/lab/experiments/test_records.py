@@ -1,4 +1,4 @@
-"""Records that are JSON, but not what a run writes: a line is named, or it does no harm; a repaired file goes on."""
+"""JSON records that no run writes: an error names the line, or the line is harmless; a repaired file resumes."""
 
 import json
 

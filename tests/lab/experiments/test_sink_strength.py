@@ -1,4 +1,4 @@
-"""The task sink_strength: its numbers are those of the trainer, and its table and figure show them."""
+"""The task sink_strength: its numbers equal the trainer's, and its table and figure show them."""
 
 import numpy as np
 import pytest

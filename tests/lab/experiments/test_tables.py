@@ -1,4 +1,4 @@
-"""Tables as text: bold for the best, a dash for what is missing, nothing that LaTeX would stumble over."""
+"""Tables as text: bold for the best, a dash for missing values, nothing that breaks LaTeX."""
 
 import csv
 import re

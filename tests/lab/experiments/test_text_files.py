@@ -1,4 +1,4 @@
-"""What `texts` names: files, folders, patterns and fields of JSON lines, relative to where it is written."""
+"""Sources in `texts`: files, folders, patterns and fields of JSON lines, relative to the file that names them."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a worker of a cluster does with a trial, in this process."""
+"""A cluster worker's handling of a trial, in this process."""
 
 import os
 

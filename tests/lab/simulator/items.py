@@ -11,7 +11,7 @@ MODEL = ModelConfig(vocab_size=1000, eos_ids=(2,))
 
 
 def item(index: int, arrival_s: float, num_prompt: int, num_output: int, max_tokens: int = 64, seed=None, **others):
-    """A request whose tokens are drawn; those of equal seeds are equal."""
+    """A request with drawn tokens; equal seeds give equal tokens."""
 
     def drawn(what: int, count: int):
         return lambda: np.random.default_rng((index if seed is None else seed, what)).integers(0, 1000, count, np.int32)

@@ -1,4 +1,4 @@
-"""Files of costs with what does not belong there: an error that names the place and the value."""
+"""Files of costs with invalid content: an error names the place and the value."""
 
 import pytest
 

@@ -23,7 +23,7 @@ TRUE = AffineCost(0.002, 1e-4, 1e-6, 2e-5, host=HostCost(1e-4, 1e-5))
 
 
 class ByShape(Cost):
-    """Steps whose time depends on what they are padded to, and on nothing else."""
+    """Steps whose time depends on their padded sizes alone."""
 
     def seconds(self, size):
         return 0.002 + 1e-4 * size.shape.num_tokens

@@ -125,7 +125,7 @@ def test_a_request_that_does_not_end_is_named_with_its_server():
 
 
 class Crowds(To):
-    """Sends every third request to server 0, and the others to the others in turn."""
+    """Sends every third request to server 0, and the rest to the other servers in rotation."""
 
     def choose(self, request, view):
         number = int(request.request_id)

@@ -136,7 +136,7 @@ def test_steps_without_arrays_have_the_sizes_of_those_with_them(monkeypatch, set
 
 
 def chats(count=8, turns=3, think_s=0.3):
-    """Sessions whose prompts grow, of which the pool and the host hold a few."""
+    """Sessions with growing prompts; the pool and the host hold a few of them."""
     items = []
     for session in range(count):
         after = None

@@ -1,4 +1,4 @@
-"""Whether a fleet of light servers ranks policies as one of real engines does."""
+"""A fleet of light servers ranks policies as a fleet of real engines does."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def same_order(full, light):
 
 @pytest.mark.soak
 def test_every_pair_of_policies_is_ranked_like_the_full_fleet():
-    """95 % of the pairs, all of which were 57. A model without prefix hits ranks 28 of them alike."""
+    """95 % of the 57 pairs. A model without prefix hits ranks 28 of them alike."""
     size = list(POLICIES), 4, 800
     full = latencies("full", *size)
     same, pairs = same_order(full, latencies("light", *size))

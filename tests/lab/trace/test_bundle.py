@@ -1,4 +1,4 @@
-"""The bundle of a real engine: texts and costs of what was compiled, why, a profile by parts, and a page."""
+"""The bundle of a real engine: compiled functions with texts, costs and reasons, a profile by parts, and a page."""
 
 import json
 import re

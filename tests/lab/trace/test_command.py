@@ -1,4 +1,4 @@
-"""`ksana trace`: what it runs, and one clear line for what it cannot."""
+"""`ksana trace`: its targets, and one clear error line for other commands."""
 
 import json
 from pathlib import Path

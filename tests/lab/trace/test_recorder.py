@@ -1,4 +1,4 @@
-"""A recorded engine serves as before; its steps are timed by phase, with what each asked for and was padded to."""
+"""A recorded engine serves as before; its steps are timed by phase, with their real and padded sizes."""
 
 import gc
 import itertools

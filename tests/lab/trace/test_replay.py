@@ -30,7 +30,7 @@ SETTINGS = {"num_blocks": 12, "host_slots": 8, "caching": True, "preempt": "swap
 
 
 def live(engine):
-    """Requests of every kind that arrive between steps, one of which is aborted; blocks run short."""
+    """Requests of every kind that arrive between steps; one is aborted, and blocks run short."""
     for i in range(6):
         more = [{"n": 2, "temperature": 1.0, "seed": 3}, {"beam_width": 2}, {"temperature": 0.7}, {}][i % 4]
         engine.add_request(prompt_of(9 + i, i % 3), asking(10, **more), request_id=f"r{i}")

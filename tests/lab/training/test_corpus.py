@@ -1,4 +1,4 @@
-"""What is trained on, what is held out, and how text becomes sequences."""
+"""Training files, held-out files, and the sequences made from text."""
 
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ def make(fraction=0.5, bos=True, seed=0):
 
 
 def batch(mix, step):
-    """What the mix makes of 40 sequences of zeros."""
+    """The mix's result for 40 sequences of zeros."""
     return mix.mixed(step, np.zeros((40, 900), np.int32), np.zeros((40, 900), np.int32))
 
 

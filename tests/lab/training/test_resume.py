@@ -1,4 +1,4 @@
-"""A run goes on only with the configuration that it began with; what it has counted survives beyond 2^31."""
+"""A run resumes only with its first configuration; its counts survive beyond 2^31."""
 
 import dataclasses
 import json

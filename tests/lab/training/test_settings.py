@@ -1,4 +1,4 @@
-"""What a training config says, and how it is refused."""
+"""Training configs, and errors of invalid ones."""
 
 from pathlib import Path
 

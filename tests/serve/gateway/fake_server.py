@@ -37,7 +37,7 @@ class FakeServer:
       ready: whether probes are answered with 200, or with 503. silent: paths of GET that are never answered.
       answers, tokenizes: status of POST requests, and of /tokenize among them.
       ttft_s, token_s: time to the first event, and between events.
-      die_after: closes the connection after so many events of a stream; None never does. cut_event: within the next.
+      die_after: closes the connection after this many events of a stream; None never does. cut_event: within the next.
       cached_tokens: what the usage reports.
       metrics: body of /metrics; {} while it is empty.
       got: paths of GET requests.

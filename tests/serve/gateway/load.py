@@ -1,4 +1,4 @@
-"""Load clients in raw asyncio that cost little next to what they measure, with kept-alive connections."""
+"""Load clients in raw asyncio, cheap compared with the measured server, with kept-alive connections."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def request_bytes(host: str, stream: bool, max_tokens: int, prompt: str) -> byte
 
 
 async def closed_loop(url: str, num_connections: int, seconds: float, stream: bool, max_tokens: int, prompt="hi there"):
-    """Returns the clients after they sent requests for so many seconds, each one after the other."""
+    """Returns the clients after they sent requests one after the other for some seconds."""
     host, _, port = url.removeprefix("http://").partition(":")
     request = request_bytes(host, stream, max_tokens, prompt)
     loop = asyncio.get_running_loop()

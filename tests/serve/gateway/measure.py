@@ -1,4 +1,4 @@
-"""What the proxy costs: `python -m tests.serve.gateway.measure`. Fakes and load run on one core, the proxy on another.
+"""Cost of the proxy: `python -m tests.serve.gateway.measure`. Fakes and load run on one core, the proxy on another.
 
 Prints for each load: requests and events a second, the share of its core that the proxy used, and the time to the first
 byte with the proxy and without it.

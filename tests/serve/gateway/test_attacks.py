@@ -222,7 +222,7 @@ TIMEOUT_S = 0.3
 
 
 async def until_closed(url: str, sent: bytes) -> tuple[bytes, float]:
-    """What the proxy answers before it closes a connection that sends this much, and after how many seconds."""
+    """The proxy's answer before it closes a connection that sends this much, and the seconds until then."""
     loop = asyncio.get_running_loop()
     parts = yarl.URL(url)
     reader, writer = await asyncio.open_connection(parts.host, parts.port)

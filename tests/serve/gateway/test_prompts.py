@@ -1,4 +1,4 @@
-"""Token ids of prompts: those of the tokenizer, whatever was kept of earlier ones."""
+"""Token ids of prompts equal the tokenizer's, whatever texts are cached."""
 
 import pytest
 

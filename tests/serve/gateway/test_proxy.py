@@ -1,4 +1,4 @@
-"""What the proxy passes on, and what it does when servers fail: docs/use/proxy.md."""
+"""Forwarding by the proxy, and its handling of failed servers: docs/use/proxy.md."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A small model of servers, in which policies are compared: prefill first in, first out at one rate; an LRU of blocks.
+"""A small model of servers for comparing policies: prefill first in, first out at one rate; an LRU of blocks.
 
 Decode takes a fixed time for each token and no capacity. Routers see no more than in earnest: what they sent, and first
 tokens and ends when they happen.

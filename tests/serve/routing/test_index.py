@@ -1,4 +1,4 @@
-"""What servers cache: guessed from what was sent to them, or by their events."""
+"""The index of servers' caches: estimated from sent prompts, or exact from their events."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What each policy decides, in cases made by hand: prefill of 1,000 tokens/s, blocks of 100 tokens."""
+"""Decisions of each policy in hand-made cases: prefill of 1,000 tokens/s, blocks of 100 tokens."""
 
 import collections
 import itertools
@@ -155,7 +155,7 @@ def table(**settings):
 
 
 def ask(r, count, text, num_prompt=600, now=0.0, every_s=1.0, serve_s=0.5):
-    """Sends requests, each of which ends; returns their servers."""
+    """Sends requests, which all end; returns their servers."""
     found = []
     for n in range(count):
         name = f"{text} {now:.3f} {n}"

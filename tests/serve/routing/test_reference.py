@@ -19,7 +19,7 @@ SETTINGS |= {"cache_aware": {"name": "cache_aware", "balance_abs": 3}}
 
 
 class Reference:
-    """What a policy may choose, from the router's state before the choice."""
+    """The servers that a policy may choose, from the router's state before the choice."""
 
     def __init__(self, router):
         self.router, self.last, self.sent, self.waits = router, -1, [], {}

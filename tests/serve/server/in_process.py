@@ -1,4 +1,4 @@
-"""Asks the application in process, byte by byte of what it writes, with streams of outputs that a test has written."""
+"""Asks the application in process and reads its output byte by byte, with streams of outputs from a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: everything but two paths is behind them, and prefixes are cached for each key by itself."""
+"""API keys: everything but two paths is behind them, and prefixes are cached separately for each key."""
 
 import ast
 import http.client

@@ -1,4 +1,4 @@
-"""Times of cached blocks: from what a listener hears, and in /metrics."""
+"""Times of cached blocks: from a listener's events, and in /metrics."""
 
 import pytest
 

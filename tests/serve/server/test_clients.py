@@ -1,5 +1,5 @@
-"""Clients of others against the server: openai-python, and the requests of lm-evaluation-harness, vLLM's benchmark and
-guidellm as their sources write them. Scores are those of `LLM.generate`."""
+"""Third-party clients against the server: openai-python, and requests of lm-evaluation-harness, vLLM's benchmark and
+guidellm as their sources write them. Scores equal `LLM.generate`'s."""
 
 import asyncio
 

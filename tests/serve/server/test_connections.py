@@ -33,7 +33,7 @@ def slow():
 
 @pytest.fixture
 def canary(slow):
-    """A stream that goes on for most of a second beside each test."""
+    """A stream that runs for most of a second beside each test."""
     found = []
     fields = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True}
     thread = threading.Thread(target=lambda: found.append(slow.post("/v1/completions", **fields)))

@@ -1,4 +1,4 @@
-"""Requests that are wrong: each gets one error with field, value and limit, and other requests go on."""
+"""Invalid requests: each gets one error with field, value and limit, and other requests continue."""
 
 import json
 

@@ -66,7 +66,7 @@ NEUTRAL_CHAT = {
 
 
 def answer(reply) -> dict:
-    """What a reply says, without what differs from one request to the next."""
+    """A reply's content without the fields that differ between requests."""
     assert reply.status == 200, reply.body
     answer = {key: value for key, value in reply.json.items() if key not in ("id", "created")}
     answer.get("usage", {}).pop("prompt_tokens_details", None)  # a second request finds the first one's prompt cached

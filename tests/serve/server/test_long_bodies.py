@@ -61,7 +61,7 @@ WORST = {
 
 @pytest.fixture
 def others_frozen():
-    """What other tests of the process have left is not looked through by the collector while one measures."""
+    """Keeps the collector from scanning other tests' objects during a measurement."""
     gc.collect()
     gc.freeze()
     yield

@@ -30,7 +30,7 @@ request_params_max_tokens iteration_tokens_total request_time_per_output_token_s
 
 
 def read(metrics: ServingMetrics) -> dict[tuple, float]:
-    """Samples by name and values of labels in the order of their names, without those of the model and the replica."""
+    """Samples by name and label values in the order of label names, without model and replica."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

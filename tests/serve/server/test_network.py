@@ -1,4 +1,4 @@
-"""Serving contacts nobody: a client's connection is the only one."""
+"""Serving opens no connections: a client's is the only one."""
 
 import json
 import os

@@ -29,7 +29,7 @@ CHECKS = [
 
 
 def plain(body):
-    """A right body for the model that is served, with texts of its vocabulary, and all that was drawn besides."""
+    """A valid body for the served model, with texts of its vocabulary, and the other drawn fields."""
     if not isinstance(body, dict):
         return body
     for name in {"model", "min_tokens", "allowed_token_ids", "stop_token_ids"} & body.keys():

@@ -1,4 +1,4 @@
-"""What a prefix cache without a limit would find of a workload."""
+"""The hits of an unlimited prefix cache on a workload."""
 
 import numpy as np
 
