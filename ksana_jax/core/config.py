@@ -385,7 +385,7 @@ class EngineConfig:
 
     @property
     def kv_dtype(self) -> str | dict[str, Any]:
-        """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
+        """Storage of keys and values: `kv_cache_dtype`, or `dtype` where that is "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
