@@ -1,4 +1,4 @@
-"""How long implementations agree with a reference, as `ksana align --choose` has measured, and the choice among them.
+"""Measured agreement of implementations with a reference (`ksana align --choose`), and the choice among them.
 Knows neither how agreement is measured nor speed."""
 
 from __future__ import annotations
