@@ -39,7 +39,7 @@ class Excerpt:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How excerpts are cut.
+    """The cutting of excerpts.
 
     num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: at
     most this many tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
