@@ -19,7 +19,7 @@ INVALID = 2
 
 
 class Ended(NamedTuple):
-    """How a server ended: in words, and the exit code, None if it is unknown."""
+    """A server's end: in words, and the exit code, None if unknown."""
 
     why: str
     code: int | None = None

@@ -1,4 +1,4 @@
-"""Single requests with drawn gaps and lengths, and nothing in common between their prompts."""
+"""Single requests with drawn gaps and lengths, whose prompts share nothing."""
 
 from __future__ import annotations
 
