@@ -1,4 +1,4 @@
-"""Lowered programs compiled by threads, in the order in which they are handed in."""
+"""Lowered programs compiled by threads, in submission order."""
 
 from __future__ import annotations
 

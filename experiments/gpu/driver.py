@@ -66,7 +66,7 @@ class Child:
                 file.write(line)
 
     def run(self, limit: float) -> str:
-        """Lets the section go; returns "ok" or what became of it within `limit` seconds."""
+        """Lets the section go; returns "ok" or its failure within `limit` seconds."""
         try:
             assert self.process.stdin is not None
             self.process.stdin.write(f"{max(limit - GRACE_S, 1):.1f}\n")

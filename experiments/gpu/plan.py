@@ -1,4 +1,4 @@
-"""The sections in the order in which they run, and how long each may take. No jax."""
+"""The sections in running order, and their time limits. No jax."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Step:
     """A decode step of `batch` rows with texts of `text` tokens, in blocks anywhere in the pool.
 
     Attributes:
-      lowered: its program, once somebody has lowered it.
+      lowered: its program, once it was lowered.
     """
 
     def __init__(self, llm, batch: int, text: int, label: str):

@@ -74,7 +74,7 @@ def sharded(specs: list[arguments.Spec], shard: str) -> list[arguments.Spec]:
 
 
 def _count(context: Context, who: str) -> dict[str, int]:
-    """How an implementation fared; also before a restart."""
+    """Results of an implementation, also from before a restart."""
     count = {"right": 0, "wrong": 0, "unsupported": 0, "failed": 0}
     for r in context.past("check", "failed", "fault"):
         if r.get("who") == who:
