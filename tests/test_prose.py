@@ -13,6 +13,7 @@ HABITS = {
     r"\bis not there\b|\bare not there\b": "is missing, is absent, is not attached",
     r"\bto be had\b": "is available",
     r"\blies\b": "is",
+    r"\bafresh\b": "again",
 }
 PLACES = ("ksana_jax/*.py", "pallas_kernels/*.py", "experiments/*.py", "docs/*.md", "README.md", "CONTRIBUTING.md")
 
