@@ -102,24 +102,7 @@ class ModelConfig:
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
-            numbers = {"rope theta": rope.theta, "rope factor": rope.factor}
-            found += [problem for name, value in numbers.items() if (problem := checks.number(name, value, above=0))]
-            if rope.kind in ("dynamic", "llama3", "yarn", "longrope") and not rope.original_max_len:
-                found.append(f"rope {rope.kind!r} needs original_max_len")
-            part = rope.partial_rotary_factor
-            if problem := checks.number("rope partial_rotary_factor", part, high=1, above=0):
-                found.append(problem)
-            elif isinstance(self.head_dim, int) and self.head_dim % 2 == 0:
-                dims = rope.dims(self.head_dim)
-                if not dims or dims % 2:
-                    found.append(
-                        f"rope rotates {dims} of head_dim {self.head_dim} ({part}), must be an even number from 2"
-                    )
-                given = {"factors": [rope.factors], "longrope": [rope.factors, rope.short_factors]}.get(rope.kind, [])
-                wrong = [len(factors) for factors in given if len(factors) != dims // 2]
-                found += [f"rope has {n} factors, must have {dims // 2}, half of what it rotates" for n in wrong]
-            divisors = (*rope.factors, *rope.short_factors)
-            found += filter(None, (checks.number("rope factor", value, above=0) for value in divisors))
+            found += rope.problems(self.head_dim)
         return found
 
     def validate(self) -> ModelConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from ksana_jax.core import checks
 from ksana_jax.core.patterns import AttentionPattern
 
 SinkLogits = Literal["learned", "zero"]
@@ -43,6 +44,28 @@ class RopeConfig:
     def dims(self, head_dim: int) -> int:
         """Returns how many of a head's numbers are rotated."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def problems(self, head_dim: int) -> list[str]:
+        """Returns the problems of this rope for heads of an even number of rows, one sentence each."""
+        numbers = {"rope theta": self.theta, "rope factor": self.factor}
+        found = [checks.number(name, value, above=0) for name, value in numbers.items()]
+        if self.kind in ("dynamic", "llama3", "yarn", "longrope") and not self.original_max_len:
+            found.append(f"rope {self.kind!r} needs original_max_len")
+        part = self.partial_rotary_factor
+        if problem := checks.number("rope partial_rotary_factor", part, high=1, above=0):
+            found.append(problem)
+        elif isinstance(head_dim, int) and head_dim % 2 == 0:
+            dims = self.dims(head_dim)
+            if not dims or dims % 2:
+                found.append(f"rope rotates {dims} of head_dim {head_dim} ({part}), must be an even number from 2")
+            given = {"factors": [self.factors], "longrope": [self.factors, self.short_factors]}.get(self.kind, [])
+            wrong = [len(factors) for factors in given if len(factors) != dims // 2]
+            found += [f"rope has {n} factors, must have {dims // 2}, half of what it rotates" for n in wrong]
+        divisors = (*self.factors, *self.short_factors)
+        return [
+            *filter(None, found),
+            *filter(None, (checks.number("rope factor", value, above=0) for value in divisors)),
+        ]
 
 
 PLAIN_ROPE = RopeConfig()

@@ -35,8 +35,8 @@ from ksana_jax.loading.load import check_tensors, read_weight
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.loading.views import sources_of
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import is_shape, param_shapes, stated
-from ksana_jax.models.rope import make_rope
 from ksana_jax.native.shapes import BLOCK
 from ksana_jax.tokenizers.gguf_tokens import gguf_tokens
 

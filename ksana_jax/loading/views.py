@@ -13,8 +13,8 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import View
+from ksana_jax.models.frequencies import row_order
 from ksana_jax.models.params import LayerParams, is_shape, param_shapes
-from ksana_jax.models.rope import row_order
 
 # Fields of LayerParams whose rows are those of heads that are rotated, or of one such head.
 ROTATED = {f"{kind}_{part}" for kind in "wb" for part in "qk"} | {f"{part}_norm" for part in ("q", "k")}

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.params import Params
-from ksana_jax.models.rope import layer_ropes
 from ksana_jax.models.transformer import Attend, forward, logits, sink_logits
 
 

@@ -18,9 +18,9 @@ from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
+from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
-from ksana_jax.models.rope import layer_ropes
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear

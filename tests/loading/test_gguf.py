@@ -23,8 +23,8 @@ from ksana_jax.loading.gguf_blocks import decode
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.load import auto_dtype, read_weight
 from ksana_jax.loading.tensor_files import has_weights
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import num_params
-from ksana_jax.models.rope import make_rope
 from ksana_jax.runner.planner.solve import read_model
 from ksana_jax.sharding.shares import Share
 from tests.gguf_writer import write_gguf

@@ -17,8 +17,8 @@ from ksana_jax.loading.gguf_blocks import apart, decode
 from ksana_jax.loading.gguf_export import export_gguf
 from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.load import load_model
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import stated
-from ksana_jax.models.rope import make_rope
 from ksana_jax.tokenizers import load_tokenizer
 from tests.loading.gguf_on_disk import TWINS, write_twin
 from tests.loading.models_on_disk import random_tensors, write_model

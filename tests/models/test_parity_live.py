@@ -11,8 +11,8 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.params import init_params
-from ksana_jax.models.rope import layer_ropes
 from tests.golden.cases import golden_cases
 
 torch = pytest.importorskip("torch")

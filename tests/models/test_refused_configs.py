@@ -7,7 +7,7 @@ import pytest
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
-from ksana_jax.models.rope import make_rope
+from ksana_jax.models.frequencies import make_rope
 from tests.models.hf_configs import (
     GEMMA2,
     GEMMA3,

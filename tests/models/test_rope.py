@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.layer_spec import RopeConfig
-from ksana_jax.models.rope import make_rope, row_order
+from ksana_jax.models.frequencies import make_rope, row_order
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, dims: int, neighbours: bool, scale: float, freq) -> np.ndarray:

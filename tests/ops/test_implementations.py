@@ -18,7 +18,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.methods.eviction.keyformer import Keyformer
 from ksana_jax.methods.eviction.snapkv import SnapKV
-from ksana_jax.models.rope import make_rope
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.ops.attention import ragged_paged_attention
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain

@@ -14,9 +14,9 @@ from ksana_jax.lab.training.attention import training_attend
 from ksana_jax.lab.training.batches import IGNORED
 from ksana_jax.lab.training.linear import linear
 from ksana_jax.lab.training.settings import TrainConfig
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
-from ksana_jax.models.rope import make_rope
 from ksana_jax.models.transformer import forward, logits, sink_logits
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.layers import rms_norm
-from ksana_jax.models.rope import make_rope
 from ksana_jax.ops.pool import KVCache
 from pallas_kernels import kv_write_reference
 from pallas_kernels.contract import Pool, Write, Written
