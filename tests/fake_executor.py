@@ -235,9 +235,12 @@ class FakeExecutor:
             assert (pairs >= 0).all() and (pairs < [sources, targets]).all()
             assert len(np.unique(pairs[:, 1])) == len(pairs), "two blocks are copied to one place"
         assert not set(moves.copies[:, 1]) & set(moves.loads[:, 1]), "two blocks are copied to one place"
-        self.host_blocks[moves.saves[:, 1]] = blocks[:, moves.saves[:, 0]].swapaxes(0, 1)
+        self._save(moves.saves[max(moves.num_early, default=0) :])
         blocks[:, moves.copies[:, 1]] = blocks[:, moves.copies[:, 0]]
         blocks[:, moves.loads[:, 1]] = self.host_blocks[moves.loads[:, 0]].swapaxes(0, 1)
+
+    def _save(self, saves: np.ndarray) -> None:
+        self.host_blocks[saves[:, 1]] = self._blocks[:, saves[:, 0]].swapaxes(0, 1)
 
     def check(self, step: StepInput) -> None:
         """Holds a step against the contract of `step.StepArrays`.

@@ -109,7 +109,8 @@ class StoringExecutor(FakeExecutor):
         np.add.at(self.leaves[SCORE], (block, at, 0, 0, offset), paid[visible])
 
     def move(self, moves: Moves) -> None:
-        for asked in moves.evictions:
+        for nth, asked in enumerate(moves.evictions):
+            self._save(moves.saves[moves.num_early[nth - 1] if nth else 0 : moves.num_early[nth]])
             assert all(x.dtype == np.int32 for x in asked[:-1]) and asked.given is None
             for row in range(len(asked.tables)):
                 self._evict(Evictions(*(x[row : row + 1] for x in asked[:-1])))
@@ -122,6 +123,7 @@ class StoringExecutor(FakeExecutor):
         assert asked.num_sinks[0] + asked.num_recent[0] <= kept
         slots = np.arange(count)
         block, offset = blocks[slots // self.block_size], slots % self.block_size
+        to_block = asked.targets[0][slots // self.block_size]
         layers = range(len(self.layout.groups[0].layers))
 
         def of_tokens(leaf, layer, index):
@@ -144,9 +146,9 @@ class StoringExecutor(FakeExecutor):
             moved += [(leaf, at) for name, leaf in self.leaves.items() if name in (SCORE, TEXT_POSITION)]
             for leaf, index in moved:
                 tokens = leaf[block[source], index, :, 0, offset[source]]
-                leaf[block[:kept], index, :, 0, offset[:kept]] = tokens
+                leaf[to_block[:kept], index, :, 0, offset[:kept]] = tokens
             if self._method.resets_scores:
-                self.leaves[SCORE][block[:kept], at, 0, 0, offset[:kept]] = 0
+                self.leaves[SCORE][to_block[:kept], at, 0, 0, offset[:kept]] = 0
 
     def check(self, step: StepInput) -> None:
         super().check(step)

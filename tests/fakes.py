@@ -174,7 +174,7 @@ def check_books(engine: Engine) -> None:
     blocks = engine.scheduler.blocks
     free = (blocks.ref_count == 0) & ~blocks.kept
     for asked in engine.memory.moves.evictions:  # what stays is still to be moved out of emptied blocks
-        free[asked.tables] = False
+        free[asked.tables] = free[asked.targets] = False
     executor.scramble(free)
     if engine.memory.host is not None:
         slots = engine.memory.host.pool

@@ -180,7 +180,9 @@ class StoringSimulation(Simulation):
             self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
             self.disk = None
-            self.settings |= {"caching": False, "shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
+            method = self.storage.method
+            self.settings["caching"] &= method is not None and not method.observes
+            self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
             # With prompts of so many tokens, the longest text just fits, and only alone.
             most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
             self.settings["num_blocks"] = max(most + rng.choice([-1, 0, 0, 0, 1, 2, 12]), 1)
@@ -310,5 +312,8 @@ class StoringSimulation(Simulation):
         if scheduler.layout.groups[group].share is None:
             return super().starts_of(group, row)
         done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
-        cached = counted(self.storage, group, int(rows.num_prompt[row])).cached[done]
+        counts = counted(self.storage, group, int(rows.num_prompt[row])).cached
+        # A row with cached blocks evicts when the next step is scheduled.
+        waits = self.settings["caching"] and bool((rows.evict_at[:, row] <= done).any())
+        cached = counts[done - 1] + 1 if waits else counts[done]
         return list(range(0, covered - done + cached, self.block_size))

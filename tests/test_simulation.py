@@ -147,7 +147,15 @@ def no_count_of_what_went(monkeypatch):
     monkeypatch.setattr(RowBlocks, "swap_out", forgetful)
 
 
-@pytest.mark.parametrize("plant", [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went])
+def in_cached_blocks(monkeypatch):
+    """What a row keeps moves to its first blocks, though others read them."""
+    evict = PendingMoves.evict
+    monkeypatch.setattr(PendingMoves, "evict", lambda moves, e: evict(moves, e._replace(targets=e.tables)))
+
+
+@pytest.mark.parametrize(
+    "plant", [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
+)
 def test_lives_find_a_planted_bug(plant, monkeypatch):
     plant(monkeypatch)
     for seed in range(60):

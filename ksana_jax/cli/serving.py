@@ -82,7 +82,7 @@ def serve(
 def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns settings with a prefix cache, unless they say otherwise: each turn of a chat repeats the last.
 
-    Eviction moves tokens within blocks, which a cache would share.
+    Not with eviction: methods that add up attention refuse one.
     """
     return settings if settings.get("kv_eviction") else {"enable_prefix_caching": True, **settings}
 

@@ -90,7 +90,8 @@ class Prepared:
                 model,
                 params,
                 dtype=config.dtype,
-                kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}",
+                kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
+                + ("" if layout.eviction is None else f" {layout.eviction.method.stored}"),
                 max_model_len=config.max_model_len,
                 numerics=config.numerics,
                 placement=placement,

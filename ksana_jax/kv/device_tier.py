@@ -102,12 +102,20 @@ class DeviceTier(Tier):
             self._moves.save(node.at[DEVICE], slot)
             self._host.receive(node, slot)
 
+    def forget(self, block: int) -> None:
+        """Takes a held block out of the cache, so that its only owner may write to it."""
+        self._drop_saved(self.node_of[block])
+
     def _replace_one(self) -> None:
         node = self.victim()
         assert node is not None, "idle blocks, and none of them can be replaced"
+        self._counters.replaced += 1
+        self._drop_saved(node)
+
+    def _drop_saved(self, node: Node) -> None:
+        """Drops a node here; the host tier receives it, unless writes are dropped."""
         if self._write != "drop":
             self.save(node)
-        self._counters.replaced += 1
         self._moves.loads.pop(node.at[DEVICE], None)
         self.drop(node)
         self._index.drop_if_empty(node)

@@ -31,17 +31,17 @@ def make_layout(
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = layout.with_exact_layers(exact, raw.leaf("kv"))
-    if config.speculative_config is not None:
-        _check_rejections(layout)
+    _check_stored(config, layout)
     return layout
 
 
-def _check_rejections(layout: KVLayout) -> None:
-    """Refuses a pool in which draft tokens that were rejected would leave traces."""
+def _check_stored(config: EngineConfig, layout: KVLayout) -> None:
+    """Refuses settings under which a pool of this layout would keep traces of what later tokens did."""
     method = None if layout.eviction is None else layout.eviction.method
     refusals.check(
         {
-            "speculative_config": True,
+            "speculative_config": config.speculative_config is not None,
+            "enable_prefix_caching": config.enable_prefix_caching,
             refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",
             refusals.ADDS_UP_ATTENTION: method is not None
             and method.observes

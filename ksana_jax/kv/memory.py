@@ -196,7 +196,8 @@ class KVMemory:
         """Blocks of a tier whose content has not arrived yet."""
         if level == DEVICE:
             return {*self.moves.copies, *self.moves.loads}
-        return {*self.moves.saves, *(() if self.disk_reads is None else self.disk_reads.reading())}
+        reading = () if self.disk_reads is None else self.disk_reads.reading()
+        return {*reading, *(slot for saves in self.moves.all_saves for slot in saves)}
 
     def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
         """Checks that reference counts agree with the blocks that sequences hold.

@@ -18,12 +18,14 @@ class Evictions(NamedTuple):
 
     The kept tokens move to a row's first slots, each layer and head choosing its own; see `kv.eviction`.
 
-    tables: blocks of the row before; any valid id beyond them. num_tokens: cached before. num_kept: afterwards.
+    tables: blocks of the row before; any valid id beyond them. targets: blocks of its first slots afterwards, [n, P];
+    those of `tables` but where others read them too. num_tokens: cached before. num_kept: afterwards.
     num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row's text. group: of layers.
     given: None, or [n, Lg, K, T] float32, see `EvictionMethod.given`.
     """
 
     tables: Any
+    targets: Any
     num_tokens: Any
     num_kept: Any
     num_sinks: Any
@@ -39,29 +41,38 @@ class Moves:
 
     All but evictions copy whole blocks and are [n, 2] int32 of source and target ids.
 
-    evictions: of the steps before, in their order. saves: device blocks to host slots. copies: device blocks to device
-    blocks (copy-on-write), all read before any is written. loads: host slots to device blocks.
+    evictions: of the steps before, in their order. saves: device blocks to host slots; the first num_early[i] of them
+    come before eviction i, which may write to their sources. copies: device blocks to device blocks (copy-on-write),
+    all read before any is written. loads: host slots to device blocks.
     """
 
     saves: np.ndarray
     copies: np.ndarray
     loads: np.ndarray
     evictions: Sequence[Evictions] = ()
+    num_early: Sequence[int] = ()
 
 
 class PendingMoves:
     """Collects the moves recorded since the last step.
 
-    saves: {host slot: device block}. copies: {new device block: the one it is copied from}.
-    loads: {device block: host slot}. evictions: in the order of their steps.
+    saves: {host slot: device block}. early_saves: those recorded before each eviction, and after the one before it.
+    copies: {new device block: the one it is copied from}. loads: {device block: host slot}. evictions: in the order of
+    their steps.
     """
 
     def __init__(self, counters: Counters):
         self.saves: dict[int, int] = {}
+        self.early_saves: list[dict[int, int]] = []
         self.copies: dict[int, int] = {}
         self.loads: dict[int, int] = {}
         self.evictions: list[Evictions] = []
         self._counters = counters
+
+    @property
+    def all_saves(self) -> list[dict[int, int]]:
+        """Saves in their order: `early_saves`, then `saves`."""
+        return [*self.early_saves, self.saves]
 
     def save(self, block: int, slot: int) -> None:
         """Records a copy of a device block to a host slot."""
@@ -80,6 +91,8 @@ class PendingMoves:
 
     def evict(self, evictions: Evictions) -> None:
         """Records evictions from the blocks of some rows."""
+        self.early_saves.append(self.saves)
+        self.saves = {}
         self.evictions.append(evictions)
         self._counters.evicted += int((evictions.num_tokens - evictions.num_kept).sum())
 
@@ -87,12 +100,13 @@ class PendingMoves:
         """Returns the pending moves and clears them."""
         self._counters.loaded += len(self.loads)
         moves = Moves(
-            _pairs((block, slot) for slot, block in self.saves.items()),
+            _pairs((block, slot) for saves in self.all_saves for slot, block in saves.items()),
             _pairs((old, new) for new, old in self.copies.items()),
             _pairs((slot, block) for block, slot in self.loads.items()),
             self.evictions,
+            np.cumsum([len(saves) for saves in self.early_saves], dtype=int).tolist(),
         )
-        self.saves, self.copies, self.loads, self.evictions = {}, {}, {}, []
+        self.saves, self.copies, self.loads, self.evictions, self.early_saves = {}, {}, {}, [], []
         return moves
 
 

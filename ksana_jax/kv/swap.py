@@ -66,5 +66,6 @@ class Swap:
     def discard(self, slots: np.ndarray) -> None:
         """Releases the slots of a swapped row without loading them."""
         for slot in slots.tolist():
-            self._moves.saves.pop(slot, None)
+            for saves in self._moves.all_saves:
+                saves.pop(slot, None)
         self._host.release(slots)

@@ -66,16 +66,16 @@ class Evictor:
         return cache
 
     def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
-        tables, *columns, given = asked
+        tables, targets, *columns, given = asked
         count, used = tables.shape
         size = next(s for s in self._sizes(width) if s >= count)
         # A row of padding keeps nothing, so it writes nothing.
-        tables = np.pad(tables, ((0, size - count), (0, width - used)))
+        tables, targets = (np.pad(x, ((0, size - count), (0, width - used))) for x in (tables, targets))
         columns = (np.pad(x, (0, size - count)) for x in columns)
         if given is not None:
             more = (size - count, 0, 0, self._given_shape[-1] - given.shape[-1])
             given = np.pad(given, [(0, n) for n in more])
-        return self._function(size, width)(cache, Evictions(tables, *columns, given=given))
+        return self._function(size, width)(cache, Evictions(tables, targets, *columns, given=given))
 
     @property
     def _given_shape(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Evictor:
             method = self._layout.eviction.method.compiled
             run = jax.jit(functools.partial(evict, method=method), donate_argnums=0)
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
-            asked = Evictions(ints((size, width)), *[ints((size,))] * (len(Evictions._fields) - 2), given=given)
+            asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
             self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked))
         return self._compiled[key]
 
@@ -107,7 +107,7 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     rows = {name: _by_slot(leaf[tables]) for name, leaf in cache.leaves.items()}
     source = kept_slots(_cached(cache, rows, asked), asked, method)
     blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_kept[:, None]
-    targets = jnp.where(blocks, tables, cache.num_blocks)
+    targets = jnp.where(blocks, asked.targets, cache.num_blocks)
     leaves, num_exact = {}, _num_exact(cache)
     for name, leaf in cache.leaves.items():
         x, of_layers = rows[name], source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -81,8 +81,21 @@ class BlockMover:
             for function in (self._copy, self._gather, self._scatter):
                 function(size)
 
-    def start(self, cache: KVCache, moves: Moves) -> tuple[KVCache, list[Saved], float]:
-        """Starts moves on the device.
+    def save(self, cache: KVCache, saves: np.ndarray) -> list[Saved]:
+        """Starts saves on the device; returns what `finish` must take in."""
+        saved = []
+        for ids, slots in _pieces(saves):
+            out = self._gather(len(ids))(cache, ids)
+            saved.append((slots, out if self._staged is None else jax.device_put(out, self._staged)))
+        return saved
+
+    def start(
+        self, cache: KVCache, moves: Moves, early: Sequence[Saved] = (), num_saved: int = 0
+    ) -> tuple[KVCache, list[Saved], float]:
+        """Starts moves on the device, but for evictions.
+
+        Args:
+          early: what `save` has returned of the first num_saved saves.
 
         Returns:
           The pool, saves that `finish` must take in, and the seconds it took where that was waited for, or 0.
@@ -92,10 +105,7 @@ class BlockMover:
             self._num_timed += 1
             jax.block_until_ready(cache)
         began = time.perf_counter()
-        saved = []
-        for ids, slots in _pieces(moves.saves):
-            out = self._gather(len(ids))(cache, ids)
-            saved.append((slots, out if self._staged is None else jax.device_put(out, self._staged)))
+        saved = [*early, *self.save(cache, moves.saves[num_saved:])]
         copies = _pieces(moves.copies)
         # Of several pieces all are read before one is written.
         read = [(len(old), self._gather(len(old))(cache, old), new) for old, new in copies[1:]]

@@ -299,10 +299,12 @@ class Runner:
         were waited for, and whether a program was compiled for them."""
         if moves is None:
             return None, 0.0, False
-        before = self.num_compilations
+        before, early, num_saved = self.num_compilations, [], 0
         if self.evictor is not None:
-            self.cache = self.evictor.start(self.cache, moves.evictions)
-        self.cache, saved, move_s = self.mover.start(self.cache, moves)
+            for evictions, until in zip(moves.evictions, moves.num_early, strict=True):
+                early += self.mover.save(self.cache, moves.saves[num_saved:until])
+                self.cache, num_saved = self.evictor.start(self.cache, [evictions]), until
+        self.cache, saved, move_s = self.mover.start(self.cache, moves, early, num_saved)
         return functools.partial(self.mover.finish, saved), move_s, self.num_compilations > before
 
     def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:

@@ -89,6 +89,4 @@ class Drafting:
         r.num_computed[rows] += num_accepted  # and one that `advance` has counted
         self.row_blocks.trim(rows)
         self.row_blocks.num_ahead = 0
-        if self.row_blocks.evicts:
-            self.row_blocks.evict(rows)
         return newest, counts

@@ -10,7 +10,6 @@ import numpy as np
 from ksana_jax.core.patterns import FAR, LiveRange
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.moves import Evictions
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
@@ -43,11 +42,6 @@ class RowBlocks:
         self.num_held = self.num_ahead = 0
         self._compacted = False  # whether text and cache positions of some row may differ
         self._groups = np.arange(rows.num_groups)[:, None]
-
-    @property
-    def evicts(self) -> bool:
-        """Whether rows evict tokens."""
-        return self._eviction is not None
 
     @property
     def has_windows(self) -> bool:
@@ -147,6 +141,14 @@ class RowBlocks:
         if new := -(-max(end - int(r.allocated_until[row]), 0) // self._size):
             self._take_several(row, new)
 
+    def replace(self, row: int, groups: np.ndarray, places: np.ndarray) -> None:
+        """Lets a row have new blocks at some places of its tables; the caller has made sure of room, and releases the
+        old ones."""
+        r = self.rows
+        r.block_tables[groups, row, places] = self.memory.device.allocate(len(groups))
+        r.block_origins[groups, row, places] = Origin.COPIED
+        self._note(r.seqs[row], Origin.COPIED, len(groups))
+
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
         r = self.rows
@@ -199,10 +201,10 @@ class RowBlocks:
 
     def swap_out(self, row: int) -> HeldBlocks | None:
         """Swaps a row's computed blocks to the host and returns their slots; None if recomputation is better."""
-        swap = self.memory.swap
-        if swap is None:
+        swap, r = self.memory.swap, self.rows
+        if swap is None or (r.num_computed[row] >= r.evict_at[:, row]).any():  # it would come back without its eviction
             return None
-        filled = self._before(row, int(self.rows.num_computed[row]))
+        filled = self._before(row, int(r.num_computed[row]))
         if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
             return None
         return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED)
@@ -273,33 +275,6 @@ class RowBlocks:
         wanted = starts + (FAR + 1) * table
         at = np.minimum(held.searchsorted(wanted), len(held) - 1)
         return np.where(held[at] == wanted, at - width * table, -1)
-
-    def evict(self, rows: np.ndarray) -> None:
-        """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties."""
-        r, schedule = self.rows, self._eviction
-        assert schedule is not None
-        due = r.num_computed[rows] >= r.evict_at.take(rows, axis=1)
-        if not np.count_nonzero(due):
-            return
-        rows = rows[np.logical_or.reduce(due)]
-        length, num_sinks = r.num_computed[rows], schedule.method.sinks
-        evicted, following = schedule.evictions(length, r.budgets.take(rows, axis=1))
-        before, kept = length - r.num_evicted.take(rows, axis=1), length - evicted
-        sinks = np.full(len(rows), num_sinks, np.int32)
-        recent = np.minimum(r.num_recent.take(rows, axis=1), kept - num_sinks)
-        width = int(r.num_blocks.take(rows, axis=1).max())
-        for group in range(r.num_groups):
-            some = (kept[group] < before[group]).nonzero()[0]
-            if len(some):
-                of_group = np.full(len(rows), group, np.int32)
-                columns = before[group], kept[group], sinks, recent[group], length, of_group
-                if len(some) < len(rows):
-                    columns = (x[some] for x in columns)
-                tables = r.block_tables[group, rows[some], :width]
-                given = schedule.method.given(group, length[some])
-                self.memory.moves.evict(Evictions(tables, *columns, given=given))
-        self.compact(rows, kept)
-        r.evict_at[:, rows] = following
 
     def compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
         """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.

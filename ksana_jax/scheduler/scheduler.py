@@ -22,6 +22,7 @@ from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
+from ksana_jax.scheduler.row_eviction import RowEviction
 from ksana_jax.scheduler.running import Provision, Running, StepBudget, StepResult
 from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
 from ksana_jax.scheduler.speculative.speculation import Speculation
@@ -91,6 +92,7 @@ class Scheduler:
         width = layout.table_width(self.max_model_len, most_tokens)
         self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
         self.row_blocks = RowBlocks(self.rows, self.memory, layout)
+        self.eviction = RowEviction(layout.eviction, self.row_blocks, self.running, self._preempt)
         self.provision = Provision(self.memory, self.running, self.row_blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:
@@ -168,6 +170,8 @@ class Scheduler:
         reads = self.memory.disk_reads
         if reads is not None:
             reads.poll()
+        if self.layout.eviction is not None:
+            self.eviction.evict_shared()
         batch = self._schedule()
         # Beams that wait for the others of their request compute nothing, and may hold all blocks. A finished read may
         # belong to a sequence that waits behind them.
@@ -197,12 +201,12 @@ class Scheduler:
     def _needs_tokens(self) -> bool:
         """Whether the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
-        step by step, blocks enter the prefix index before they leave a window and make room, and drafts continue a
-        text."""
+        step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue a text.
+        """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
-        waits |= memory.prefixes.enabled and self.row_blocks.has_windows
+        waits |= memory.prefixes.enabled and (self.row_blocks.has_windows or self.eviction.waits)
         return waits or bool(r.num_beams + r.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
@@ -279,7 +283,7 @@ class Scheduler:
         if self.drafting is not None and len(batch.chunks):
             self.drafting.keep_up(rows, self.order)
         if self.layout.eviction is not None:
-            self.row_blocks.evict(rows)
+            self.eviction.evict(rows)
         # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)
@@ -308,6 +312,7 @@ class Scheduler:
         if num_accepted is not None:
             assert self.drafting is not None
             tokens, counts = self.drafting.append(batch, tokens, num_accepted)
+            self.eviction.evict(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]

@@ -143,7 +143,7 @@ class Admission:
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held
-            hit = prefixes.pin(seq.kv, seq.token_ids, seq.max_cached_tokens) if finds else None
+            hit = prefixes.pin(seq.kv, seq.token_ids, self._max_cached_tokens(seq)) if finds else None
             if hit and hit.awaits:
                 at += 1
                 continue
@@ -199,6 +199,12 @@ class Admission:
             if not self.queue.reclaim_shared(seq):
                 return False
         return True
+
+    def _max_cached_tokens(self, seq: Sequence) -> int:
+        """Returns the most tokens that a sequence takes from the cache: those after its first eviction attend to less
+        than the cached ones did."""
+        eviction, most = self.layout.eviction, seq.max_cached_tokens
+        return most if eviction is None else min(most, eviction.first_at(seq.num_context) - 1)
 
     def _num_shared(self, held: HeldBlocks) -> int:
         """Returns how many of a sequence's last blocks, one per group, must be copied before it writes to them."""

@@ -154,6 +154,11 @@ class EvictionMethod:
         return False
 
     @property
+    def stored(self) -> str:
+        """Says how blocks differ from those of an engine without eviction; blocks of equal ones can be shared."""
+        return f"{self.positions} positions" + ", text positions" * self.needs_text_positions
+
+    @property
     def num_known(self) -> int:
         """Returns the length of the text that a method with `needs_full_text` knows; 0 for others."""
         return 0

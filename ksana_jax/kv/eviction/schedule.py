@@ -103,6 +103,10 @@ class EvictionSchedule:
             full = np.where((length < num_prompt) & (full == num_prompt), num_prompt, FAR)
         return np.minimum(full, FAR).astype(np.int32)
 
+    def first_at(self, num_prompt: int) -> int:
+        """Returns the length at which a row first evicts; FAR if it never does."""
+        return int(self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min())
+
     def num_recent(self, budgets: np.ndarray) -> np.ndarray:
         """Returns the number of newest tokens that each group keeps at least, of budgets [Gk, n]: [Gk, n]."""
         recent = self.method.recent
@@ -116,7 +120,7 @@ class EvictionSchedule:
         Args:
           max_len: tokens at which the text ends; the last one is sampled and not computed.
         """
-        evicts = self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min() < max_len
+        evicts = self.first_at(num_prompt) < max_len
         return not (self.method.needs_full_text and evicts) or max_len - 1 <= self.method.num_known
 
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:

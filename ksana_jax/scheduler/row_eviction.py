@@ -1,0 +1,152 @@
+"""Evictions from running rows: which rows are due, in which blocks their tokens stay, and what the device moves.
+
+Knows numbers of tokens; which ones stay is the method's choice, made on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.moves import Evictions
+from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.running import Running
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEviction:
+    """Evicts tokens of rows whose budget is full.
+
+    Cached blocks stay whole: a row's first eviction moves what it keeps to blocks of its own.
+
+    Args:
+      schedule: when rows evict; None for never.
+      preempt: takes a row's blocks; its sequence waits again.
+    """
+
+    schedule: EvictionSchedule | None
+    row_blocks: RowBlocks
+    running: Running
+    preempt: Callable[[int], None]
+
+    def evict(self, rows: np.ndarray) -> None:
+        """Evicts tokens from those of some rows whose budget is full, and releases the blocks that this empties.
+
+        Rows that others share blocks with, or that fill the prefix cache, wait for `evict_shared`.
+        """
+        r, memory = self.row_blocks.rows, self.row_blocks.memory
+        if self.schedule is None or not len(rows := rows[self._is_due(rows)]):
+            return
+        if memory.prefixes.enabled:
+            _, counts = self._kept(rows)
+            rows = rows[(r.index_at[rows] == FAR) & ~self._shared(rows, counts).any(axis=(0, 2))]
+        self._record(rows, r.block_tables.take(rows, axis=1))
+
+    def evict_shared(self) -> None:
+        """Evicts tokens from all rows that have waited for it. Only between two steps: it may preempt rows."""
+        r, device = self.row_blocks.rows, self.row_blocks.memory.device
+        rows = self.running.order
+        if self.schedule is None or not len(rows := rows[self._is_due(rows)]):
+            return
+        tables = r.block_tables.take(rows, axis=1)
+        replaced = self._fork(rows)
+        alive = r.alive[rows]
+        self._record(rows[alive], tables[:, alive])
+        # Only now: until all are recorded, no eviction may write to a block that another one reads.
+        if replaced:
+            device.release(np.concatenate(replaced))
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait for `evict_shared`."""
+        return self.schedule is not None and bool(np.count_nonzero(self._is_due(self.running.order)))
+
+    def _is_due(self, rows: np.ndarray) -> np.ndarray:
+        r = self.row_blocks.rows
+        return np.logical_or.reduce(r.num_computed[rows] >= r.evict_at.take(rows, axis=1))
+
+    def _kept(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many tokens each group keeps of rows that evict now, and in how many blocks, 0 if it evicts none:
+        [Gk, n] each."""
+        assert self.schedule is not None
+        r, size = self.row_blocks.rows, self.row_blocks.memory.block_size
+        length = r.num_computed[rows]
+        kept = length - self.schedule.evictions(length, r.budgets.take(rows, axis=1))[0]
+        return kept, np.where(kept < length - r.num_evicted.take(rows, axis=1), -(-kept // size), 0)
+
+    def _record(self, rows: np.ndarray, tables: np.ndarray) -> None:
+        """Records evictions from rows for the device.
+
+        Args:
+          tables: [Gk, n, P] blocks of the rows before; those afterwards are the first ones of their tables.
+        """
+        r, schedule = self.row_blocks.rows, self.schedule
+        if schedule is None or not len(rows):
+            return
+        length, num_sinks = r.num_computed[rows], schedule.method.sinks
+        evicted, following = schedule.evictions(length, r.budgets.take(rows, axis=1))
+        before, kept = length - r.num_evicted.take(rows, axis=1), length - evicted
+        sinks = np.full(len(rows), num_sinks, np.int32)
+        recent = np.minimum(r.num_recent.take(rows, axis=1), kept - num_sinks)
+        width = int(r.num_blocks.take(rows, axis=1).max())
+        for group in range(r.num_groups):
+            some = (kept[group] < before[group]).nonzero()[0]
+            if len(some):
+                of_group = np.full(len(rows), group, np.int32)
+                columns = before[group], kept[group], sinks, recent[group], length, of_group
+                if len(some) < len(rows):
+                    columns = (x[some] for x in columns)
+                sources, targets = tables[group, some, :width], r.block_tables[group, rows[some], :width]
+                given = schedule.method.given(group, length[some])
+                self.row_blocks.memory.moves.evict(Evictions(sources, targets, *columns, given=given))
+        self.row_blocks.compact(rows, kept)
+        r.evict_at[:, rows] = following
+
+    def _fork(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Replaces the blocks to which evictions from rows will write, where others own them too, by new ones.
+
+        The first rows are served first; one for which there is no room is preempted.
+
+        Returns:
+          The blocks replaced, of which the rows remain owners.
+        """
+        r, replaced = self.row_blocks.rows, []
+        _, counts = self._kept(rows)
+        needs = self._shared(rows, counts).any(axis=(0, 2))
+        for nth in np.flatnonzero(needs).tolist():
+            row = int(rows[nth])
+            if r.alive[row] and (shared := self._make_room(row, counts[:, nth])) is not None:
+                replaced.append(r.block_tables[shared[0], row, shared[1]])
+                self.row_blocks.replace(row, *shared)
+        return replaced
+
+    def _shared(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Returns which of the first counts [Gk, n] blocks of rows others own too, or the cache: boolean [Gk, n, P]."""
+        pool, ids = self.row_blocks.memory.blocks, self.row_blocks.rows.block_tables.take(rows, axis=1)
+        return (np.arange(ids.shape[2]) < counts[:, :, None]) & ((pool.ref_count[ids] > 1) | pool.kept[ids])
+
+    def _make_room(self, row: int, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Makes room for copies of those of a row's first count [Gk] blocks that others own, or the cache.
+
+        Where room lacks, the cache gives up blocks of this row, the last ones first; then rows after it are preempted.
+
+        Returns:
+          The groups and places of the blocks to copy; None if the row itself was preempted.
+        """
+        r, device = self.row_blocks.rows, self.row_blocks.memory.device
+        while True:
+            groups, places = self._shared(np.array([row]), count[:, None])[:, 0].nonzero()
+            if len(groups) <= device.num_available:
+                return groups, places
+            ids = r.block_tables[groups, row, places]
+            own = ids[device.pool.ref_count[ids] == 1]
+            if len(own):
+                device.forget(int(own[-1]))
+                continue
+            self.preempt(last := int(self.running.order[-1]))
+            if last == row:
+                return None
