@@ -70,12 +70,13 @@ def test_a_message_arrives_as_it_was_sent(message):
 def test_a_step_arrives_as_it_was_sent():
     shape = StepShape((Part(4, 1), Part(2, 16)), 8, 6)
     pairs, ints = np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3, dtype=np.int32)
-    moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, *[ints] * 6)])
+    moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 6)], [1])
     dense = (np.ones((2, 9), np.int32), np.zeros((2, 9), bool), np.ones((2, 9), np.float32))
     step = PackedStep(shape, np.arange(99, dtype=np.int32), np.int64(2), True, dense, None, None, 0, moves)
     found = arrived(("step", 3, step))[2]
     assert type(found) is PackedStep and found.shape == shape and hash(found.shape) == hash(shape)
     assert type(found.shape.parts[1]) is Part and type(found.moves.evictions[0]) is Evictions
+    assert list(found.moves.num_early) == [1]
     assert same(tuple(found)[1:8], (step.vector, 2, True, dense, None, None, 0))
     assert same(vars(found.moves)["loads"], pairs[1:]) and same(
         tuple(found.moves.evictions[0]), tuple(moves.evictions[0])
