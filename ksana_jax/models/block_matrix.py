@@ -22,7 +22,7 @@ class Form(NamedTuple):
     Files store some types in fewer bits. Codes of 5 and 6 bits, and levels of a table, have 8 here; where a file has
     scales of scales, their products are stored, in float32, which holds them exactly.
 
-    bits: of a code. Those of 4 bits are 0 to 15, from which `ZERO` is subtracted if there are no minima; those of 8
+    bits: of a code. 4-bit codes are 0 to 15, from which `ZERO` is subtracted if there are no minima; 8-bit codes
       have a sign.
     group: numbers that share a scale, 16 or 32.
     scales: dtype of scales and minima.
@@ -57,7 +57,7 @@ FORMS = {
 
 
 class Blocks(Matrix):
-    """What both forms in memory have in common."""
+    """Shared by both forms in memory."""
 
     dtype: jnp.dtype
 
@@ -82,7 +82,7 @@ class BlockMatrix(Blocks):
 
     codes: jax.Array  # uint8 [out, in / 32, 16]: i in the low and i + 16 in the high half of byte i; or int8 [..., 32]
     scales: jax.Array  # float16 or float32 [out, in / group]
-    minima: jax.Array | None  # likewise
+    minima: jax.Array | None  # as scales
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
 
     @classmethod
@@ -107,16 +107,16 @@ class BlockMatrix(Blocks):
 
 @flax.struct.dataclass
 class PackedBlocks(Blocks):
-    """The same in panels of 64 rows, the last one filled up with zeros. Products round their input to codes, with a
+    """`Blocks` in panels of 64 rows, the last one padded with zeros. Products round their input to codes, with a
     scale for each 32 neighbours of a row.
 
     A panel holds, block after block, the first word of each of its rows, then the second, and so on. A word has four
-    bytes of codes; those of 8 bits are without a sign, 128 is zero.
+    bytes of codes; 8-bit codes are unsigned, and 128 is zero.
     """
 
     words: jax.Array  # int32 [ceil(out / 64), in / 32, 4 or 8, 64]
     scales: jax.Array  # float16 or float32 [ceil(out / 64), in / group, 64]
-    minima: jax.Array | None  # likewise
+    minima: jax.Array | None  # as scales
     num_rows: int = flax.struct.field(pytree_node=False)
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     stacks = False
@@ -127,7 +127,7 @@ class PackedBlocks(Blocks):
 
     @property
     def sums(self) -> jax.Array | None:
-        """What `Weights` have in this place."""
+        """The minima, under their name in `Weights`."""
         return self.minima
 
     def multiply(self, x: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:

@@ -24,7 +24,7 @@ def make_rope(config: RopeConfig, head_dim: int, max_len: int | None = None) -> 
 
     Args:
       max_len: tokens of the longest text to serve. "dynamic" and "longrope" use it: cached keys cannot change
-        frequency as a text grows, so all keys use that of the longest text (up to original_max_len, of short texts).
+        frequency as a text grows, so all keys use the longest text's (up to original_max_len, a short text's).
 
     Raises:
       ValueError: the kind is unknown, or its numbers give frequencies that are not finite in float32.

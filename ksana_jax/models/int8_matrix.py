@@ -18,8 +18,8 @@ MOST = 127  # codes are -127..127, symmetric
 class Int8Matrix(Matrix):
     """A matrix [out, in] whose rows are codes times a scale.
 
-    rounds_inputs: what it is multiplied with is rounded to codes as well, each row by itself.
-    axis: of devices that have columns of the matrix each, inside a program of theirs; None if they are all here.
+    rounds_inputs: True if inputs are rounded to codes as well, each row separately.
+    axis: of devices that each hold columns of the matrix, inside a program; None if one device holds all.
     """
 
     codes: jax.Array  # int8 [out, in]
@@ -56,7 +56,7 @@ QUANTISERS = {"int8": quantise, "w8a8": functools.partial(quantise, rounds_input
 def rounded_rows(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Rounds rows [..., D] to the nearest codes; returns these in int8, and a scale [...] for each row.
 
-    axis: of devices that have a part of each row; the scale is that of the whole row.
+    axis: of devices that each hold a part of every row; the scale is the whole row's.
     """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=-1)

@@ -46,7 +46,7 @@ def separate(params: Params, config: ModelConfig) -> Params:
 
 
 def _stacks() -> dict[str, tuple[str, ...]]:
-    """Returns what is stacked by what holds it: {"qkv": ("q", "k", "v"), ...}, names of fields without w_ or b_."""
+    """Returns the stacked parts of each joined field: {"qkv": ("q", "k", "v"), ...}, field names without w_ or b_."""
     found: dict[str, tuple[str, ...]] = {}
     for name, weight in weight_fields().items():
         if weight is not None and weight.joins is not None:
@@ -106,7 +106,7 @@ def _stack(xs: Sequence[Any], consume: bool) -> Any:
 
 
 def _piece(num_devices: int, begin: int, rows: int, x: jax.Array) -> jax.Array:
-    """Returns one of the arrays of which `_stack` made x, from where it begins in each device's part."""
+    """Returns one of the arrays that `_stack` joined in x; begin is its first row in each device's part."""
 
     def piece(x: jax.Array) -> jax.Array:
         divided = x.reshape(num_devices, -1, *x.shape[1:])

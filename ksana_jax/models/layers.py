@@ -32,7 +32,7 @@ def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: str | None = None) -> jax.Array:
     """Divides x [..., D] by its root mean square, times weight [D]; computed in float32 (arXiv:1910.07467).
 
-    axis: of devices that have equal parts of each row and of the weight; the root mean square is the whole row's.
+    axis: of devices that each hold an equal part of rows and weight; the root mean square is the whole row's.
     """
     return weight * _normalised(x, eps, axis).astype(x.dtype)
 
@@ -51,11 +51,11 @@ def _normalised(x: jax.Array, eps: float, axis: str | None) -> jax.Array:
 
 
 class Norm(NamedTuple):
-    """A kind of norm, of each row by itself, and what settings need to know of it.
+    """A kind of norm, computed row by row, and the facts that settings depend on.
 
     apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled.
-    plus_one: of a root mean square norm, which kernels also have: whether they add 1 to its weight; None for others.
-    row_by_row: for `numerics: invariant`, of a norm that kernels do not have. apply consists of functions of single
+    plus_one: whether kernels add 1 to the weight of this root mean square norm; None for norms that kernels lack.
+    row_by_row: for `numerics: invariant`, of a norm that kernels lack. apply consists of functions of single
       numbers: XLA orders a sum by the shape of the whole array.
     """
 
@@ -76,7 +76,7 @@ def norm_kind(name: str) -> Norm:
     """Returns the kind of norm with this name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the name is unknown.
     """
     checks.require(checks.one_of("norm", name, NORMS), error=ConfigError)
     return NORMS[name]

@@ -41,5 +41,5 @@ def dot(x: jax.Array, w: jax.Array, dtype=jnp.float32) -> jax.Array:
 
 
 def finished(y: jax.Array, b: jax.Array | None, dtype) -> jax.Array:
-    """Adds a bias [out], if there is one, to sums [..., out], and rounds them to dtype."""
+    """Adds a bias [out], if given, to sums [..., out], and rounds them to dtype."""
     return (y if b is None else y + b).astype(dtype)

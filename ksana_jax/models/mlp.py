@@ -20,16 +20,16 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class MLP(NamedTuple):
-    """A kind of MLP, and what settings need to know of it. A setting refuses a kind that does not state what it needs.
+    """A kind of MLP, and the facts that settings depend on. A setting refuses a kind that leaves out what it needs.
 
     shapes: (width D, spec) -> shapes of its weights, by field of `params.LayerParams`.
     apply: (x [..., D], weights with those fields, linear, spec) -> [..., D].
     takes_joined: apply also takes gate and up as one matrix, see `models.joined`.
     divides: for `tensor_parallel_size`. From each device's parts of the weights, apply computes a part of the result,
-      and the parts add up to it. A bias of it is divided, or states that it is added once (`models.weight`).
-    quantises: for `quantization`. apply reads its matrices through `linear` alone, which also takes codes, and packed
-      matrices; those of other kinds stay as they are loaded.
-    row_by_row: for `numerics: invariant`. Besides `linear`, apply consists of functions of single numbers.
+      and the parts add up to it. Its bias is divided, or states that it is added once (`models.weight`).
+    quantises: for `quantization`. apply reads its matrices only through `linear`, which also takes codes and packed
+      matrices; matrices of other kinds stay as loaded.
+    row_by_row: for `numerics: invariant`. Apart from `linear`, apply consists of functions of single numbers.
     activation: of a gated MLP, by which kernels compute it; None leaves it to `apply`.
     """
 
@@ -79,14 +79,14 @@ def mlp_kind(name: str) -> MLP:
     """Returns the kind of MLP with this name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: the name is unknown.
     """
     checks.require(checks.one_of("mlp", name, MLPS), error=ConfigError)
     return MLPS[name]
 
 
 def unstated(config: ModelConfig, statement: Literal["divides", "quantises", "row_by_row"]) -> str | None:
-    """Returns which kinds of MLPs of a model do not state what a setting needs, or None."""
+    """Returns the kinds of MLPs of a model that do not state what a setting needs, or None."""
     kinds = dict.fromkeys(layer.mlp.kind for layer in config.layers)
     if lacking := [kind for kind in kinds if not getattr(mlp_kind(kind), statement)]:
         return f"mlp {', '.join(map(repr, lacking))} does not state {statement} (MLP in ksana_jax/models/mlp.py)"

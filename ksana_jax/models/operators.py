@@ -1,4 +1,4 @@
-"""What a layer computes besides attention, as operators that have several implementations."""
+"""Everything in a layer except attention, as operators with several implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ksana_jax.models.params import LayerParams
 
 @dataclasses.dataclass(frozen=True)
 class Operators:
-    """Products with weights, norms, and the two parts of a layer that are made of them. Subclasses may fuse a part.
+    """Products with weights, norms, and the two parts of a layer built from them. Subclasses may fuse a part.
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
@@ -32,7 +32,7 @@ class Operators:
         return embedding.rows(tokens) if isinstance(embedding, Blocks) else embedding[tokens]
 
     def summed(self, out: jax.Array) -> jax.Array:
-        """Returns the sum of what all devices have computed of a product whose columns are divided among them."""
+        """Sums the devices' results of a product whose columns are divided among them."""
         return out
 
     def queries_keys_values(
@@ -55,7 +55,7 @@ class Operators:
         self, projected: tuple[jax.Array, ...], p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Splits q [..., N*H], k and v [..., K*H], or all three in one array, into heads, and normalises q and k if the
-        layer has such norms, of each head or of all."""
+        layer has such norms, per head or over all heads."""
         a = spec.attention
         split = [y.reshape(*y.shape[:-1], -1, a.head_dim) for y in projected]
         if len(split) == 1:
@@ -65,11 +65,11 @@ class Operators:
         return self._normed_heads(q, p.q_proj_norm, spec.norms), self._normed_heads(k, p.k_proj_norm, spec.norms), v
 
     def normed(self, x: jax.Array, weight: jax.Array | None, norms: NormSpec) -> jax.Array:
-        """Normalises rows x [..., D], or returns them as they are where the layer has no such norm (weight is None)."""
+        """Normalises rows x [..., D]; returns them unchanged if the layer has no such norm (weight is None)."""
         return x if weight is None else self.normaliser(norms)(x, weight)
 
     def normed_projection(self, x: jax.Array, weight: jax.Array, norms: NormSpec) -> jax.Array:
-        """Normalises rows [..., N*H] of all heads, of which several devices have some each."""
+        """Normalises rows [..., N*H] of all heads, which may be divided among devices."""
         return self.normaliser(norms)(x, weight)
 
     def _normed_heads(self, x: jax.Array, weight: jax.Array | None, norms: NormSpec) -> jax.Array:

@@ -21,7 +21,7 @@ from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind, unstated
 from ksana_jax.models.weight import KEY, Weight, matrix, vector
 
-# Number of random weights drawn at a time. Drawing needs six times the memory of its result, besides the result, and is
+# Number of random weights drawn at a time. Drawing needs six times the memory of its result on top of it, and is
 # faster if that fits the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
 DRAWN_AT_ONCE = 2**16
 
@@ -79,19 +79,19 @@ class Params:
 
 
 def weight_fields() -> dict[str, Weight | None]:
-    """Returns what each field of LayerParams and Params states of its weight, by name; None if it states nothing."""
+    """Returns the `Weight` of each field of LayerParams and Params, by name; None if the field states none."""
     fields = (*dataclasses.fields(LayerParams), *dataclasses.fields(Params))
     return {f.name: f.metadata.get(KEY) for f in fields if f.name != "layers"}
 
 
 def stated(name: str, setting: str) -> Weight:
-    """Returns what a field states of its weight.
+    """Returns a field's `Weight`.
 
     Args:
-      setting: that needs to know it.
+      setting: the setting that needs it.
 
     Raises:
-      ConfigError: it states nothing.
+      ConfigError: the field states none.
     """
     if (weight := weight_fields()[name]) is None:
         raise ConfigError(
@@ -102,7 +102,7 @@ def stated(name: str, setting: str) -> Weight:
 
 
 def weights_of(params: LayerParams | Params) -> dict[str, Any]:
-    """Returns the weights that there are, of one layer or beside all layers, by field."""
+    """Returns the weights that are present, of one layer or outside all layers, by field."""
     names = [f.name for f in dataclasses.fields(params) if f.name != "layers"]
     return {name: w for name in names if (w := getattr(params, name)) is not None}
 
@@ -152,7 +152,7 @@ def num_params(config: ModelConfig) -> int:
 
 
 def is_shape(x: Any) -> bool:
-    """Whether x is a leaf of `param_shapes`, for jax.tree.map's is_leaf."""
+    """True if x is a leaf of `param_shapes`; for jax.tree.map's is_leaf."""
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
@@ -160,7 +160,7 @@ def check_quantises(config: ModelConfig, quantization: str | None) -> None:
     """Checks that a model's weights can be quantised.
 
     Raises:
-      ConfigError: a weight or a kind of MLP does not state it.
+      ConfigError: a weight or a kind of MLP does not state whether it can.
     """
     if quantization is None:
         return
@@ -203,13 +203,13 @@ def init_params(
     """Draws random weights: normal matrices with deviation `std`, identity norms, zero biases and sink logits.
 
     Projections back into the residual stream are scaled down by sqrt(2 L) (GPT-2's initialisation). Weights are drawn
-    one after the other, in place and in pieces, so that peak memory is little more than the weights.
+    one after the other, in place and in pieces, so that peak memory barely exceeds the weights.
 
     Args:
       place: called with each weight's path, from `jax.tree_util`, and the weight; returns it on its devices.
 
     Raises:
-      ConfigError: a weight does not state how it starts.
+      ConfigError: a weight does not state its initialisation.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
@@ -238,7 +238,7 @@ def _draw(key: jax.Array, scale: float, *, shape: tuple[int, int], dtype) -> jax
 
     def piece(index, out):
         rows = (jax.random.normal(jax.random.fold_in(key, index), (num_rows, *shape[1:])) * scale).astype(dtype)
-        # The last piece overlaps the one before if the rows are not a multiple of its size.
+        # The last piece overlaps the previous one if the rows are not a multiple of its size.
         return jax.lax.dynamic_update_slice_in_dim(out, rows, jnp.minimum(index * num_rows, shape[0] - num_rows), 0)
 
     return jax.lax.fori_loop(0, -(-shape[0] // num_rows), piece, jnp.zeros(shape, dtype))

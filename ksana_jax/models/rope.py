@@ -12,7 +12,7 @@ import numpy as np
 class Rope(NamedTuple):
     """Frequencies [H/2] in radians per token, and a factor that scales rotated vectors (YaRN; otherwise 1).
 
-    Where a part of a head is rotated, the others have frequency 0 and, in an array [H/2], scale 1.
+    If only a part of a head is rotated, the remaining pairs have frequency 0 and, in an array [H/2], scale 1.
     """
 
     inv_freq: jax.Array | np.ndarray

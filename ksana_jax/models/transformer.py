@@ -2,7 +2,7 @@
 
 It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
 writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
-What a layer computes besides attention is the caller's `Operators`, so that training has gradients of its own.
+All other operators of a layer are the caller's `Operators`, so that training has gradients of its own.
 Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
 
@@ -40,7 +40,7 @@ def forward(
       tokens: [...] ids in [0, V), or [..., D] rows of the embedding that were looked up elsewhere.
       attend: attention of one layer; see `Attend`. It decides about rope, mask and softmax.
       state: pytree that attend receives in the first layer and hands on to the next, such as the KV cache.
-      operators: implementations of all else that a layer computes.
+      operators: implementations of everything else in a layer.
 
     Returns:
       Hidden states [..., D], and the state after the last layer.
@@ -83,7 +83,7 @@ def final_norm(params: Params, x: jax.Array, *, config: ModelConfig, operators: 
 
 
 def sink_logits(params: LayerParams, spec: AttentionSpec) -> jax.Array | None:
-    """Returns the logits [N] that a layer's softmax has besides its scores, learned or 0, or None if it has none."""
+    """Returns the logits [N] that a layer's softmax adds to its scores, learned or 0; None if it has none."""
     return jnp.zeros(spec.num_heads, jnp.float32) if spec.sinks == "zero" else params.sink_logits
 
 

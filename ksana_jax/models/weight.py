@@ -1,6 +1,5 @@
-"""What features of an engine must know of a weight: each field of `Params` and `LayerParams` states it as metadata.
-
-Such as a matrix of which each device has some rows:
+"""Facts of a weight that an engine's features depend on: each field of `Params` and `LayerParams` states them as
+metadata. For example, a matrix whose rows are divided among devices:
 
     w_new: jax.Array | None = field(default=None, metadata=matrix("rows"))  # [F, D]
 """
@@ -15,11 +14,11 @@ KEY = "weight"  # of a field's metadata
 
 
 class Weight(NamedTuple):
-    """What a field states of its weight, [out, in] or [out].
+    """Facts of a weight [out, in] or [out], as a field states them.
 
-    divides: what each device has of it with `tensor_parallel_size`.
+    divides: each device's part with `tensor_parallel_size`.
       "rows": as many rows as any other device; their products are the device's part of the result.
-      "kv heads": the same; where there are fewer kv heads than devices, several have the rows of one head.
+      "kv heads": the same; with fewer kv heads than devices, several devices have the rows of one head.
       "vocabulary": rows of its ids.
       "columns": as many columns as any other device, for its part of the argument; `Operators.summed` adds up the
         products.
@@ -29,7 +28,7 @@ class Weight(NamedTuple):
       scaled down; "identity": as the kind of norm says; "zeros".
     quantises: `quantization` stores it as codes.
     packs: it is read through `linear` alone, so it may be a `PackedMatrix`.
-    joins: field in which `models.joined` stacks the matrix with others; their biases are stacked likewise.
+    joins: field in which `models.joined` stacks the matrix with others, and its bias with theirs.
     """
 
     divides: Division
@@ -39,7 +38,7 @@ class Weight(NamedTuple):
     joins: str | None = None
 
     def local_rows(self, num_rows: int, num_devices: int, num_kv_heads: int) -> int:
-        """Returns how many of its rows each of several devices has, unless they are those of a vocabulary."""
+        """Returns the number of its rows on each of several devices, unless they are rows of a vocabulary."""
         if self.divides == "kv heads":
             return num_rows // num_kv_heads * max(num_kv_heads // num_devices, 1)
         return num_rows // num_devices if self.divides == "rows" else num_rows

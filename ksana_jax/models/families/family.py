@@ -47,7 +47,7 @@ class View(NamedTuple):
     fields: of LayerParams, such as w_q, w_k and w_v of a fused projection; empty where it has this weight alone.
     groups: field of ModelConfig that counts the groups, such as "num_heads" if each head has its q, k and v together;
       None for a single group.
-    transposed: whether it is stored as [in, out].
+    transposed: True if it is stored as [in, out].
     """
 
     tensor: str
@@ -72,7 +72,7 @@ class Family:
       mlps: kind of MLP (`models.mlp.MLPS`) by the activation's name; the first is written on export.
       read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
       write_rope: returns the ropes as config fields.
-      rotates_neighbours: whether the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
+      rotates_neighbours: True if the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
         rows of queries and keys, see `models.rope.row_order`.
 
     A family that may rotate a part of each head has a default for `partial_rotary_factor`.
@@ -189,7 +189,7 @@ def read_special_ids(fields: Fields) -> tuple[int | None, tuple[int, ...]]:
 
 
 def layer_windows(fields: Fields) -> dict[str, Any]:
-    """Returns the patterns of families in which some layers slide, if `use_sliding_window` is true.
+    """Returns the layers' patterns in families with sliding layers, if `use_sliding_window` is true.
 
     `layer_types` names the kind of each layer; without it, layers from index `max_window_layers` on slide.
     """
@@ -224,7 +224,7 @@ def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:
 
 
 def refuse_windows(fields: Fields) -> None:
-    """Records a problem if a config whose family has no sliding layers asks for some.
+    """Records a problem if a config asks for sliding layers and its family has none.
 
     transformers ignores these fields in such a config, but the author of the file expects a window.
     """

@@ -1,4 +1,4 @@
-"""Granite 3: a Llama whose embedding, scores, residuals and logits have factors of their own (arXiv:2405.04324)."""
+"""Granite 3: a Llama with factors on its embedding, scores, residuals and logits (arXiv:2405.04324)."""
 
 from __future__ import annotations
 

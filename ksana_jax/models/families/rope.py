@@ -119,7 +119,7 @@ def read_form(fields: Fields, where: str, form: Mapping[str, Any], max_position:
 
 
 def _read_partial(fields: Fields, where: str, form: Mapping[str, Any]) -> float:
-    """Reads which part of a head is rotated; families without a default for it rotate whole heads."""
+    """Reads the rotated fraction of a head; families without a default for it rotate whole heads."""
     name = f"{where}.partial_rotary_factor"
     value = form.get("partial_rotary_factor")
     if value is None:

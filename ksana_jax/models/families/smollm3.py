@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which every fourth layer has no rotary embedding (NoPE, arXiv:2501.18795)."""
+"""SmolLM3: a Llama without rotary embedding in every fourth layer (NoPE, arXiv:2501.18795)."""
 
 from __future__ import annotations
 
