@@ -1,7 +1,7 @@
 """Checkpoints of a training run, written by orbax: one directory per step. Knows no Hugging Face names.
 
 `step_00000012` is written under a temporary name and renamed; it is complete once `files.json` lists the size of every
-file in it. What a killed process or a full disk leaves behind lacks or contradicts that list, and is skipped.
+file in it. A killed process or a full disk leaves a directory that lacks or contradicts that list; it is skipped.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def load_config(model: str | os.PathLike[str]) -> ModelConfig:
     """Reads the configuration of a model, given by path or name; see `core.sources.model_path` and `gguf_of`.
 
-    BOS comes from generation_config.json if a directory has it there. EOS ids are the union of what both files name,
+    BOS comes from generation_config.json if a directory's file names it. EOS ids are the union of both files',
     generation_config.json first; an engine adds the tokenizer's.
 
     Raises:
-      LoadError: there is no such model, or a GGUF file is damaged.
+      LoadError: the model does not exist, or a GGUF file is damaged.
       ConfigError: fields are invalid or unsupported; one line names the file and all of them.
     """
     path = model_path(model, weights=False)
@@ -89,7 +89,7 @@ def load_config(model: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_generation(path: Path) -> dict[str, Any]:
-    """Reads a generation_config.json; {} if there is none, or an empty file, which some conversions leave."""
+    """Reads a generation_config.json; {} if it is missing, or empty, as some conversions leave it."""
     return read_json(path) if path.exists() and path.stat().st_size else {}
 
 
@@ -99,13 +99,13 @@ def listed(ids: Any) -> list[Any]:
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Checks that a tokenizer may be the model's. Either may have more ids than the other.
+    """Checks that a tokenizer fits the model. Either may have more ids than the other.
 
-    Embeddings are often padded, and some tokenizers name tokens that the embedding has no rows for, such as the image
-    token of a Gemma 3 without a vision part. A prompt that holds such an id is refused when it comes.
+    Embeddings are often padded, and some tokenizers name tokens without rows in the embedding, such as the image
+    token of a Gemma 3 without a vision part. A prompt with such an id is refused on arrival.
 
     Raises:
-      ConfigError: ids of the model that end a text are beyond the tokenizer's.
+      ConfigError: EOS ids of the model are beyond the tokenizer's ids.
     """
     size = tokenizer.vocab_size
     if size > config.vocab_size:

@@ -1,4 +1,4 @@
-"""Digest of a model's files, which tells models apart without reading all of their weights. No jax."""
+"""Digest of a model's files, which distinguishes models without reading all of their weights. No jax."""
 
 from __future__ import annotations
 

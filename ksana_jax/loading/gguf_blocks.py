@@ -3,8 +3,8 @@
 A block stores neighbouring values of a row as small integers with float16 scales. Letters: d, m are float16 scale and
 minimum, q packed integers, h their highest bits, s packed 6-bit (or smaller) scales of a superblock's sub-blocks.
 Source: ggml (ggml-common.h and ggml-quants.c). Values equal the package `gguf` bit for bit: scales of sub-blocks times
-d, and these times codes, are exact in float32. MXFP4 is from the Open Compute Project, Microscaling Formats 1.0,
-section 5.
+d, and these products times codes, are exact in float32. MXFP4 is from the Open Compute Project, Microscaling Formats
+1.0, section 5.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.models.block_matrix import FORMS, ZERO
 from ksana_jax.native.shapes import BLOCK
 
-# Codes [blocks, values] of 8 bits, and scales and, if there are any, minima, of as many groups of them,
-# [blocks, groups]: float16 as stored, or float32.
+# Codes [blocks, values] of 8 bits; scales [blocks, groups] of groups of codes, float16 as stored, or float32;
+# and minima in the same form, if any.
 _Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in TYPES.values()}
@@ -57,7 +57,7 @@ def apart(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
       kind: a type of `models.block_matrix.FORMS`. blocks: uint8 [rows, bytes], whole blocks.
 
     Returns:
-      Codes, scales and, if there are any, minima, as `BlockMatrix` has them.
+      Codes, scales and, if any, minima, as in `BlockMatrix`.
     """
     rows = len(blocks)
     with np.errstate(over="ignore", invalid="ignore"):

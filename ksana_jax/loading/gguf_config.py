@@ -1,7 +1,7 @@
 """Reads a model's configuration from the metadata of a GGUF file. Knows no blocks.
 
 Keys become fields of a Hugging Face config, which the families of `models.families` read. A key that this file does not
-know is an error unless its value says that it is not used, because most keys change the numbers.
+know is an error unless its value marks it as unused, because most keys change the numbers.
 Source: llama.cpp (hyperparameters of its architectures) and gguf.constants.
 """
 
@@ -36,7 +36,7 @@ SIZES = {
 }
 EPS = "attention.layer_norm_rms_epsilon"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-# Widths that must all be the width of a head; some architectures rotate a part of it.
+# Widths that must all equal a head's width; some architectures rotate a part of it.
 ROTATED = "rope.dimension_count"
 PARTIAL = ("glm4", "phi3")
 WIDTHS = ("attention.key_length", "attention.value_length", ROTATED)
@@ -52,14 +52,14 @@ WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_p
 UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned")
 KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
 KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
-# Fields of Granite by key; its keys are those by which others say that nothing is scaled.
+# Fields of Granite by key; other architectures use the same keys to say that nothing is scaled.
 SCALES = {
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-# Values with which other keys change nothing, beside 0, false and "".
+# Values, other than 0, false and "", with which further keys change nothing.
 CAUSAL = "attention.causal"
 NEUTRAL = {
     CAUSAL: True,
@@ -157,7 +157,7 @@ class _Keys:
         """Returns the fields of a Hugging Face config.
 
         Raises:
-          ConfigError: there are problems.
+          ConfigError: problems were found.
         """
         fields: dict[str, Any] = {"model_type": ARCHITECTURES[self.architecture]}
         fields |= {name: self.get(key, 1) for key, name in SIZES.items()}
@@ -167,7 +167,7 @@ class _Keys:
                 self.problem(key, "must be a positive integer")
             elif key not in self.keys:
                 self.problem(key, "every model has it")
-        self.check()  # what follows computes with them
+        self.check()  # the code below computes with them
         fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids()
         if self.architecture == "granite":
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}

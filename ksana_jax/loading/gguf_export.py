@@ -1,7 +1,7 @@
 """Writes a model as a GGUF file whose matrices are rounded to blocks.
 
-Metadata is copied from a GGUF file, or made of a config. It is then read again and compared, so that what GGUF cannot
-express is an error.
+Metadata is copied from a GGUF file, or made from a config. It is then read again and compared, so that anything GGUF
+cannot express is an error.
 """
 
 from __future__ import annotations

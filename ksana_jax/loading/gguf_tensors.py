@@ -1,8 +1,8 @@
 """Finds and reads the tensors of GGUF files under Hugging Face names. Knows blocks only as bytes of a row.
 
-Converters change two things, which reading undoes. Rows of queries and keys of Llama and its kin are permuted:
-the two numbers that a rotation pairs are neighbours there, and half a head apart here. Norms of Gemma are stored with
-1 added: subtracting it in float32 gives a weight w for which 1 + w is the stored number, bit for bit above 0.5.
+Converters change two things, which reading undoes. Rows of queries and keys of Llama and related models are permuted:
+the two numbers that a rotation pairs are neighbours in the file, and half a head apart here. Norms of Gemma have 1
+added: subtracting it in float32 gives a weight w for which 1 + w is the stored number, bit for bit above 0.5.
 Source: llama.cpp, conversion of Llama and Gemma.
 """
 

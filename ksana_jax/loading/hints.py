@@ -1,4 +1,4 @@
-"""Says what a folder or a set of tensors is, if it is not a model that can be loaded. Reads no weights."""
+"""Explains a folder or a set of tensors that is not a model to load. Reads no weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NAMED = 5
 
 
 def folder_hint(directory: Path) -> str:
-    """Returns what to do with a folder that lacks the files of a model, after "; ", or ""."""
+    """Returns advice for a folder that lacks the files of a model, after "; ", or ""."""
     adapter = directory / "adapter_config.json"
     if adapter.is_file():
         try:
@@ -30,10 +30,10 @@ def folder_hint(directory: Path) -> str:
 
 
 def prefix_hint(embed: str, names: Collection[str]) -> str:
-    """Returns what is wrong with the names of tensors that all have another prefix than the expected one, or "".
+    """Returns what is wrong with tensor names that all have another prefix than expected, or "".
 
     Args:
-      embed: the expected name of the embedding. names: of the tensors that were found.
+      embed: the expected name of the embedding. names: the tensors found.
     """
     if embed in names:
         return ""

@@ -1,4 +1,4 @@
-"""Which matrices stay in memory as their file stores them, and reads these: `quantization: stored`."""
+"""Keeps matrices in memory as their file stores them (`quantization: stored`): selects and reads them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def keeping(
 
 
 def _holder(stored: StoredTensor) -> GGUFTensor | None:
-    """Returns the tensor of a GGUF file whose blocks are those of rows of a weight, or None."""
+    """Returns the tensor of a GGUF file whose blocks hold rows of a weight, or None."""
     whole = stored.whole if isinstance(stored, PartOfTensor) and not stored.transposed else stored
     return whole if isinstance(whole, GGUFTensor) else None
 

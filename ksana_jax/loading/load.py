@@ -61,7 +61,7 @@ def array_dtype(name: str) -> Any:
 
 
 def auto_dtype(model: str | os.PathLike[str]) -> str:
-    """Returns the dtype that "auto" stands for: that of the checkpoint's config.json, or "f32" if it has none.
+    """Returns the dtype for "auto": the one in the checkpoint's config.json, or "f32" if it has none.
 
     For a GGUF file, it is the dtype of the matrices, "f32" if they are quantised. Where float16 is multiplied much more
     slowly, as on CPUs, it becomes "f32".
@@ -292,11 +292,11 @@ def read_weight(
     """Reads a weight, one tensor or a stack of several, or one device's part of it.
 
     Args:
-      shape: of the whole weight. share: of a single tensor; nothing else of it is read.
+      shape: of the whole weight. share: the part of a single tensor to read.
 
     Raises:
       LoadError: values are not finite.
-      ConfigError: a part of a stack is asked for.
+      ConfigError: a part of a stack is requested.
     """
     if share == WHOLE_WEIGHT:
         host = aligned_empty(shape, dtype)
@@ -322,7 +322,7 @@ def _fill(out: np.ndarray, stored: StoredTensor, share: Share = WHOLE_WEIGHT) ->
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether all floats are finite, judged by exponent bits, because NumPy has no fast isfinite for bfloat16."""
+    """True if all floats are finite, judged by exponent bits, because NumPy has no fast isfinite for bfloat16."""
     kind = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
     exponent = kind(np.array(np.inf, values.dtype).view(kind))
     bits, step = values.reshape(-1).view(kind), 2**18  # pieces that stay in the cache

@@ -46,7 +46,7 @@ class SafetensorsTensor(StoredTensor):
 
 
 def has_weights(model: Path) -> bool:
-    """Whether a model's path is a GGUF file, or a directory with weights."""
+    """True if a model's path is a GGUF file, or a directory with weights."""
     return gguf_of(model) is not None or any(model.glob("*.safetensors*"))
 
 
@@ -54,7 +54,7 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     """Returns all tensors of a model directory by name, from the headers of their files.
 
     Raises:
-      LoadError: there are no safetensors, a shard is outside the directory, a file is damaged, or the index names
+      LoadError: no safetensors file exists, a shard is outside the directory, a file is damaged, or the index names
         tensors that are not in its shards.
     """
     if (directory / SINGLE).exists() or (directory / SINGLE).is_symlink():

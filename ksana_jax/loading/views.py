@@ -1,4 +1,4 @@
-"""Where a checkpoint has each weight: in a tensor of its own, in several that are stacked, or in a part of one."""
+"""Maps each weight to its place in a checkpoint: a tensor, a stack of several, or a part of one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ksana_jax.models.families.family import View
 from ksana_jax.models.frequencies import row_order
 from ksana_jax.models.params import LayerParams, is_shape, param_shapes
 
-# Fields of LayerParams whose rows are those of heads that are rotated, or of one such head.
+# Fields of LayerParams whose rows belong to rotated heads, or to one such head.
 ROTATED = {f"{kind}_{part}" for kind in "wb" for part in "qk"} | {f"{part}_norm" for part in ("q", "k")}
 ROTATED |= {f"{part}_proj_norm" for part in "qk"}
 
@@ -24,10 +24,10 @@ ROTATED |= {f"{part}_proj_norm" for part in "qk"}
 class Source(NamedTuple):
     """The tensors of one weight.
 
-    tensors: Hugging Face name -> shape. Several are stacked; of a single one, the weight may be a part, or its rows
-      in another order.
+    tensors: Hugging Face name -> shape. Several are stacked; a single one may hold the weight as a part, or with its
+      rows in another order.
     rows: rows of the single tensor that are the weight's, in order; None for all of them.
-    transposed: whether the tensor has columns where the weight has rows.
+    transposed: True if the tensor's columns are the weight's rows.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -55,10 +55,10 @@ class Source(NamedTuple):
 
 
 def sources_of(config: ModelConfig) -> list[Source]:
-    """Returns where each weight is, in the order of jax.tree.leaves.
+    """Returns the place of each weight, in the order of jax.tree.leaves.
 
     Raises:
-      ConfigError: the family has no name for a weight, or rows of one do not divide into the groups of its view.
+      ConfigError: the family has no name for a weight, or a weight's rows do not divide into the groups of its view.
     """
     family, shapes, found = FAMILIES[config.family], param_shapes(config), []
     for path, shape in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_shape):
@@ -76,7 +76,7 @@ def sources_of(config: ModelConfig) -> list[Source]:
 
 
 def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[int, ...]) -> Source:
-    """Returns where the rows of rotated heads are in the order in which they are kept."""
+    """Returns the places of rotated heads' rows, in the engine's order."""
     spec, neighbours = config.layers[layer].attention, FAMILIES[config.family].rotates_neighbours
     order = row_order(spec.rope, spec.head_dim, neighbours)
     if np.array_equal(order, np.arange(spec.head_dim)):
