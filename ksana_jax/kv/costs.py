@@ -29,7 +29,7 @@ class Costs:
             self._token_s.append((step_s - move_s) / num_tokens)
 
     def moving_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether moving blocks is cheaper than recomputing tokens. True until both costs have been measured."""
+        """True if moving blocks is cheaper than recomputing tokens, and until both costs have been measured."""
         if not self._block_s or not self._token_s:
             return True
         # Medians, because a step that compiled took seconds.

@@ -58,12 +58,12 @@ class DeviceTier(Tier):
         copies, loads = self._moves.copies, self._moves.loads
         if copies or loads:
             for block in ids[self.pool.ref_count[ids] == 0].tolist():
-                copies.pop(block, None)  # the owner that needed the copy is gone
+                copies.pop(block, None)  # its owner has released it
                 if not self.pool.kept[block]:
                     loads.pop(block, None)
 
     def is_shared(self, block: int) -> bool:
-        """Whether a block must be copied before one of its owners writes to it."""
+        """True if a block must be copied before one of its owners writes to it."""
         return bool(self.pool.ref_count[block] > 1 or self.pool.kept[block])
 
     def copy(self, block: int) -> int:

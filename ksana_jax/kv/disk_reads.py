@@ -1,7 +1,7 @@
 """Reads from disk to the host on behalf of waiting sequences. Knows slots, files and a clock; no device.
 
-A sequence's reads are reserved completely: it gets a host slot for each block, or none at all and then computes what it
-could have read. No sequence holds some slots while it waits for more, so requests that each fit alone cannot deadlock.
+A sequence reserves all of its reads or none: it gets a host slot for each block, or computes the tokens that it could
+have read. No sequence holds some slots while it waits for more, so requests that each fit alone cannot deadlock.
 Blocks that were read stay pinned until their sequence runs or ends.
 """
 
@@ -79,15 +79,15 @@ class DiskReads:
 
     @property
     def enabled(self) -> bool:
-        """Whether the disk can be read from."""
+        """True if the disk can be read."""
         return self._disk.enabled
 
     def has(self, key: bytes) -> bool:
-        """Whether the disk has a block with this key."""
+        """True if the disk has a block with this key."""
         return key in self._disk
 
     def begin(self, state: KVState, found: list[list[Node]], depths: list[list[int]]) -> bool:
-        """Starts reading blocks of a sequence; False if there is no room for them or nothing to wait for.
+        """Starts reading blocks of a sequence; False without room for them or with nothing to wait for.
 
         Args:
           found: for each group of layers, the nodes of its leading blocks as far as known. depths: indices to read.
@@ -129,7 +129,7 @@ class DiskReads:
         return bool(reserved.reads)
 
     def ready(self, state: KVState) -> bool:
-        """Whether a sequence waits for no reads; adds finished reads to the cache and abandons late ones."""
+        """True if a sequence waits for no reads; adds finished reads to the cache and abandons late ones."""
         reserved = self._active.get(state)
         if reserved is None or not reserved.reads:
             return True

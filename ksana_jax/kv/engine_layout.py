@@ -36,7 +36,7 @@ def make_layout(
 
 
 def _check_stored(config: EngineConfig, layout: KVLayout) -> None:
-    """Refuses settings under which a pool of this layout would keep traces of what later tokens did."""
+    """Refuses settings under which a pool of this layout would keep traces of later tokens."""
     method = None if layout.eviction is None else layout.eviction.method
     refusals.check(
         {

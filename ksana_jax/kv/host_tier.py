@@ -60,7 +60,7 @@ class HostTier(Tier):
             self.write_to_disk_later(node)
 
     def write_to_disk(self, node: Node) -> None:
-        """Writes a node's content to disk, if there is a disk tier and it does not have it yet."""
+        """Writes a node's content to disk, if a disk tier exists and lacks it."""
         if self.disk is not None and node.key not in self.disk:
             assert node.parent is not None
             facts = BlockFacts(node.key, node.parent.key, node.tokens, node.depth * self.pool.block_size)

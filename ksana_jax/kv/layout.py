@@ -53,8 +53,8 @@ class Leaf(NamedTuple):
 class KVGroup(NamedTuple):
     """Layers that share a block table.
 
-    live: what later queries of at least one of them can still see. share: of the budget of an eviction method, see
-    `EvictionMethod.shares`; None if they evict nothing. residual: where its blocks hold exact tokens beside the codes
+    live: positions that later queries of at least one of them can see. share: of an eviction method's budget, see
+    `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes
     in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
     """
 
@@ -76,7 +76,7 @@ def group_layers(
     all blocks have the same size and one free list serves all groups.
 
     8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
-    unused room: at most an eighth of what the layers of that kind take.
+    unused room: at most an eighth of the size of that kind's layers.
 
     Args:
       shares: of the budget of an eviction method, for each layer; see `KVGroup`.
@@ -106,7 +106,7 @@ class KVLayout:
       leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
       eviction: when groups with a share of its budget evict tokens; None if none do.
-      sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector by itself.
+      sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
     """
 
     groups: tuple[KVGroup, ...]
@@ -135,7 +135,7 @@ class KVLayout:
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
           as_bits: types, by NumPy's names, that are stored as unsigned integers of the same bits, see
             `devices.capabilities.stored_as_bits`.
-          eviction: method by which layers that see everything evict tokens.
+          eviction: method by which full-attention layers evict tokens.
           exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
         Raises:
@@ -166,8 +166,8 @@ class KVLayout:
         return cls(groups, block_size, tuple(leaves), dtype, schedule)
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
-        """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks stay as
-        they are, and least is kept by an engine that was made with these patterns."""
+        """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks keep their
+        groups; build a new engine with these patterns to hold less KV."""
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
@@ -181,15 +181,15 @@ class KVLayout:
         return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))
 
     def with_exact_layers(self, layers: Sequence[int], kv: Leaf) -> KVLayout:
-        """Returns this layout with some layers in full precision, beside the codes of the others in the same blocks.
+        """Returns this layout with some layers in full precision, beside the other layers' codes in the same blocks.
 
-        Those layers come first in their groups. All blocks have the same size, so every group has as many of them.
+        Those layers come first in their groups. All blocks have the same size, so every group has equally many of them.
 
         Args:
           kv: the leaf that would hold all layers of a group in full precision.
 
         Raises:
-          ConfigError: there is no such layer, all are in full precision, or groups differ in their number.
+          ConfigError: a layer does not exist, all are in full precision, or groups differ in their number.
         """
         sealed = self.sealed is not None and f"kv_cache_dtype {self.codec}"
         refusals.check({refusals.WHOLE_BLOCKS: sealed, "kv_full_precision_layers": True})
@@ -220,7 +220,7 @@ class KVLayout:
 
     @functools.cached_property
     def residual_places(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-        """Returns for each layer the places, as in `places`, of the exact keys and of the exact values beside a block
+        """Returns for each layer the places, as in `places`, of its exact keys and of its exact values beside a block
         codec's codes; empty without one."""
         found = {
             (layer, side): (g, at)
@@ -231,7 +231,7 @@ class KVLayout:
 
     @property
     def evicts_from(self) -> tuple[EvictionMethod | None, ...]:
-        """Returns for each layer the method that evicts from it, None where nothing is evicted."""
+        """Returns for each layer the method that evicts from it; None without eviction."""
         if self.eviction is None:
             return (None,) * len(self.places)
         method = self.eviction.method.compiled
@@ -260,8 +260,8 @@ class KVLayout:
         return self.num_lasting_groups * self.block_bytes // self.block_size
 
     def bytes_per_token(self, num_tokens: int) -> float:
-        """Returns `token_bytes`; with a block codec, the mean over the tokens that a sequence of num_tokens holds, of
-        their codes and of the exact tokens beside them."""
+        """Returns `token_bytes`; with a block codec, the mean over the tokens that a sequence of num_tokens holds, as
+        codes and as exact tokens beside them."""
         if self.sealed is None:
             return float(self.token_bytes)
         held = [group.live.num_live_blocks(self.block_size, num_tokens) for group in self.groups]
@@ -270,7 +270,7 @@ class KVLayout:
 
     @property
     def num_lasting_groups(self) -> int:
-        """Number of groups besides those of exact tokens that a block codec's codes replace."""
+        """Number of groups, without groups of exact tokens that a block codec's codes replace."""
         return sum(not group.residual for group in self.groups)
 
     def blocks_of(self, max_tokens: int, chunk: int = 1, num_prompt: int | None = None) -> int:
@@ -343,7 +343,7 @@ class KVLayout:
 class SealedBlocks(NamedTuple):
     """How blocks hold the codes of a block codec, or exact tokens, as bytes.
 
-    A block has for each kv head either codes of all layers of a group, or exact keys or values of fewer layers.
+    For each kv head, a block has either codes of all layers of a group, or exact keys or values of fewer layers.
 
     sealing: the codecs, and which tokens are read exactly. exact: NumPy's name of the exact numbers' type.
     """
@@ -368,8 +368,8 @@ def _sealed(
 ) -> KVLayout:
     """Returns the layout of a pool whose blocks hold codes of one group of layers, or exact tokens of another.
 
-    All blocks have the same size, that of codes, unless the keys of one layer need more. Groups of exact tokens have as
-    many layers, or sides of layers, as it holds.
+    All blocks have the size of a block of codes, unless one layer's keys need more. Groups of exact tokens have as
+    many layers, or sides of layers, as a block holds.
     """
     groups = group_layers(patterns)
     [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()

@@ -1,4 +1,4 @@
-"""Where every KV block is stored: device, host or disk. Knows blocks, tokens and counts; no jax, no scheduling.
+"""Manages KV blocks on device, host and disk. Knows blocks, tokens and counts; no jax, no scheduling.
 
 The scheduler allocates and releases blocks. KVMemory decides which cached prefixes they replace, what moves to the host
 and on to disk, and which cached blocks a prompt can reuse. It copies nothing itself: copies between device and host are
@@ -45,7 +45,7 @@ class KVMemory:
     Args:
       num_blocks: blocks in the device's pool.
       index: an empty prefix index; it determines the block size.
-      caching: whether full blocks are kept after use.
+      caching: True if full blocks are kept after use.
       replacement: a key of `replacement.REPLACEMENT_POLICIES`, or see `replacement.find_replacement_policy`.
       preempt, write: see `config.EngineConfig.preempt` and `cache_write`.
       host_data: [slots, ...] the host's blocks, preallocated, each of block_bytes; None for no host tier.
@@ -104,7 +104,7 @@ class KVMemory:
                 tier.listeners = self._listeners
 
     def listen(self, listener: CacheListener) -> None:
-        """Tells a listener what device and host cache, use and drop from now on, until `unlisten`."""
+        """Reports what device and host cache, use and drop to a listener from now on, until `unlisten`."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: CacheListener) -> None:
@@ -135,7 +135,7 @@ class KVMemory:
         return self.device.pool
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
-        """Changes which positions stay visible and what cache keys depend on. Only while nothing runs or waits."""
+        """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""
         self.layout, self.index.scope = layout, scope
         self.prefixes.lives = [group.live for group in layout.groups]
         self.index.group_keys = [group.key for group in layout.groups]
@@ -144,7 +144,7 @@ class KVMemory:
                 tier.set_leaves_first([group.live.window is None for group in layout.groups])
 
     def begin(self, state: KVState, num_tokens: int) -> HeldBlocks:
-        """Returns what a sequence holds that begins without a cached prefix: nothing. num_tokens: of the sequence."""
+        """Returns a sequence's blocks at its start without a cached prefix: none. num_tokens: of the sequence."""
         if state.num_cached_tokens is None:
             state.num_cached_tokens = 0
             self.counters.queried_tokens += num_tokens
@@ -153,7 +153,7 @@ class KVMemory:
     # ------------------------------------------------------------------ around a step
 
     def take_moves(self) -> Moves | None:
-        """Returns the copies that the executor must make before it computes; None if there are none."""
+        """Returns the copies that the executor must make before it computes; None without any."""
         moves = self.moves
         return moves.take() if moves.saves or moves.copies or moves.loads or moves.evictions else None
 

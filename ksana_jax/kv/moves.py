@@ -18,8 +18,8 @@ class Evictions(NamedTuple):
 
     The kept tokens move to a row's first slots, each layer and head choosing its own; see `kv.eviction`.
 
-    tables: blocks of the row before; any valid id beyond them. targets: blocks of its first slots afterwards, [n, P];
-    those of `tables` but where others read them too. num_tokens: cached before. num_kept: afterwards.
+    tables: blocks of the row before; any valid id beyond them. targets: blocks of its first slots afterwards, [n, P],
+    which are those in `tables` unless others read them too. num_tokens: cached before. num_kept: afterwards.
     num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row's text. group: of layers.
     given: None, or [n, Lg, K, T] float32, see `EvictionMethod.given`.
     """
@@ -41,7 +41,7 @@ class Moves:
 
     All but evictions copy whole blocks and are [n, 2] int32 of source and target ids.
 
-    evictions: of the steps before, in their order. saves: device blocks to host slots; the first num_early[i] of them
+    evictions: of earlier steps, in their order. saves: device blocks to host slots; the first num_early[i] of them
     come before eviction i, which may write to their sources. copies: device blocks to device blocks (copy-on-write),
     all read before any is written. loads: host slots to device blocks.
     """
@@ -56,8 +56,8 @@ class Moves:
 class PendingMoves:
     """Collects the moves recorded since the last step.
 
-    saves: {host slot: device block}. early_saves: those recorded before each eviction, and after the one before it.
-    copies: {new device block: the one it is copied from}. loads: {device block: host slot}. evictions: in the order of
+    saves: {host slot: device block}. early_saves: saves recorded between each eviction and the previous one.
+    copies: {new device block: its source}. loads: {device block: host slot}. evictions: in the order of
     their steps.
     """
 

@@ -16,7 +16,7 @@ class Owner(NamedTuple):
     doing: "runs", "waits" (with shared or swapped blocks), "reads" from disk, "moves".
     tier: DEVICE or HOST.
     ids, starts: [n] blocks and the cache positions where they begin; starts is None if only their nodes know.
-    num_tokens: cached tokens of the sequence, [n] those of each block's group of layers. origins: [n]. Both may be one
+    num_tokens: cached tokens of the sequence, [n] in each block's group of layers. origins: [n]. Both may be one
       value for all.
     """
 

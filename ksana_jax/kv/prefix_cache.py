@@ -37,7 +37,7 @@ class PrefixCache:
     """Finds, pins and caches full blocks by their content.
 
     Args:
-      enabled: whether full blocks are kept after use.
+      enabled: True if full blocks are kept after use.
       index: knows the cached content. device, host: tiers that store it. disk_reads: bring more of it to the
         host; None without a disk.
 
@@ -188,7 +188,7 @@ class PrefixCache:
         return 0
 
     def unpin(self, hit: Hit) -> None:
-        """Unpins a hit for which there was no room; its nodes have not moved since."""
+        """Unpins a hit without room for it; its nodes have not moved since."""
         on_device, on_host = _places(hit.nodes)
         self._device.release(on_device)
         if self._host is not None:
@@ -258,9 +258,9 @@ class PrefixCache:
         """Adds the next full blocks of a running sequence to the cache.
 
         Args:
-          token_ids: its tokens so far.
-          ids: for each group of layers, the device blocks of its block number state.num_indexed and after; -1 if it no
-            longer holds the block.
+          token_ids: the sequence's tokens so far.
+          ids: for each group of layers, its device blocks from block number state.num_indexed on; -1 for a block that
+            it no longer holds.
 
         Returns:
           The blocks that it should hold. If another block already has the same content, that block, now shared; the
@@ -286,7 +286,7 @@ class PrefixCache:
         for at, block in enumerate(ids):
             key, tokens = links[first + at]
             node = None if parent is None else index.child(parent, tokens, key)
-            if node is None:  # other content has the same key: nothing of this text can be found from here on
+            if node is None:  # other content has the same key: later blocks of this text cannot be found
                 state.cacheable = False
                 break
             parent = node

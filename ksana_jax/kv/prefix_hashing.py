@@ -9,7 +9,7 @@ import numpy as np
 
 
 def hashes_of(token_ids: np.ndarray, block_size: int, salt: str = "", model: str = "") -> list[bytes]:
-    """Returns a hash for each full block of a prompt, which stands for all tokens up to the block's end.
+    """Returns a hash for each full block of a prompt; it covers all tokens up to the block's end.
 
     Args:
       token_ids: [T] of the rendered prompt, template included.
@@ -18,7 +18,7 @@ def hashes_of(token_ids: np.ndarray, block_size: int, salt: str = "", model: str
       model: fingerprint of the model.
 
     Returns:
-      Keys of 32 bytes. They equal those of `kv.prefix_index.PrefixIndex` in an engine whose layers form one group and
+      Keys of 32 bytes, equal to `kv.prefix_index.PrefixIndex`'s in an engine whose layers form one group and
       whose attention pattern is full, so that the events of its cache name the same blocks.
     """
     text = np.ascontiguousarray(token_ids, np.int32).tobytes()

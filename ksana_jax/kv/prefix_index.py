@@ -4,8 +4,8 @@ The key of a block is SHA-256 over the key of the block before it and its own to
 model fingerprint and salt. Equal keys are not enough: tokens and parent are compared too, and a collision is a miss.
 
 When cached content is valid: the keys and values of a token depend on the tokens up to it, on the model and, from the
-second layer on, on the attention pattern. The pattern is therefore part of the key, starting with the first block in
-which it hides something from some query. Before that block, all patterns see everything, so blocks are shared between
+second layer on, on the attention pattern. The pattern is therefore part of the key, from the first block where it
+hides something from some query. Before that block, all patterns see everything, so blocks are shared between
 them. A salt separates the requests that use it from all others.
 """
 
@@ -104,7 +104,7 @@ class PrefixIndex:
         return self._roots.get(key) or self._root(Node(key, None, b"", -1, group=group))
 
     def _root(self, node: Node) -> Node:
-        """Returns the root with the key of `node`, adding `node` if there is none."""
+        """Returns the root with the key of `node`, adding `node` if none exists."""
         if node.key not in self._roots and len(self._roots) >= MAX_ROOTS:
             self._roots = {key: root for key, root in self._roots.items() if root.num_children}
         return self._roots.setdefault(node.key, node)
@@ -171,7 +171,7 @@ class PrefixIndex:
         return self._clock
 
     def drop_if_empty(self, node: Node | None) -> None:
-        """Drops a node that is stored on no tier and has no children, then its parents likewise."""
+        """Drops a node that is stored on no tier and has no children, then its parents under the same conditions."""
         while node is not None and node.known and not node.is_stored and not node.num_children and not node.num_pins:
             del self.nodes[node.key]
             node.known = False

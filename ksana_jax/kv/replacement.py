@@ -50,7 +50,7 @@ def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
     return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")
 
 
-# Old names of what moved to `methods`; goes away in 0.2.
+# Old names of functions now in `methods`; removed in 0.2.
 __getattr__, __dir__ = lazy_names(
     __name__, {"ksana_jax.methods.replacement": "lru lfu fifo newest_subtree_first cost_aware"}
 )

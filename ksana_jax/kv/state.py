@@ -34,7 +34,7 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks of one sequence: their ids, the cache positions where they begin, the group of layers of each, the number
+    """Blocks of one sequence: their ids, the cache positions where they begin, their groups of layers, the number
     of its computed tokens, the `Origin` of each block or of all, and the number of evicted tokens of each group [Gk] or
     of all."""
 
@@ -74,10 +74,10 @@ class KVState:
       swapped: host slots that hold its blocks while it waits after a preemption.
       links: for each group of layers, the hash chain of its full blocks, as far as computed.
       nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
-      num_expected: its leading full blocks that it is going to compute and to index, or has; 0 where none are left.
-      expects: key of the next one of them, if it is the sequence for which others wait.
+      num_expected: leading full blocks that it has, or will compute and index; 0 where none are left.
+      expects: key of the next of these blocks, if other sequences wait for this one.
       cacheable: whether more blocks may be added to the prefix index.
-      has_read: whether it has looked for blocks on disk. read: the blocks that it has read from there.
+      has_read: True once it has looked for blocks on disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
     """
 

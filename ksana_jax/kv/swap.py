@@ -34,11 +34,11 @@ class Swap:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether the choice depends on measured costs."""
+        """True if the choice depends on measured costs."""
         return self._preempt == "auto"
 
     def is_better(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether a preempted row should move its blocks to the host rather than recompute their tokens."""
+        """True if a preempted row should move its blocks to the host rather than recompute their tokens."""
         if self._preempt == "recompute" or num_blocks > self._host.num_available:
             return False
         return self._preempt == "swap" or self._costs.moving_is_cheaper(2 * num_blocks, num_tokens)

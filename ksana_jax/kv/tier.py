@@ -1,4 +1,4 @@
-"""A memory tier: its pool, which cached content is in which block, and what is replaced next. No jax."""
+"""A memory tier: its pool, the cached content of its blocks, and their order of replacement. No jax."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Node:
 
     Attributes:
       at: block id on the device and on the host; NOWHERE on a tier that does not store it.
-      num_children: nodes that continue it. num_children_at: how many of them are on the device, on the host.
+      num_children: nodes that continue it. num_children_at: those on the device, on the host.
       num_pins: reads in flight that will place it on a tier.
-      known: whether the index has it. A node without children that no tier stores is dropped.
+      known: True if the index has it. A node without children that no tier stores is dropped.
     """
 
     key: bytes
@@ -57,7 +57,7 @@ class Node:
 
 
 class CacheListener(Protocol):
-    """Hears what tiers cache, use and drop, at the moment of bookkeeping; it may look, not change anything."""
+    """Called when tiers cache, use and drop blocks, at the moment of bookkeeping; it may look, but change nothing."""
 
     def stored(self, node: Node, level: int) -> None:
         """A tier has a block of this content from now on."""
@@ -69,7 +69,7 @@ class CacheListener(Protocol):
         """A sequence takes this content, which is on the device, instead of computing it."""
 
     def cleared(self) -> None:
-        """No tier has anything any more."""
+        """Called when all tiers drop everything."""
 
 
 class Tier:
@@ -79,7 +79,7 @@ class Tier:
       level: DEVICE or HOST.
 
     Attributes:
-      leaves_first: for each group of layers, whether a block must stay while a cached block continues it. If a pattern
+      leaves_first: for each group of layers, True if a block must stay while a cached block continues it. If a pattern
         sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
       listeners: hear what is cached, used and dropped.
     """

@@ -1,4 +1,4 @@
-"""What codecs are: of one vector of one token and head at a time, or of a whole block of one head. No pools, no jax.
+"""Protocols of codecs: of one token's vector in one head, or of a whole block of one head. No pools, no jax.
 
 The formulas take an array namespace, `numpy` or `jax.numpy`, as in `patterns`: the compiled step and the tests run the
 same ones.
@@ -15,9 +15,9 @@ import numpy as np
 
 
 class Codec(Protocol):
-    """Encodes each key and each value vector by itself, once, when it is written.
+    """Encodes each key vector and each value vector separately, once, when it is written.
 
-    Every query reads the stored numbers, also those of its own step: results do not depend on the size of chunks.
+    Every query reads stored numbers, even of its own step: results do not depend on the size of chunks.
     """
 
     def arrays(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -36,7 +36,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
-        """Returns the vectors [..., H] that arrays hold, in a float type. Integers may stand for the bits of a float
+        """Decodes arrays to vectors [..., H] in a float type. Integers may hold the bits of a float
         type, see `numbers`."""
         ...
 
@@ -45,8 +45,8 @@ class Codec(Protocol):
 class BlockCodec:
     """Encodes the keys, or the values, of one kv head in a whole block. Base of all block codecs.
 
-    A block is encoded once, from the exact numbers, by the step that computes its last token. Queries read codes of
-    tokens that are old enough, see `sealing.Sealing`, and exact numbers of the others. Fields besides `side` are
+    A block is encoded once, from the exact numbers, by the step that computes its last token. Queries read old enough
+    tokens as codes, see `sealing.Sealing`, and the others as exact numbers. Fields other than `side` are
     settings of `kv_cache_dtype`.
 
     Args:
@@ -58,7 +58,7 @@ class BlockCodec:
     # Defaults of the settings that keys and values share: see `sealing.Sealing`.
     residual: ClassVar[int] = 128
     first: ClassVar[int] = 0
-    # Whether keys are stored before the rotation, and rotated when they are read.
+    # True if keys are stored before the rotation, and rotated when they are read.
     unrotated_keys: ClassVar[bool] = False
 
     def arrays(self, block_size: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:

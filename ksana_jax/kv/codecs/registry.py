@@ -59,7 +59,7 @@ def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:
 
 
 def find_block_codec(name: str) -> Callable[..., BlockCodec]:
-    """Returns what makes the block codec of a side, by a name in `BLOCK_CODECS` or "package.module:name".
+    """Returns the constructor of a side's block codec, by a name in `BLOCK_CODECS` or "package.module:name".
 
     Raises:
       ConfigError: there is no such codec.

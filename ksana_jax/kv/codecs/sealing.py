@@ -1,8 +1,8 @@
-"""How block codecs are used: which tokens queries read as codes, and the bytes of a block. Knows positions; no pools.
+"""Applies block codecs: which tokens queries read as codes, and the bytes of a block. Knows positions; no pools.
 
 A sequence has each token twice for a while: exact, in blocks of its residual window, and, once its block is full, in a
-block of codes. Codes depend on the block's tokens alone, and what a query reads on its position alone, so that results
-do not depend on chunks, batches or preemption.
+block of codes. Codes depend only on the block's tokens, and the tokens that a query reads only on its position, so
+results do not depend on chunks, batches or preemption.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Sealing:
 
     Args:
       k, v: codecs of keys and values.
-      residual: R: a query reads at least its newest R tokens, itself included, exactly, and at most a block less one
-        token more. KIVI (arXiv:2402.02750, section 3.3) has the newest R values of T, and T mod R keys.
+      residual: R: a query reads at least its newest R tokens, itself included, exactly, and at most block size - 1
+        more. KIVI (arXiv:2402.02750, section 3.3) has the newest R values of T, and T mod R keys.
       first: tokens at the beginning of a text that are always read exactly (KVQuant, arXiv:2401.18079, section 3.5);
         exact blocks that hold them are kept.
-      residual_dtype: dtype of the exact tokens, "f32", "bf16" or "f16"; None is that of the engine.
+      residual_dtype: dtype of the exact tokens, "f32", "bf16" or "f16"; None is the engine's.
     """
 
     k: BlockCodec
@@ -51,14 +51,14 @@ class Sealing:
         )
 
     def exact_from(self, positions: Any, block_size: int, xp: Any) -> Any:
-        """Returns for queries at some positions where the tokens begin that they read exactly: a multiple of the block
-        size. They read those before as codes, besides the first ones of the text."""
+        """Returns the first token that queries at some positions read exactly, a multiple of the block size. They read
+        earlier ones as codes, except the first ones of the text."""
         return block_size * (xp.maximum(positions + 1 - self.residual, 0) // block_size)
 
     def residual_live(self, live: LiveRange) -> LiveRange:
         """Returns the positions that later queries of layers with some live range read exactly.
 
-        A window of R tokens keeps the whole blocks that they touch, which is what queries read.
+        A window of R tokens keeps the whole blocks that it touches, because queries read whole blocks.
         """
         # Block size 4, residual 6: query 8 reads tokens 0 to 8 exactly, query 9 those from 4 on, and sees 4 to 9 in a
         # window of 6. The block that is being filled is always kept, so that it can be encoded.

@@ -46,7 +46,7 @@ class BadBlockFile(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """Properties that all blocks of one cache have in common.
+    """Properties shared by all blocks of one cache.
 
     Args:
       model_fingerprint: digest of everything that determines keys and values; see `engine.fingerprint`.

@@ -65,7 +65,7 @@ class BlockFiles:
         self._consider(file)
 
     def remove(self, file: BlockFile) -> None:
-        """Removes a file from the index, if it is there."""
+        """Removes a file from the index, if present."""
         if self.by_key.get(file.key) is not file:
             return
         del self.by_key[file.key]

@@ -131,7 +131,7 @@ class DiskTier:
 
     @property
     def enabled(self) -> bool:
-        """Whether the tier stores and finds blocks; False after a disk error, and once closed."""
+        """True if the tier stores and finds blocks; False after a disk error, and once closed."""
         return self._enabled
 
     @property
@@ -141,7 +141,7 @@ class DiskTier:
             return self._files.num_bytes
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a file of this key exists or is about to be written; its content is known once it is read."""
+        """True if a file of this key exists or is about to be written; its content is known once it is read."""
         with self._lock:
             return key in self._files.by_key
 
@@ -187,7 +187,7 @@ class DiskTier:
           out: an array of a block's bytes, owned by the reader until the future is done.
 
         Returns:
-          Whether `out` has the block; it is untouched otherwise. The future never raises.
+          True if `out` has the block; it is untouched otherwise. The future never raises.
         """
         assert out.nbytes == self.format.nbytes
         with self._lock:

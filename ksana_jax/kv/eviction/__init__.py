@@ -1,6 +1,6 @@
-"""KV eviction: which tokens of a running text stay in the cache. One file and one entry of EVICTION_METHODS each.
+"""KV eviction: decides which tokens of a running text stay cached. One file and one entry of EVICTION_METHODS each.
 
-docs/reference/eviction.md has each method's defaults beside its authors' and kvpress', whose tokens the engine keeps
+docs/reference/eviction.md compares each method's defaults with its authors' and kvpress', whose tokens the engine keeps
 (tests/golden/kvpress).
 
 A method of your own needs no entry: `kv_eviction={"method": "my_package.module:Mine", "budget": 0.2}`.
@@ -35,7 +35,7 @@ def read_eviction(setting: Mapping[str, Any] | None) -> EvictionMethod | None:
       setting: {"method": a key of EVICTION_METHODS or "package.module:Class", and the fields of that class}.
 
     Raises:
-      ConfigError: there is no such method or field, or a value is out of range.
+      ConfigError: the method or a field does not exist, or a value is out of range.
     """
     if setting is None:
         return None

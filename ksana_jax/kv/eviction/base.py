@@ -1,4 +1,4 @@
-"""What every eviction method has in common: how many tokens a layer keeps, when it evicts, and the protocol by which a
+"""Shared by all eviction methods: how many tokens a layer keeps, when it evicts, and the protocol by which a
 method chooses among them. NumPy on the host; on the device the same formulas run on jax arrays.
 
 A method is a frozen dataclass: its fields are the settings under `kv_eviction`, and `priority` says which tokens stay.
@@ -21,13 +21,13 @@ Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
 
 
 class Cached(NamedTuple):
-    """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in the text's order.
+    """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
     keys, values: [n, Lg, K, C, H]. Keys are rotated at their text positions, or not at all with positions "cache".
     scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
-    num_tokens: [n] tokens in the cache; slots from there on hold anything.
-    num_recent: [n] newest of them that stay, whatever their priority.
+    num_tokens: [n] tokens in the cache; slots beyond them are undefined.
+    num_recent: [n] newest tokens that stay, whatever their priority.
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
@@ -45,7 +45,7 @@ class Cached(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What `observed_logits` may depend on besides the scores; all broadcast to [S, K, R, C].
+    """Inputs of `observed_logits` besides the scores; all broadcast to [S, K, R, C].
 
     layer: in the model. head: of the query. query: its text position. slot: the key's index in the cache. number: the
     query's, see `EvictionMethod.query_numbers`.
@@ -72,19 +72,19 @@ class EvictionMethod:
     """Decides which cached tokens a row keeps when it has more than its budget. Base of all methods.
 
     Args:
-      budget: most tokens that a layer caches of a row. A float up to 1 is a fraction of the prompt (0.2), an int a
-        number of tokens. While a prompt is computed whole, all of it is cached.
+      budget: maximum tokens that a layer caches of a row. A float up to 1 is a fraction of the prompt (0.2), an int a
+        number of tokens. A prompt that is computed whole is cached whole until it is complete.
       sinks: first tokens of the text, always kept.
       recent: newest tokens, always kept: a float up to 1 is a fraction of the budget, an int a number of tokens.
-      interval: tokens that are evicted at a time, so that the cache holds from budget - interval + 1 to budget tokens.
+      interval: tokens evicted at a time, so that the cache holds from budget - interval + 1 to budget tokens.
         None takes the block size; 1 evicts after every token, as papers define their methods.
       prompts: "whole" computes a prompt with all of its keys and evicts from then on. "once" evicts when a prompt is
         complete and keeps all that follows, as the presses of kvpress do. "streamed" evicts while a prompt is computed,
         as if it had been generated, so that scoring a long text measures the method. The prompt of a request with a
         question ends before the question.
-      layers: "uniform" gives all layers the same budget. "pyramid" gives earlier layers more, in a straight line, of
+      layers: "uniform" gives all layers the same budget. "pyramid" gives earlier layers more, decreasing linearly, of
         the tokens beyond those that each layer keeps anyway: `sinks`, a number of `recent` tokens, and interval - 1.
-        Budgets add up to those of "uniform", up to rounding (PyramidKV, arXiv:2406.02069, section 3.2).
+        Budgets have the same sum as in "uniform", up to rounding (PyramidKV, arXiv:2406.02069, section 3.2).
       beta: steepness of a pyramid, from 1, where all layers are equal: of the tokens beyond, the last layer gets 1/beta
         of the mean and the first 2 - 1/beta. If the budget is a fraction of the prompt, or the method evicts once, no
         layer gets more than the prompt, and the line is that much less steep.
@@ -100,13 +100,13 @@ class EvictionMethod:
     beta: float = 20
     positions: Literal["absolute", "cache"] = "absolute"
 
-    # Whether the attention weights of queries are added up in `Cached.scores`.
+    # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
-    # Whether they are added up from zero again after each eviction.
+    # True if each eviction resets the sums to zero.
     resets_scores: ClassVar[bool] = False
-    # Whether `observed_logits` replaces the attention scores of which the weights are made.
+    # True if `observed_logits` replaces the attention scores before the softmax.
     custom_logits: ClassVar[bool] = False
-    # Whether it must know the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
+    # True if it needs the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
     needs_full_text: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -136,7 +136,7 @@ class EvictionMethod:
         )
 
     def priority(self, cached: Cached, xp: Any) -> Array:
-        """Returns [n, Lg, K, C]: of the tokens that are neither sinks nor recent, those with the highest stay.
+        """Returns [n, Lg, K, C]: the highest stay, among tokens that are neither sinks nor recent.
 
         Args:
           xp: numpy or jax.numpy.
@@ -145,17 +145,17 @@ class EvictionMethod:
 
     @property
     def once(self) -> bool:
-        """Whether it evicts when a prompt is complete and never again."""
+        """True if it evicts when a prompt is complete and never again."""
         return self.prompts == "once"
 
     @property
     def needs_text_positions(self) -> bool:
-        """Whether `priority` reads `Cached.text_positions`."""
+        """True if `priority` reads `Cached.text_positions`."""
         return False
 
     @property
     def stored(self) -> str:
-        """Says how blocks differ from those of an engine without eviction; blocks of equal ones can be shared."""
+        """Describes how blocks differ from an engine's without eviction; equal descriptions can share blocks."""
         return f"{self.positions} positions" + ", text positions" * self.needs_text_positions
 
     @property
@@ -189,7 +189,7 @@ class EvictionMethod:
 
     @property
     def weights_queries(self) -> bool:
-        """Whether `query_numbers` returns numbers."""
+        """True if `query_numbers` returns numbers."""
         return self.query_numbers(np.ones((1, 1)), np.ones(1)) is not None
 
     def query_factor(self, numbers: Array) -> Array:
@@ -207,7 +207,7 @@ class EvictionMethod:
         return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
 
     def shares(self, num_layers: int) -> tuple[float, ...]:
-        """Returns each evicting layer's share of the tokens beyond those that all of them keep; the mean is 1."""
+        """Returns each evicting layer's share of the tokens beyond the minimum that all layers keep; the mean is 1."""
         if self.layers == "uniform" or num_layers == 1:
             return (1.0,) * num_layers
         return tuple((1 + (1 - 1 / self.beta) * np.linspace(1, -1, num_layers)).tolist())

@@ -16,7 +16,7 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 class EvictionSchedule:
     """The evictions of an engine; Gk groups of layers, n rows.
 
-    A group has evicted the same number of tokens from all rows of one length and prompt, whatever happened to them.
+    A group has evicted equally many tokens from all rows of one length and prompt, whatever happened to them.
 
     Args:
       shares: [Gk] of `EvictionMethod.shares`, for each group; None if the group evicts nothing.
@@ -69,7 +69,7 @@ class EvictionSchedule:
         return tokens
 
     def budgets(self, num_prompt: np.ndarray) -> np.ndarray:
-        """Returns the most tokens that each group caches of rows with prompts of num_prompt [n] tokens: [Gk, n]; FAR
+        """Returns the maximum tokens that each group caches of rows with prompts of num_prompt [n] tokens: [Gk, n]; FAR
         for groups that evict nothing. A whole prompt may exceed it until it is complete."""
         budget = self.method.budget
         base = budget * np.asarray(num_prompt) if isinstance(budget, float) else np.full(np.shape(num_prompt), budget)
@@ -108,7 +108,7 @@ class EvictionSchedule:
         return int(self.next_at(np.zeros(1, np.int32), np.array([num_prompt])).min())
 
     def num_recent(self, budgets: np.ndarray) -> np.ndarray:
-        """Returns the number of newest tokens that each group keeps at least, of budgets [Gk, n]: [Gk, n]."""
+        """Returns the minimum number of newest tokens that each group keeps, for budgets [Gk, n]: [Gk, n]."""
         recent = self.method.recent
         return (
             np.rint(recent * budgets).astype(np.int32) if isinstance(recent, float) else np.full_like(budgets, recent)
