@@ -13,7 +13,7 @@ class Counters:
     hits_device, hits_host, hits_disk: blocks found, by tier.
     replaced, replaced_host: cached blocks replaced on the device, on the host.
     saved, loaded, copied: blocks moved from the device to the host, back, and within the device.
-    swapped_out, swapped_in: of the blocks saved and loaded, those of preempted rows.
+    swapped_out, swapped_in: blocks of preempted rows among those saved and loaded.
     evicted: tokens evicted from running rows, of each group of layers.
     """
 

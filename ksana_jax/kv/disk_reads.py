@@ -33,7 +33,7 @@ class Read:
 
 @dataclasses.dataclass
 class Reservation:
-    """Host slots that one waiting sequence has reserved. slots: pinned ones, including those of finished reads."""
+    """Host slots that one waiting sequence has reserved. slots: pinned ones, including slots of finished reads."""
 
     deadline_s: float
     reads: list[Read]

@@ -103,7 +103,7 @@ class KVLayout:
     Args:
       groups: each block belongs to one of them and holds the layers of that group.
       block_size: B, tokens in a block.
-      leaves: arrays of the pool; kv heads are an axis of their own in each, so that a pool can be sharded by head.
+      leaves: arrays of the pool; kv heads are a separate axis in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
       eviction: when groups with a share of its budget evict tokens; None if none do.
       sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
@@ -341,7 +341,7 @@ class KVLayout:
 
 
 class SealedBlocks(NamedTuple):
-    """How blocks hold the codes of a block codec, or exact tokens, as bytes.
+    """Defines how blocks hold the codes of a block codec, or exact tokens, as bytes.
 
     For each kv head, a block has either codes of all layers of a group, or exact keys or values of fewer layers.
 

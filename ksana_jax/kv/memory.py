@@ -53,7 +53,7 @@ class KVMemory:
       clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
 
     Attributes:
-      device, host: tiers; host is None if there is none.
+      device, host: tiers; host is None without one.
       prefixes: prefix cache; without `caching` nothing asks it.
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier.

@@ -135,7 +135,7 @@ class PrefixIndex:
         return links
 
     def find(self, key: bytes, parent: Node, tokens: bytes) -> Node | None:
-        """Returns the node with this content; None if there is none."""
+        """Returns the node with this content, or None."""
         node = self.nodes.get(key)
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 

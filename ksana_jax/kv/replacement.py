@@ -45,7 +45,7 @@ def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
     "package.module:name", or a function.
 
     Raises:
-      ConfigError: there is no policy of that name.
+      ConfigError: no policy has that name.
     """
     return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")
 

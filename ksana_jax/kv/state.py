@@ -14,7 +14,7 @@ from ksana_jax.kv.tier import Node
 
 
 class Origin(enum.IntEnum):
-    """How a row obtained a block."""
+    """Origin of a row's block."""
 
     COMPUTED = 0  # computed by the row, or replaced by an equal cached block once full
     HIT_DEVICE = 1  # a cached prefix, on the device
@@ -47,7 +47,7 @@ class HeldBlocks(NamedTuple):
 
     @property
     def num_cached(self) -> np.ndarray | int:
-        """Tokens in the cache, for each block those of its group of layers."""
+        """Tokens in the cache, for each block in its group of layers."""
         evicted = self.num_evicted
         return self.num_computed - (evicted[self.groups] if isinstance(evicted, np.ndarray) else evicted)
 
@@ -76,7 +76,7 @@ class KVState:
       nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
       num_expected: leading full blocks that it has, or will compute and index; 0 where none are left.
       expects: key of the next of these blocks, if other sequences wait for this one.
-      cacheable: whether more blocks may be added to the prefix index.
+      cacheable: True if more blocks may be added to the prefix index.
       has_read: True once it has looked for blocks on disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
     """

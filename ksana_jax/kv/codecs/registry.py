@@ -46,7 +46,7 @@ def find_codec(name: str) -> Codec:
     """Returns the codec with a name in `CODECS`, or "package.module:name" of a class or function that makes one.
 
     Raises:
-      ConfigError: there is no such codec.
+      ConfigError: the codec does not exist.
     """
     return resolve(name, CODECS | BLOCK_CODECS, "kv_cache_dtype")()
 
@@ -62,7 +62,7 @@ def find_block_codec(name: str) -> Callable[..., BlockCodec]:
     """Returns the constructor of a side's block codec, by a name in `BLOCK_CODECS` or "package.module:name".
 
     Raises:
-      ConfigError: there is no such codec.
+      ConfigError: the codec does not exist.
     """
     return resolve(name, BLOCK_CODECS, "kv_cache_dtype")
 
@@ -74,7 +74,7 @@ def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:
       setting: a name in `BLOCK_CODECS`, for keys and values; or a mapping, see `read_sealing`.
 
     Raises:
-      ConfigError: there is no such codec, or a setting is wrong.
+      ConfigError: the codec does not exist, or a setting is wrong.
     """
     if isinstance(setting, str):
         return read_sealing({"k": setting, "v": setting}, find_block_codec) if setting in BLOCK_CODECS else None

@@ -131,7 +131,7 @@ def read_block(path: Path, format: BlockFormat, expected: BlockFacts, out: np.nd
       out: an array of a block's bytes, written only if all checks pass.
 
     Returns:
-      Whether it was read. False for an intact file of another text with the same key.
+      True if it was read. False for an intact file of another text with the same key.
 
     Raises:
       BadBlockFile: the file is not an intact block of this format with this key.

@@ -4,7 +4,7 @@ The engine's thread submits reads and writes; one worker executes them in order,
 before it. No error is raised into the engine, and only `flush` and `close` wait for files:
 
     a damaged or incomplete block                      is a miss, and is removed with a warning
-    a disk error (full, broken, folder gone), a link
+    a disk error (full, broken, folder removed), a link
     or FIFO in place of a file, or a lost lock         turns the tier off with one warning
     a file with another name                           is left alone
     more writes than the disk can take                 are dropped and counted
@@ -183,7 +183,7 @@ class DiskTier:
         """Reads a block into an array.
 
         Args:
-          expected: what the block must hold.
+          expected: the block's facts.
           out: an array of a block's bytes, owned by the reader until the future is done.
 
         Returns:
