@@ -65,7 +65,7 @@ class Blocks(Matrix):
         return finished(dot(x, self.numbers().astype(x.dtype)), b, dtype or x.dtype)
 
     def numbers(self) -> jax.Array:
-        """Returns the numbers [out, in] in `dtype`, bit for bit those of `loading.gguf_blocks.decode`, rounded."""
+        """Returns the numbers [out, in] in `dtype`, rounded from exactly the values of `loading.gguf_blocks.decode`."""
         raise NotImplementedError
 
     def rows(self, indices: jax.Array) -> jax.Array:

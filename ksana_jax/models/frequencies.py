@@ -45,7 +45,7 @@ def row_order(config: RopeConfig, head_dim: int, neighbours: bool) -> np.ndarray
     """Returns the row of a checkpoint's head for each row of a head here, [H], where i is rotated with i + H/2.
 
     Args:
-      neighbours: whether the checkpoint rotates 2 i with 2 i + 1, not i with i + dims/2, in its first `dims` rows.
+      neighbours: True if the checkpoint rotates 2 i with 2 i + 1, not i with i + dims/2, in its first `dims` rows.
     """
     dims = config.dims(head_dim)
     rotated, still = np.arange(dims), np.arange(dims, head_dim)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 class Matrix(abc.ABC):
     """A matrix [out, in] whose arrays have its rows first, [out, ...], and its columns second if they have two axes.
 
-    stacks: whether arrays of several matrices, stacked, are the matrix of all their rows; not if rows are interleaved.
+    stacks: True if arrays of several matrices, stacked, are the matrix of all their rows; not if rows are interleaved.
     """
 
     stacks: ClassVar[bool] = True
