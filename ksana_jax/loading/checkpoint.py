@@ -82,7 +82,7 @@ def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = N
       The tree, and its step.
 
     Raises:
-      LoadError: there is no complete step, or its tree differs; the first 20 differing paths are listed.
+      LoadError: no complete step exists, or its tree differs; the first 20 differing paths are listed.
     """
     root = Path(path).resolve()
     steps = [step] if step is not None else sorted(_steps(root), reverse=True)

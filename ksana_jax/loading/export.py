@@ -58,7 +58,7 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     for source, leaf in zip(stored, jax.tree.leaves(params), strict=True):
         source.write(np.asarray(leaf), tensors)
     _replace(directory / "config.json", {**values, "torch_dtype": dtypes[0]})
-    # Its ids take precedence over those of config.json, so an existing one must not remain.
+    # Its ids take precedence over the ids in config.json, so an existing one must not remain.
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})
     with replacing(directory / SINGLE) as file:
         # transformers requires the "format" entry, the framework in whose layout the tensors are.

@@ -215,7 +215,7 @@ class _Keys:
         if ROPE_FACTORS in self.file.tensors and (scaling or self.architecture != "llama"):
             self.problems.append(f"tensor {ROPE_FACTORS} is supported by llama, without rope.scaling")
         theta = self.get("rope.freq_base", 10_000.0)
-        if self.architecture == "gemma3":  # layers with a window have a rope of their own, which is never scaled
+        if self.architecture == "gemma3":  # layers with a window have a separate rope, which is never scaled
             local = self.get("rope.freq_base_swa", 10_000.0)
             return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
         if "rope.freq_base_swa" in self.keys and self.get("rope.freq_base_swa") != theta:

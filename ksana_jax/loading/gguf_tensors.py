@@ -63,7 +63,7 @@ class GGUFTensor(StoredTensor):
     Args:
       info: where its blocks are.
       num_heads: heads whose rows are permuted; None if rows are in order.
-      plus_one: whether 1 was added to the values.
+      plus_one: True if 1 was added to the values.
     """
 
     info: TensorInfo

@@ -30,7 +30,7 @@ def folder_hint(directory: Path) -> str:
 
 
 def prefix_hint(embed: str, names: Collection[str]) -> str:
-    """Returns what is wrong with tensor names that all have another prefix than expected, or "".
+    """Explains tensor names that all have another prefix than expected, or returns "".
 
     Args:
       embed: the expected name of the embedding. names: the tensors found.
