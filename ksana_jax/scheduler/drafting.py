@@ -1,4 +1,4 @@
-"""Drafts of a step's decodes: how long they may be, the blocks for them, and what is left of them afterwards."""
+"""Drafts of a step's decodes: their maximum length, their blocks, and the tokens accepted from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ksana_jax.scheduler.step.types import ScheduledBatch
 class Drafting:
     """Drafts for rows, with blocks from `provision` in the tables of `row_blocks`.
 
-    Draft tokens are in no text and in no prefix index. Their keys and values lie in slots of the row that its next
+    Draft tokens are in no text and in no prefix index. Their keys and values are in slots of the row that its next
     tokens write to before anything reads them.
 
     Args:
-      longest_step: most tokens of a step.
+      longest_step: maximum tokens of a step.
     """
 
     row_blocks: RowBlocks
@@ -30,9 +30,9 @@ class Drafting:
     longest_step: int
 
     def draft(self, decodes: np.ndarray) -> Drafts | None:
-        """Returns drafts for decodes that have a block for one token each; None if there are none.
+        """Returns drafts for decodes that have a block for one token each; None without any.
 
-        Beams are chosen by scores, step by step: with them no row has drafts.
+        Beams are chosen by scores, step by step: with beams no row has drafts.
         """
         r, count = self.row_blocks.rows, len(decodes)
         in_step = min(self.speculation.most_at(decodes), self.longest_step // count - 1)
@@ -41,7 +41,7 @@ class Drafting:
         # The last token of a text is never computed, and rows evict between steps.
         until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
-        # The last token of a prompt, with its other tokens cached, need not be that of the text.
+        # The last token of a prompt, with its other tokens cached, need not be the text's last.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
         if self.speculation.needs_blocks:
             most = self.provision.to_drafts(decodes, most)
@@ -56,7 +56,7 @@ class Drafting:
         """Lets the proposer follow a step with chunks of rows [n], before blocks that left their windows are returned.
 
         Args:
-          running: all running rows; if these have no drafts, the proposer reads what is left of texts once they do.
+          running: all running rows; if these have no drafts, the proposer reads the remaining texts once they do.
         """
         if self.row_blocks.has_windows and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
             self.speculation.keep_up(self.row_blocks.rows, rows)
@@ -64,11 +64,11 @@ class Drafting:
     def append(
         self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends what a step has decided after `Scheduler.advance`, up to the end of each text, and returns the blocks
+        """Appends a step's tokens after `Scheduler.advance`, up to the end of each text, and returns the blocks
         of rejected tokens.
 
         Args:
-          tokens: [n, w] sampled for each row and its draft tokens. num_accepted: [n] how many drafts are accepted.
+          tokens: [n, w] sampled for each row and its draft tokens. num_accepted: [n] number of accepted drafts.
 
         Returns:
           For each row the newest token, -1 if the model's scores were not finite; and the number of its new tokens.

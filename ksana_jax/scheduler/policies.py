@@ -1,7 +1,7 @@
 """Scheduling policies: the lower its rank, the earlier a sequence runs and the later it is preempted.
 
-A policy is a function that returns a sequence's rank. One that remembers something, or whose ranks change while
-sequences wait, is a class with the methods of `SchedulingPolicy`; each scheduler makes one of its own, with
+A policy is a function that returns a sequence's rank. A policy with state, or with ranks that change while sequences
+wait, is a class with the methods of `SchedulingPolicy`; each scheduler constructs its own, with
 max_num_seqs. A policy of your own needs no entry here: `LLM(policy="my_package.module:mine")`, or the function or class
 itself.
 """
@@ -21,7 +21,7 @@ class SchedulingPolicy(Protocol):
     """The order of service in one scheduler.
 
     A policy may also have `reorder(waiting: list[Sequence], memory: KVMemory) -> None`. It is called before sequences
-    are admitted in a step, and may set `seq.rank` of waiting sequences: for ageing, or for what is cached by now
+    are admitted in a step, and may set `seq.rank` of waiting sequences: for ageing, or for their cached prefixes
     (`memory.prefixes.num_cached_tokens`). A running sequence keeps the rank with which it was admitted.
     """
 
@@ -50,7 +50,7 @@ def find_scheduling_policy(spec: Any) -> Callable[[Sequence], Any] | type[Schedu
     function or class.
 
     Raises:
-      ConfigError: there is none of that name.
+      ConfigError: no policy has that name.
     """
     return resolve(spec, SCHEDULING_POLICIES, "policy")
 
@@ -61,7 +61,7 @@ def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)
 
 
-# Old names of what moved to `methods`; goes away in 0.2.
+# Old names of functions now in `methods`; removed in 0.2.
 __getattr__, __dir__ = lazy_names(
     __name__, {"ksana_jax.methods.scheduling": "fcfs shortest_first fewest_tokens_left LongestPrefix"}
 )

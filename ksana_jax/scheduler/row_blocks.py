@@ -45,7 +45,7 @@ class RowBlocks:
 
     @property
     def has_windows(self) -> bool:
-        """Whether rows return blocks before they end."""
+        """True if rows return blocks before they end."""
         return bool(self._windowed)
 
     def fill(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
@@ -83,7 +83,7 @@ class RowBlocks:
     def take(self, rows: np.ndarray) -> NewBlocks:
         """Allocates one block of each group for each of some rows; the caller has made sure of room."""
         r, until = self.rows, self.rows.allocated_until[rows]
-        # Of flat arrays: NumPy takes three times as long for an index of three axes.
+        # Indices of flat arrays: NumPy takes three times as long for an index of three axes.
         of_group = rows if r.num_groups == 1 else (self._groups * len(r.seqs) + rows).reshape(-1)
         entries = r.num_blocks.reshape(-1)[of_group]
         at, starts = of_group * r.block_tables.shape[2] + entries, until
@@ -127,7 +127,7 @@ class RowBlocks:
 
     def provide(self, row: int, count: int) -> None:
         """Prepares a row to write `count` tokens: copies its last blocks if they are shared, and allocates new ones;
-        the caller has made sure of room."""
+        the caller has ensured that they are available."""
         r = self.rows
         r.num_rewrites += 1
         if r.forked[row]:
@@ -142,8 +142,8 @@ class RowBlocks:
             self._take_several(row, new)
 
     def replace(self, row: int, groups: np.ndarray, places: np.ndarray) -> None:
-        """Lets a row have new blocks at some places of its tables; the caller has made sure of room, and releases the
-        old ones."""
+        """Replaces a row's blocks at some places of its tables; the caller has ensured that new ones are available, and
+        releases the old ones."""
         r = self.rows
         r.block_tables[groups, row, places] = self.memory.device.allocate(len(groups))
         r.block_origins[groups, row, places] = Origin.COPIED
@@ -191,7 +191,7 @@ class RowBlocks:
         return held._replace(origins=Origin.SHARED)
 
     def _before(self, row: int, num_tokens: int) -> HeldBlocks:
-        """Returns a row's blocks that begin before a text position; all of them if it has evicted tokens."""
+        """Returns a row's blocks that begin before a text position; all of its blocks if it has evicted tokens."""
         r = self.rows
         evicted = r.num_evicted[:, row].copy()
         assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is missing"
@@ -232,7 +232,7 @@ class RowBlocks:
     def index_full(self, rows: np.ndarray) -> None:
         """Adds the blocks that a step has filled to the prefix index."""
         r, size = self.rows, self._size
-        # Steps after it may have advanced: what they compute are tokens that it, or one of them, has sampled.
+        # Later steps may have advanced: they compute tokens that this step, or one of them, has sampled.
         computed = np.minimum(r.num_computed[rows], r.num_known[rows] - ~r.is_beam[rows])
         due = computed >= r.index_at[rows]
         if not np.count_nonzero(due):
@@ -268,7 +268,7 @@ class RowBlocks:
         r, width = self.rows, self.rows.block_starts.shape[2]
         if not self._windowed:  # nothing was returned
             return 0 * self._groups + starts // self._size
-        # One search in one sorted list: each table starts beyond all positions of the one before it.
+        # One search in one sorted list: each table starts beyond all positions of the previous one.
         tables = np.arange(r.num_groups * len(rows)).reshape(r.num_groups, -1)
         held = (r.block_starts.take(rows, axis=1) + (FAR + 1) * tables[:, :, None]).ravel()
         table = tables.take(which, axis=1)
@@ -283,8 +283,8 @@ class RowBlocks:
         enter the prefix index.
 
         Args:
-          kept: [Gk, rows] tokens that each group keeps; of one row equal modulo the block size, since all groups take
-            their next blocks at the same token. None of its blocks may have other owners, see `row_checks`.
+          kept: [Gk, rows] tokens that each group keeps; for one row equal modulo the block size, since all groups take
+            their next blocks at the same token. No other owner may share its blocks, see `row_checks`.
         """
         r, size = self.rows, self._size
         computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
@@ -309,7 +309,7 @@ class RowBlocks:
             r.index_at[rows] = FAR
 
     def _shorten(self, group: int, rows: np.ndarray, count: np.ndarray) -> None:
-        """Lets rows keep their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
+        """Shortens rows to their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
         others."""
         r, old = self.rows, self.rows.num_blocks[group, rows]
         index = np.arange(int(old.max()), dtype=np.int32)
@@ -329,7 +329,7 @@ class RowBlocks:
 
     def _return_invisible(self, live: LiveRange, groups: np.ndarray, rows: np.ndarray) -> None:
         r, size, first = self.rows, self._size, groups[0]
-        # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 that of query 11.
+        # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 the window of query 11.
         computed = r.num_computed[rows] - r.num_evicted[first, rows]
         seen_from = live.seen_from(computed)
         due = seen_from >= r.return_at[first, rows]

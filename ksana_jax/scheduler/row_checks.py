@@ -1,4 +1,4 @@
-"""Checks the block tables of running rows against what the rows need. Changes nothing."""
+"""Checks the block tables of running rows against the rows' needs. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Evictions from running rows: which rows are due, in which blocks their tokens stay, and what the device moves.
+"""Evictions from running rows: the rows that are due, the blocks that keep their tokens, and the device's moves.
 
-Knows numbers of tokens; which ones stay is the method's choice, made on the device.
+Knows numbers of tokens; the method chooses on the device which tokens stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ksana_jax.scheduler.running import Running
 class RowEviction:
     """Evicts tokens of rows whose budget is full.
 
-    Cached blocks stay whole: a row's first eviction moves what it keeps to blocks of its own.
+    Cached blocks stay whole: a row's first eviction moves the kept tokens to new blocks.
 
     Args:
       schedule: when rows evict; None for never.
@@ -34,9 +34,9 @@ class RowEviction:
     preempt: Callable[[int], None]
 
     def evict(self, rows: np.ndarray) -> None:
-        """Evicts tokens from those of some rows whose budget is full, and releases the blocks that this empties.
+        """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties.
 
-        Rows that others share blocks with, or that fill the prefix cache, wait for `evict_shared`.
+        Rows that share blocks, or that fill the prefix cache, wait for `evict_shared`.
         """
         r, memory = self.row_blocks.rows, self.row_blocks.memory
         if self.schedule is None or not len(rows := rows[self._is_due(rows)]):
@@ -62,7 +62,7 @@ class RowEviction:
 
     @property
     def waits(self) -> bool:
-        """Whether rows wait for `evict_shared`."""
+        """True if rows wait for `evict_shared`."""
         return self.schedule is not None and bool(np.count_nonzero(self._is_due(self.running.order)))
 
     def _is_due(self, rows: np.ndarray) -> np.ndarray:
@@ -70,7 +70,7 @@ class RowEviction:
         return np.logical_or.reduce(r.num_computed[rows] >= r.evict_at.take(rows, axis=1))
 
     def _kept(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many tokens each group keeps of rows that evict now, and in how many blocks, 0 if it evicts none:
+        """Returns for rows that evict now the number of tokens that each group keeps, and of blocks (0: no eviction):
         [Gk, n] each."""
         assert self.schedule is not None
         r, size = self.row_blocks.rows, self.row_blocks.memory.block_size
@@ -82,7 +82,7 @@ class RowEviction:
         """Records evictions from rows for the device.
 
         Args:
-          tables: [Gk, n, P] blocks of the rows before; those afterwards are the first ones of their tables.
+          tables: [Gk, n, P] blocks of the rows before; afterwards they use the first ones of their tables.
         """
         r, schedule = self.row_blocks.rows, self.schedule
         if schedule is None or not len(rows):
@@ -107,12 +107,12 @@ class RowEviction:
         r.evict_at[:, rows] = following
 
     def _fork(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Replaces the blocks to which evictions from rows will write, where others own them too, by new ones.
+        """Replaces the blocks that evictions from rows will write to and that have other owners by new ones.
 
-        The first rows are served first; one for which there is no room is preempted.
+        The first rows are served first; a row without room is preempted.
 
         Returns:
-          The blocks replaced, of which the rows remain owners.
+          The replaced blocks, which the rows still own.
         """
         r, replaced = self.row_blocks.rows, []
         _, counts = self._kept(rows)
@@ -125,14 +125,14 @@ class RowEviction:
         return replaced
 
     def _shared(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns which of the first counts [Gk, n] blocks of rows others own too, or the cache: boolean [Gk, n, P]."""
+        """Returns which of rows' first counts [Gk, n] blocks have other owners or are cached: boolean [Gk, n, P]."""
         pool, ids = self.row_blocks.memory.blocks, self.row_blocks.rows.block_tables.take(rows, axis=1)
         return (np.arange(ids.shape[2]) < counts[:, :, None]) & ((pool.ref_count[ids] > 1) | pool.kept[ids])
 
     def _make_room(self, row: int, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Makes room for copies of those of a row's first count [Gk] blocks that others own, or the cache.
+        """Makes room for copies of a row's first count [Gk] blocks as far as others, or the cache, own them.
 
-        Where room lacks, the cache gives up blocks of this row, the last ones first; then rows after it are preempted.
+        Without room, the cache gives up blocks of this row, the last ones first; then rows after it are preempted.
 
         Returns:
           The groups and places of the blocks to copy; None if the row itself was preempted.

@@ -1,4 +1,4 @@
-"""Running rows: their order, the budget of a step, blocks for their tokens, and what a step has changed.
+"""Running rows: their order, the budget of a step, blocks for their tokens, and the changes of a step.
 
 Knows rows and blocks; no waiting sequences.
 """
@@ -66,8 +66,8 @@ class Running:
 class StepBudget:
     """The remaining tokens of a step, and its remaining query tiles for rows that compute more than one token.
 
-    tiles: number of free tiles of each width, the widest first. All tiles of a step have one width: the widest of which
-      there are enough for its chunks.
+    tiles: number of free tiles of each width, the widest first. All tiles of a step have one width: the widest that
+      has enough tiles for its chunks.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ class StepBudget:
         wide, *narrow = [part.count * part.width for part in self.tiles]
         if wide > 0:
             return min(left, self.tokens, wide)
-        # A chunk that is cut anyway waits, rather than having the whole step read its keys for fewer queries at once.
+        # A chunk that is cut anyway waits, so that the whole step need not read its keys for fewer queries at once.
         return left if any(left <= min(self.tokens, tokens) for tokens in narrow) else 0
 
     def take(self, count: int) -> None:
@@ -116,7 +116,7 @@ class Provision:
         """Provides rows with blocks for one token each, preempting others if need be.
 
         Args:
-          short: those of the rows that need a block in each group.
+          short: the rows that need a block, in each group.
 
         Returns:
           The rows that run; `ScheduledBatch.new`.
@@ -135,13 +135,13 @@ class Provision:
         return decodes, new
 
     def to_drafts(self, decodes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Provides rows that have blocks for one token with those for draft tokens.
+        """Provides rows that have blocks for one token with blocks for draft tokens.
 
         Args:
           counts: [decodes] draft tokens of each row.
 
         Returns:
-          How many of them have blocks: fewer where the pool has none left, since a guess is not worth anybody's blocks.
+          Number of them that have blocks: fewer if the pool has none left, since a guess must not preempt.
         """
         r, counts = self.row_blocks.rows, counts.copy()
         until = r.num_computed[decodes] + 1 + counts
@@ -166,7 +166,7 @@ class Provision:
     def _make_room(self, row: int, count: int) -> bool:
         """Makes `count` blocks available to a row, preempting rows after it; False if it is the last and must wait.
 
-        The first row always gets its blocks, so there is progress: a request that the pool cannot hold was refused on
+        The first row always gets its blocks, so progress is certain: a request that the pool cannot hold was refused on
         arrival.
         """
         while self.memory.device.num_available < count:
@@ -192,10 +192,10 @@ class Provision:
 class StepResult(NamedTuple):
     """Changes that the tokens of a step made.
 
-    rows, tokens: rows that got tokens, and the token of each; with drafts [n, w], of which the first counts [n] count.
+    rows, tokens: rows that got tokens, and each row's token; with drafts [n, w], where the first counts [n] count.
     finished: all sequences that ended.
     beams: rows that have computed all their tokens and whose request chooses the next one.
-    live_blocks: blocks in use when no token was left to see others, before sequences that ended released theirs.
+    live_blocks: blocks in use when no token was left to see others, before ended sequences released theirs.
     counts: number of each row's new tokens; None where it is 1.
     """
 

@@ -1,8 +1,8 @@
 """Iteration-level scheduling (ORCA, OSDI 2022): decides before every step which rows compute how many tokens.
 
-Knows rows and counts, and asks `kv.memory` for blocks; no token values beyond stop ids, no jax, no clock. The work
-left of a row is num_tokens - num_computed: a whole prompt, what a prefix hit leaves of it, a chunk, one token of decode
-and a restart after preemption are the same thing.
+Knows rows and counts, and asks `kv.memory` for blocks; no token values beyond stop ids, no jax, no clock. A row's
+remaining work is num_tokens - num_computed: a whole prompt, the rest after a prefix hit, a chunk, one token of decode
+and a restart after preemption are the same.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Scheduler:
     """Waiting sequences in the order of a policy, running ones in rows.
 
     Args:
-      memory: where blocks come from.
-      max_num_seqs: most rows.
-      max_num_batched_tokens: most tokens of a step.
-      query_tile: most tokens of one row that share a tile in a step, see `scheduler.step.types.most_tiles`.
-      max_model_len: most tokens of a sequence.
-      layout: of the pool: which positions stay visible to later tokens, in each group of layers.
+      memory: allocates blocks.
+      max_num_seqs: maximum rows.
+      max_num_batched_tokens: maximum tokens of a step.
+      query_tile: maximum tokens of one row that share a tile in a step, see `scheduler.step.types.most_tiles`.
+      max_model_len: maximum tokens of a sequence.
+      layout: of the pool, with the positions that stay visible to later tokens in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.
       speculation: drafts tokens for steps of decodes; None for none.
     """
@@ -84,7 +84,7 @@ class Scheduler:
         self._make_books(layout, scope)
 
     def set_layout(self, layout: KVLayout, scope: Scope | None = None) -> None:
-        """Changes which positions stay visible, and what cached blocks depend on. Only while nothing runs or waits."""
+        """Changes the visible positions, and the scope of cached blocks. Only while nothing runs or waits."""
         assert not self.has_work, "the attention pattern of running sequences cannot change"
         self.layout = layout
         self.memory.set_layout(layout, scope or self.memory.index.scope)
@@ -153,7 +153,7 @@ class Scheduler:
 
         Args:
           child: has at least one token more than are shared, and the shared ones equal the parent's.
-          num_computed: tokens to share; None takes all that the parent has computed.
+          num_computed: tokens to share; None shares all tokens that the parent has computed.
         """
         if parent.row is not None:
             count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
@@ -165,7 +165,7 @@ class Scheduler:
     # ------------------------------------------------------------------ before a step
 
     def schedule(self) -> ScheduledBatch | None:
-        """Chooses what the next step computes and takes the blocks for it; None when there is nothing to compute: no
+        """Chooses the tokens of the next step and takes blocks for them; None when there is nothing to compute: no
         work, or all of it waits for the disk (`memory.disk_reads`)."""
         reads = self.memory.disk_reads
         if reads is not None:
@@ -173,7 +173,7 @@ class Scheduler:
         if self.layout.eviction is not None:
             self.eviction.evict_shared()
         batch = self._schedule()
-        # Beams that wait for the others of their request compute nothing, and may hold all blocks. A finished read may
+        # Beams that wait for their request's others compute nothing, and may hold all blocks. A finished read may
         # belong to a sequence that waits behind them.
         while batch is None and len(self.order) and self.waiting and not (reads is not None and reads.num_reading):
             self._preempt(int(self.order[-1]))
@@ -182,10 +182,10 @@ class Scheduler:
 
     def schedule_ahead(self, running: ScheduledBatch) -> ScheduledBatch | None:
         """Chooses the step after the last one scheduled, which has advanced and is not settled, or returns None: it has
-        nothing to compute, or depends on what `running` samples. Then settle first.
+        nothing to compute, or depends on the tokens that `running` samples. Then settle first.
 
-        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts nobody: the text of a
-        preempted sequence must be known. Sequences that turn out to have ended leave their rows as ever (`gone`).
+        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts no row: the text of a
+        preempted sequence must be known. Sequences found to have ended leave their rows as usual (`gone`).
         """
         r = self.rows
         if running.drafts is not None or self._needs_tokens():
@@ -199,7 +199,7 @@ class Scheduler:
         return self._schedule(ahead=True)
 
     def _needs_tokens(self) -> bool:
-        """Whether the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
+        """True if the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
         step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue a text.
         """
@@ -213,7 +213,7 @@ class Scheduler:
         """Chooses a step; ahead: unless there might not be blocks for all tokens of running rows."""
         rows, order, most = self.rows, self.order, self.max_num_batched_tokens
         preempted_before = self.num_preemptions
-        # Of all rows: cheaper than of some. Free ones have neither tokens nor blocks.
+        # Over all rows, which is cheaper than over some. Free rows have neither tokens nor blocks.
         left, short = rows.num_tokens - rows.num_computed, (rows.num_tokens > rows.allocated_until).nonzero()[0]
         decodes, only_decodes = order, np.count_nonzero(left == 1) == len(order)
         if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.num_available:
@@ -250,7 +250,7 @@ class Scheduler:
         return batch
 
     def _with_chunks(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> ScheduledBatch:
-        """Returns the batch of decodes and (row, tokens) of others, of which those with one token are decodes too."""
+        """Returns the batch of decodes and (row, tokens) of other rows; a row with one token is a decode too."""
         alone = [row for row, count in chunks if count == 1]
         longer = np.array([c for c in chunks if c[1] > 1], np.intp).reshape(-1, 2)
         batch = ScheduledBatch(np.append(decodes, np.array(alone, np.intp)), longer[:, 0], longer[:, 1])
@@ -270,7 +270,7 @@ class Scheduler:
     # ------------------------------------------------------------------ after a step
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Records, once, what is known of a step before its tokens: how much it computes, which blocks that frees."""
+        """Records, once, facts of a step known before its tokens: its number of tokens, the blocks that it frees."""
         if batch.advanced:
             return
         batch.advanced, rows = True, batch.rows
@@ -284,17 +284,17 @@ class Scheduler:
             self.drafting.keep_up(rows, self.order)
         if self.layout.eviction is not None:
             self.eviction.evict(rows)
-        # Blocks enter the prefix index, and forks share those of their leader, before they are returned: see `settle`.
+        # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)
 
     def settle(self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None) -> StepResult:
-        """Records what a step's tokens decide: appends them, caches full blocks, removes sequences that have ended.
+        """Applies a step's tokens: appends them, caches full blocks, removes sequences that have ended.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
-            FinishReason.ERROR. With drafts [n, w], those sampled for the row and for each of its draft tokens.
-          num_accepted: with drafts, how many of each row's are accepted; that many tokens and one more follow.
+            FinishReason.ERROR. With drafts [n, w], the tokens sampled for the row and for each of its draft tokens.
+          num_accepted: with drafts, number of each row's accepted ones; that many tokens and one more follow.
         """
         r, rows = self.rows, batch.rows
         sampled, beams = batch.sampled, _NO_ROWS
@@ -358,7 +358,7 @@ class Scheduler:
     def _fork_prompts(self, rows: np.ndarray) -> None:
         """Shares the blocks of computed prompts with the sequences that wait for them."""
         for leader in [seq for seq in self.queue.leaders if seq.row in rows]:
-            # Each computes the last token again: a first token of its own needs its logits.
+            # Each computes the last token again: a first token needs its logits.
             for seq in self.queue.pop_forks(leader):
                 self.fork(leader, seq, leader.num_prompt - 1)
 
@@ -385,7 +385,7 @@ class Scheduler:
         yield from self.queue.owners()
 
     def check(self) -> None:
-        """Checks that the accounting of blocks agrees with the tables of rows and with what waiting sequences hold.
+        """Checks that the accounting of blocks agrees with the rows' tables and the blocks of waiting sequences.
 
         Raises:
           AssertionError: see `KVMemory.check` and `check_row_blocks`; or rows and their order differ.

@@ -34,7 +34,7 @@ class Sequence:
       request_id, index: its name for inspection; index is its completion's, or a beam's own.
       bad_words: token ids of its request's bad words, see `scheduler.step.bias`.
       kv: its state in KV memory.
-      is_beam: whether its request, not the scheduler, chooses and appends its tokens (beam search).
+      is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.
 
     Attributes:
@@ -86,13 +86,13 @@ class Sequence:
 
     @property
     def asks(self) -> bool:
-        """Whether its steps return more than greedy tokens."""
+        """True if its steps return more than greedy tokens."""
         p = self.params
         return not p.greedy or self.dense_sampling or p.logprobs is not None or p.prompt_logprobs is not None
 
     @property
     def dense_sampling(self) -> bool:
-        """Whether sampling needs penalties or biases over the whole vocabulary."""
+        """True if sampling needs penalties or biases over the whole vocabulary."""
         return self.params.penalised or (self.params.min_tokens > 0 and bool(self.stop_ids))
 
 
@@ -115,9 +115,9 @@ class Rows:
     prefix_end: [R] `allocated_until` when the sequence was placed: the end of its shared, cached or swapped blocks.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
-    forked: [R] whether the last block may have other owners, so it must be copied before it is written to.
-    budgets, num_recent: [Gk, R] most tokens that each group caches, and the newest of them that it certainly keeps; see
-      `EvictionSchedule`.
+    forked: [R] True if the last block may have other owners, so it must be copied before it is written to.
+    budgets, num_recent: [Gk, R] maximum tokens that each group caches, and number of newest tokens that it always
+      keeps; see `EvictionSchedule`.
     evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     is_beam: [R] see `Sequence`.
@@ -226,7 +226,7 @@ class Rows:
         self.num_asking += change * seq.asks
 
     def next_chunk(self, row: int) -> int:
-        """Returns how many tokens a row can compute at once: what is left, but no more than up to its next eviction."""
+        """Returns the number of tokens that a row can compute at once: the remaining ones, up to its next eviction."""
         return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
 
     def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
@@ -246,7 +246,7 @@ class Rows:
             self._longest = int(self.num_known.max()) + 1
             if self._longest > width:
                 self._grow(self._longest)
-        # Of a flat array: an index of two axes takes twice as long.
+        # In a flat array: an index of two axes takes twice as long.
         self.token_ids.reshape(-1)[self._begins[rows] + at] = tokens
         self.num_known[rows], self.newest[rows] = at + ONE, tokens
         np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)  # of all rows: cheaper than of some

@@ -1,4 +1,4 @@
-"""Waiting sequences: their queue, and their admission to the rest of a step. Preempts none."""
+"""Waiting sequences: their queue, and their admission to the remaining budget of a step. Preempts none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WaitingQueue:
 
     Attributes:
       entries: (rank, seq_id, sequence), sorted; preempted ones return to their place.
-      leaders: sequences whose forks wait until they have computed their prompt; those are in no order yet.
+      leaders: sequences whose forks wait until they have computed their prompt; these forks are not in the queue yet.
     """
 
     def __init__(self, memory: KVMemory, policy: SchedulingPolicy):
@@ -58,7 +58,7 @@ class WaitingQueue:
         bisect.insort(self.entries, (seq.rank, seq.seq_id, seq))
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out of the queue and releases what it holds."""
+        """Takes a sequence out of the queue and releases its blocks."""
         self.entries = [entry for entry in self.entries if entry[2] is not seq]
         if self._memory.disk_reads is not None:
             self._memory.disk_reads.end(seq.kv)
@@ -77,7 +77,7 @@ class WaitingQueue:
         kv.nodes.clear()
 
     def reclaim_shared(self, spared: Sequence | None = None) -> bool:
-        """Releases the shared blocks of the last waiting sequence that holds some; False if there is none."""
+        """Releases the shared blocks of the last waiting sequence that holds some; False if none does."""
         for _, _, seq in reversed(self.entries):
             if seq.kv.shared is not None and seq is not spared:
                 self.take_away(seq)
@@ -122,11 +122,11 @@ class Admission:
     def admit(self, budget: StepBudget, computing: np.ndarray) -> list[tuple[int, int]]:
         """Places waiting sequences in rows, in order, as long as the budget lasts.
 
-        The next blocks of the rows that compute in this step stay free: taken by a newcomer, they would soon be taken
-        from it again, with all that it has computed. Waiting rows (beams) reserve none, so something always computes.
+        The next blocks of the rows that compute in this step stay free: a newcomer that took them would soon be
+        preempted and lose everything it has computed. Waiting rows (beams) reserve none, so something always computes.
 
         A sequence that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither
-        takes long, and neither depends on those who pass.
+        takes long, and neither depends on the sequences that pass.
 
         Args:
           computing: rows that compute in this step.
@@ -153,7 +153,7 @@ class Admission:
                     prefixes.unpin(hit)
                 if not alone or not seq.kv.shared:
                     break
-                queue.take_away(seq)  # no room for a copy of what it shares
+                queue.take_away(seq)  # no room for copies of its shared blocks
                 continue
             row = self._place(at, hit)
             budget.take(count := self.row_blocks.extend(row, budget.most(self.row_blocks.rows.next_chunk(row))))
@@ -162,7 +162,7 @@ class Admission:
         return admitted
 
     def _fits(self, seq: Sequence, hit: Hit | None, budget: StepBudget, alone: bool, reserve: int) -> bool:
-        """Whether a waiting sequence can start: whether the blocks it holds and its first chunk fit.
+        """True if a waiting sequence can start: the blocks it holds and its first chunk fit.
 
         Args:
           hit: its cached prefix, pinned.
@@ -189,7 +189,7 @@ class Admission:
             return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
-        # A fork goes on with what its parent holds: it waits for no reserve.
+        # A fork continues with its parent's blocks: it waits for no reserve.
         room = device.num_available - (0 if kv.shared else reserve)
         if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
             return True
@@ -201,8 +201,8 @@ class Admission:
         return True
 
     def _max_cached_tokens(self, seq: Sequence) -> int:
-        """Returns the most tokens that a sequence takes from the cache: those after its first eviction attend to less
-        than the cached ones did."""
+        """Returns the maximum tokens that a sequence takes from the cache: tokens after its first eviction attend to
+        fewer than the cached ones did."""
         eviction, most = self.layout.eviction, seq.max_cached_tokens
         return most if eviction is None else min(most, eviction.first_at(seq.num_context) - 1)
 

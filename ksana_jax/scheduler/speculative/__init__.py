@@ -30,7 +30,7 @@ def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> S
       setting: {"method": a key of PROPOSERS or "package.module:Class", and the fields of that class}.
 
     Raises:
-      ConfigError: there is no such method or field, or a value is out of range.
+      ConfigError: the method or a field does not exist, or a value is out of range.
     """
     if setting is None or isinstance(setting, SpeculativeMethod):
         return setting
@@ -39,13 +39,13 @@ def read_speculative(setting: Mapping[str, Any] | SpeculativeMethod | None) -> S
 
 
 def draft_lengths(config: EngineConfig) -> dict[int, int]:
-    """Returns the numbers of draft tokens for which an engine's steps are compiled, and for how many rows at most; none
+    """Returns the numbers of draft tokens for which an engine's steps are compiled, with the maximum rows of each; {}
     without speculation."""
     method = read_speculative(config.speculative_config)
     return {} if method is None else method.draft_lengths
 
 
 def draws_trees(config: EngineConfig) -> bool:
-    """Whether an engine's steps may have drafts that branch."""
+    """True if an engine's steps may have drafts that branch."""
     method = read_speculative(config.speculative_config)
     return method is not None and method.draws_trees

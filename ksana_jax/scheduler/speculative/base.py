@@ -1,7 +1,7 @@
-"""What every method of speculative decoding has in common: its settings, and the proposer that drafts tokens. NumPy.
+"""Shared by all methods of speculative decoding: settings, and the proposer that drafts tokens. NumPy.
 
 A method is a frozen dataclass: its fields are the settings under `speculative_config`. A proposer is the state of one
-engine. It sees texts and guesses how they go on; the engine checks its guesses with one step of the model for all of
+engine. It sees texts and guesses their next tokens; the engine checks its guesses with one step of the model for all of
 them, so a wrong one costs time and never a token.
 """
 
@@ -25,12 +25,12 @@ from ksana_jax.tokenizers import Tokenizer
 
 # Draft tokens of a row in one step.
 MAX_DRAFTS = 31
-# As a limit of rows: none.
+# Unlimited rows.
 ANY_ROWS = 2**31
 
 
 class Texts(NamedTuple):
-    """The texts of all rows of an engine, prompt and output; a proposer reads what is new to it.
+    """The texts of all rows of an engine, prompt and output; a proposer reads their new tokens.
 
     token_ids: [R, longest] int32. lengths: [R] tokens of each.
     rows: with their block tables, for proposers that compute on the device.
@@ -42,9 +42,9 @@ class Texts(NamedTuple):
 
 
 class ProposerContext(NamedTuple):
-    """The engine that a proposer is for.
+    """The engine that a proposer serves.
 
-    config: with nothing left open. layout: of its pool. patterns: of its layers, which may change later, see
+    config: complete. layout: of its pool. patterns: of its layers, which may change later, see
       `Proposer.set_patterns`. buckets: of its steps. tokenizer: None without one.
     """
 
@@ -60,18 +60,18 @@ class Proposer(Protocol):
     """Drafts tokens for the rows of an engine.
 
     Attributes:
-      needs_blocks: whether rows must have the blocks of their draft tokens before these are drafted.
-      drawn_shapes: what the first axes of `Drafts.drawn_from` may be.
+      needs_blocks: True if rows must have the blocks of their draft tokens before these are drafted.
+      drawn_shapes: possible shapes of the first axes of `Drafts.drawn_from`.
     """
 
     needs_blocks: bool = False
     drawn_shapes: Sequence[tuple[int, int]] = ()
 
     def warm_up(self, max_width: int, samples: bool, workers: int) -> None:
-        """Compiles what drafts can need, with `workers` threads.
+        """Compiles all programs for drafts, with `workers` threads.
 
         Args:
-          max_width: of block tables. samples: whether rows will sample.
+          max_width: of block tables. samples: True if rows will sample.
         """
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
@@ -94,7 +94,7 @@ class Proposer(Protocol):
         """Drafts tokens that follow the texts of some rows.
 
         Args:
-          rows: [n] rows. most: [n] draft tokens of each, 0 for none.
+          rows: [n] rows. most: [n] maximum draft tokens of each, 0 for none.
 
         Returns:
           Drafts of at most `most` tokens.
@@ -112,7 +112,7 @@ class Proposer(Protocol):
         """Called when a text leaves its row: it has ended, or waits again after a preemption.
 
         Args:
-          token_ids: [length] the whole text. completed: whether it ended by itself.
+          token_ids: [length] the whole text. completed: True if it finished, not if it was aborted or preempted.
         """
         ...
 
@@ -122,17 +122,17 @@ class SpeculativeMethod:
     """Decides which tokens are drafted, and how many. Base of all methods.
 
     Attributes:
-      rules: what `acceptance` may be.
-      has_model: whether a model drafts, with a pool of its own.
-      short_rows: in steps of up to how many rows all drafts are often at most half as long as they may be; such steps
+      rules: allowed values of `acceptance`.
+      has_model: True if a model drafts, with a pool of its own.
+      short_rows: maximum rows of steps whose drafts are often all at most half of the maximum length; such steps
         are compiled too.
 
     Args:
-      num_speculative_tokens: most draft tokens of a row in a step.
-      acceptance: "sampled" accepts draft tokens that equal what the model samples in their place, so that texts are
-        those without speculation, whatever the sampling parameters. "rejection" (arXiv:2211.17192) and "block"
-        (arXiv:2403.10444) accept more tokens of a draft model; texts are distributed as those without speculation, but
-        are other ones, for greedy sampling the same.
+      num_speculative_tokens: maximum draft tokens of a row in a step.
+      acceptance: "sampled" accepts draft tokens that equal the model's samples in their place, so that texts are the
+        same as without speculation, whatever the sampling parameters. "rejection" (arXiv:2211.17192) and "block"
+        (arXiv:2403.10444) accept more tokens of a draft model; texts have the same distribution as without speculation,
+        but differ, except that greedy ones are equal.
       num_speculative_tokens_per_batch_size: entries [from, to, K], both inclusive: steps of that many rows draft at
         most K tokens; others draft num_speculative_tokens. None has no entries.
       adaptive: "goodput" chooses how many tokens are drafted, none if that is fastest, by the tokens per second that
@@ -195,7 +195,7 @@ class SpeculativeMethod:
 
     @property
     def draws_trees(self) -> bool:
-        """Whether its drafts may branch, so that steps with trees are compiled."""
+        """True if its drafts may branch, so that steps with trees are compiled."""
         return False
 
     def proposer(self, context: ProposerContext) -> Proposer:
@@ -203,7 +203,7 @@ class SpeculativeMethod:
         raise NotImplementedError
 
     def block_bytes(self, config: EngineConfig) -> int:
-        """Returns the bytes on the device that it needs beside each block of the target's pool."""
+        """Returns the device bytes that it needs in addition to each block of the target's pool."""
         return 0
 
     def weights_bytes(self, config: EngineConfig) -> int:

@@ -1,8 +1,8 @@
 """Chooses how many tokens to draft: the length with the most tokens per second, by moving averages. NumPy.
 
 Each batch-size bucket has an average per draft length, zero included, of the tokens a step yields and the seconds it
-takes. A step counts with everything it takes (drafting, verification, the overlap of host and device that is lost) and
-everything it yields (drafts that were not found or were rejected), so costs and acceptance need no model. The fastest
+takes. A step counts with all of its time (drafting, verification, the lost overlap of host and device) and
+all of its tokens (few if drafts were not found or were rejected), so costs and acceptance need no model. The fastest
 length is used; the others are probed, at most for PROBE_SHARE of the time.
 
 Tokens of a step are the harmonic mean of its rows: a text takes steps by the inverse of its tokens per step, so drafts
@@ -27,7 +27,7 @@ Accepted: TypeAlias = tuple[np.ndarray, np.ndarray]
 BLOCK = 4
 # Blocks in a moving average: with 32 steps, chance in accepted tokens is about a tenth of their mean.
 RECENT = 8
-# Share of the time that probes may lose. Less finds changes of texts later, more costs texts that nobody can draft.
+# Share of the time that probes may lose. Less finds changes of texts later, more slows texts that cannot be drafted.
 PROBE_SHARE = 0.01
 # A block counts for at most this multiple of its average time, so that one pause of the machine changes no choice.
 OUTLIER = 2
@@ -37,7 +37,7 @@ OUTLIER = 2
 class _Average:
     """Moving averages of one draft length.
 
-    seconds: of a step, at most those of its tokens one by one before any was measured. tokens: of a row in a step.
+    seconds: of a step, at most its tokens' time one by one before any was measured. tokens: of a row in a step.
     count: of the blocks in the averages. rest_s: until the length is tried again.
     """
 
@@ -94,7 +94,7 @@ class _Bucket:
     def _end(self) -> None:
         """Adds a block to the averages and chooses the length of the next one."""
         length, steps, averages = self.length, self._steps, self._averages
-        step_s = max(self._seconds / steps, 1e-9)  # a coarse clock may show none
+        step_s = max(self._seconds / steps, 1e-9)  # a coarse clock may show zero
         if not averages:
             averages.update({k: _Average((1 + k) * step_s) for k in (0, *self._lengths)})
         average = averages[length] = averages.pop(length)
@@ -106,7 +106,7 @@ class _Bucket:
         for other in averages.values():
             other.rest_s -= self._seconds
         if best != length:
-            # A first entry may compile the programs of a draft model, which says nothing of the next one.
+            # A first entry may compile the programs of a draft model, so it does not predict the next one.
             lost_s = 0.0 if is_new else self._entry_s
             lost_s += average.count * steps * (average.seconds - average.tokens / averages[best].rate)
             for k, other in averages.items():
@@ -115,7 +115,7 @@ class _Bucket:
         else:
             best = next((k for k, other in allowed.items() if k != length and other.rest_s <= 0), length)
             if best != length:
-                averages[best].count = 0  # what was measured long ago no longer counts
+                averages[best].count = 0  # old measurements no longer count
         self.begin(best)
 
 
@@ -144,8 +144,8 @@ class Goodput:
         """Records a step of decodes.
 
         Args:
-          length: as chosen, whether or not drafts were found. seconds: from the end of the step before to its own.
-          accepted: [n] rows and [n] their accepted draft tokens; None of a step without drafts.
+          length: as chosen, even if no drafts were found. seconds: from the end of the previous step to its own.
+          accepted: [n] rows and [n] their accepted draft tokens; None for a step without drafts.
         """
         here = self._buckets.num_sampled(num_rows), length
         follows, self._last = self._last == here, here

@@ -1,4 +1,4 @@
-"""Speculative decoding of one engine: asks the proposer, checks what it says, counts what was accepted. No jax."""
+"""Speculative decoding of one engine: asks the proposer, checks its drafts, counts accepted tokens. No jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("ksana_jax")
 
 @dataclasses.dataclass
 class SpeculationCounts:
-    """What speculation has done since the engine was built.
+    """Counts of speculation since the engine was built.
 
     num_drafts: drafts that were verified, of one row in one step each. num_draft_tokens, num_accepted_tokens: their
       tokens. accepted_per_pos: [K] accepted tokens by their place in the draft. proposer_s: seconds of the host.
@@ -52,8 +52,8 @@ class Speculation:
     """Drafts for a scheduler.
 
     Args:
-      proposer: whose failures cost its drafts and nothing else.
-      context: the engine that it drafts for.
+      proposer: its failures cost its drafts and nothing else.
+      context: the engine that it serves.
     """
 
     def __init__(self, method: SpeculativeMethod, proposer: Proposer, context: ProposerContext):
@@ -67,9 +67,9 @@ class Speculation:
         self._last_end_s, self._num_texts = 0.0, 0
         # Draft length for which the proposer was asked since the last step ended, 0 if it was not.
         self._length = 0
-        # Draft length and seconds of the last step; None if its time says nothing of others.
+        # Draft length and seconds of the last step; None if its time is not comparable with others.
         self._step_s: tuple[int, float] | None = None
-        # Of each row's sequence: drafts, their tokens, accepted ones.
+        # For each row's sequence: drafts, their tokens, accepted ones.
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
     def most_at(self, rows: np.ndarray) -> int:
@@ -79,7 +79,7 @@ class Speculation:
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether rows must have the blocks of their draft tokens before they are drafted."""
+        """True if rows must have the blocks of their draft tokens before they are drafted."""
         return self.proposer.needs_blocks
 
     def begin(self, rows: Rows, entered: Iterable[int]) -> None:
@@ -106,14 +106,14 @@ class Speculation:
                 self.end(row, seq)
 
     def keep_up(self, rows: Rows, which: np.ndarray) -> None:
-        """Passes on what rows [n] have computed; see `Proposer.keep_up`."""
+        """Passes on the tokens that rows [n] have computed; see `Proposer.keep_up`."""
         began = time.perf_counter()
         texts = Texts(rows.token_ids, rows.num_tokens, rows)
         self._asked(functools.partial(self.proposer.keep_up, texts, which))
         self.counts.proposer_s += time.perf_counter() - began
 
     def draft(self, rows: Rows, decodes: np.ndarray, most: np.ndarray) -> Drafts | None:
-        """Returns drafts for decodes [n], at most `most` [n] tokens of each; None if there are none."""
+        """Returns drafts for decodes [n], at most `most` [n] tokens of each; None without any."""
         self._length = self.most_at(decodes)
         texts, began = Texts(rows.token_ids, rows.num_tokens, rows), time.perf_counter()
         drafts = self._asked(lambda: self._checked(self.proposer.propose(texts, decodes, most), most))
@@ -161,10 +161,10 @@ class Speculation:
         """Records the times of a step.
 
         Args:
-          shape: None if its time says nothing of others: it has chunks of prompts, or something was compiled.
+          shape: None if its time is not comparable: it has chunks of prompts, or something was compiled.
           began_s: when the host began to schedule it. ended_s: when its tokens arrived.
         """
-        # What the host has done since the step before belongs to this one, unless there were no texts.
+        # The host's work since the previous step belongs to this one, unless there were no texts.
         since, self._last_end_s = self._last_end_s or began_s, ended_s
         length, self._length = self._length, 0
         self._step_s = None if shape is None else (length, ended_s - since)
@@ -176,7 +176,7 @@ class Speculation:
             self.goodput.observe(shape.parts[0].count, length, ended_s - since)
 
     def settle(self, rows: np.ndarray, drafts: Drafts, num_accepted: np.ndarray) -> None:
-        """Counts what became of the drafts of rows [n]; num_accepted: [n] their accepted tokens."""
+        """Counts accepted and rejected drafts of rows [n]; num_accepted: [n] their accepted tokens."""
         counts, drafted = self.counts, drafts.counts
         self._asked(functools.partial(self.proposer.observe, rows, drafts))
         if self.goodput is not None and self._step_s is not None:

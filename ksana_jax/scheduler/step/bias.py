@@ -46,7 +46,7 @@ def bad_word_ids(words: Sequence[str] | None, tokenizer: Tokenizer | None) -> tu
     """Returns the token ids of words as a tokenizer writes them at the start of a text and after a space.
 
     Raises:
-      ValueError: there is no tokenizer, or its vocabulary cannot express a word.
+      ValueError: no tokenizer is given, or its vocabulary cannot express a word.
     """
     if not words:
         return ()

@@ -12,14 +12,14 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import Part, StepShape, most_tiles
 
-# Logits of so many tokens take hardly longer than those of one, since the matrix that makes them is read once.
+# Logits of this many tokens take hardly longer than one token's: the matrix that computes them is read once.
 FEW_TOKENS = 16
 # Rows up to which a draft model has as many numbers of rows as its target.
 FEW_ROWS = 16
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
-    """Returns increasing sizes from smallest to largest, each at most `ratio` times the one before."""
+    """Returns increasing sizes from smallest to largest, each at most `ratio` times the previous one."""
     sizes = [min(smallest, largest)]
     while sizes[-1] < largest:
         sizes.append(min(max(int(sizes[-1] * ratio), sizes[-1] + 1), largest))
@@ -37,7 +37,7 @@ def least_rows(config: EngineConfig, platform: str) -> int:
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[Part, ...]:
     """Returns parts for longer chunks: wide tiles in a ladder of factors of two, all of the narrow ones or a quarter.
 
-    Parts with fewer tokens come first; among equals, those with wider tiles, which read keys for more queries at once.
+    Parts with fewer tokens come first; among equals, the widest tiles, which read keys for more queries at once.
     """
     found = []
     for count, width in most_tiles(max_num_batched_tokens, query_tile):
@@ -49,8 +49,8 @@ def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) 
 
 
 def coarse_parts(max_num_batched_tokens: int, query_tile: int, num_rows: int, min_rows: int = 1) -> tuple[Part, ...]:
-    """Returns parts for longer chunks, as `tile_parts` does, in a ladder of factors of four: narrow tiles for as many
-    rows as there are, or 16, and beyond these wide ones."""
+    """Returns parts for longer chunks, as `tile_parts` does, in a ladder of factors of four: narrow tiles for up to
+    num_rows rows, or 16, and wide ones beyond."""
     wide, narrow = (most := most_tiles(max_num_batched_tokens, query_tile))[0], most[-1]
     fewest = max(4, -(-min_rows // narrow.width))
     largest = narrow.count if wide == narrow else min(narrow.count, max(num_rows, 16))
@@ -81,8 +81,8 @@ def verification_parts(config: EngineConfig, lengths: Mapping[int, int], min_row
 
 
 def verified_sizes(parts: Iterable[Part]) -> dict[int, int]:
-    """Returns for each number of tokens of parts the number whose logits are computed, of which there are fewer: a
-    program chooses tokens for all numbers from three quarters of its own, or up to FEW_TOKENS, on."""
+    """Returns for each number of tokens of parts the number of computed logits, which takes fewer values: a
+    program chooses tokens for all numbers from three quarters of its own number, or up to FEW_TOKENS, on."""
     found: dict[int, int] = {}
     size = 0
     for tokens in sorted({part.count * part.width for part in parts}, reverse=True):
@@ -103,8 +103,8 @@ class Buckets:
       shared_rows: decodes per group that may share leading blocks; 0 turns sharing off. Steps without sharing have
         their own shapes: checking for shared blocks in every layer would cost about 6 % (8 layers, 32 rows, CPU).
       verifications: parts of steps that verify drafts, see `verification_parts`.
-      trees: whether drafts may branch. Runs of them have steps of their own, which cost less.
-      joins: whether steps may have both decodes and chunks.
+      trees: True if drafts may branch. Runs of drafts have separate steps, which cost less.
+      joins: True if steps may have both decodes and chunks.
     """
 
     decodes: tuple[int, ...]
@@ -123,13 +123,13 @@ class Buckets:
         a table costs little beyond its bytes.
 
         Requests of up to 384 tokens take as long with tables of 64 blocks as with a ladder from 16 (8 layers, 32 rows,
-        CPU), and half as many steps have to be compiled. With factors of two, the host would gather 1,024 tables of 65
+        CPU), and half as many steps are compiled. With factors of two, the host would gather 1,024 tables of 65
         blocks in 44 us instead of 77 (256 tables: 13 instead of 20), but an engine with texts of 2,048 blocks would
-        compile half as many steps again. Widths reach that of a full table, so that all patterns use the same shapes.
+        compile half as many steps again. Widths go up to a full table's, so that all patterns use the same shapes.
 
         Args:
           config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
-          draft_lengths: see `verification_parts`. trees: whether drafts may branch.
+          draft_lengths: see `verification_parts`. trees: True if drafts may branch.
         """
         assert config.max_model_len is not None
         min_rows = least_rows(config, platform)
@@ -157,12 +157,12 @@ class Buckets:
     def shape(self, num_decodes: int, counts: Iterable[int], width: int, shares: bool = False) -> StepShape:
         """Returns the smallest bucket that holds a step.
 
-        Steps with both decodes and chunks use the largest number of decodes: those are cheap compared with a tile, and
+        Steps with decodes and chunks use the largest number of decodes: decodes are cheap compared with a tile, and
         this limits the number of combinations. So do steps without decodes if that costs little.
 
         Args:
           counts: tokens of each longer chunk. width: width of the widest block table.
-          shares: whether groups of decodes share leading blocks.
+          shares: True if groups of decodes share leading blocks.
         """
         if not (counts := list(counts)):
             parts = (Part(_at_least(self.decodes, num_decodes), 1),)
@@ -179,7 +179,7 @@ class Buckets:
         """Returns the smallest bucket for decodes with up to most_drafts draft tokens; width as in `shape`.
 
         Args:
-          tree: whether drafts branch.
+          tree: True if drafts branch.
         """
         part = next(p for p in self.verifications if p.count >= num_rows and p.width > most_drafts)
         return self._verification(part, _at_least(self.widths, width), tree)
@@ -196,7 +196,7 @@ class Buckets:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
 
     def _joined(self, tiles: Part) -> bool:
-        """Whether tiles are compiled only together with decodes: if decodes are at most an eighth of the tokens, or if
+        """True if tiles are compiled only together with decodes: if decodes are at most an eighth of the tokens, or if
         tiles are narrow, because these serve many rows, some of which usually decode."""
         if not self.joins:
             return False

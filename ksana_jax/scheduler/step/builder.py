@@ -55,7 +55,7 @@ def _query_numbers(
 class BatchBuilder:
     """Turns scheduled steps into arrays.
 
-    A decode step of the same rows as the step built before it takes over that one's block tables, and its new blocks
+    A decode step of the same rows as the previous step takes over its block tables, and new blocks
     enter them in place. A step under way may thus gain blocks that begin after all its tokens: it cannot see them. Any
     other change of tables makes new arrays.
 
@@ -63,7 +63,7 @@ class BatchBuilder:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
-      eviction: method that observes attention weights, and tells queries apart; None if there is none.
+      eviction: method that observes attention weights and numbers queries; None without one.
       residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
     """
@@ -104,7 +104,7 @@ class BatchBuilder:
         self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
 
     def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        """Returns what `build` does, from the rows alone."""
+        """Returns the same as `build`, from the rows alone."""
         if batch.drafts is not None:
             return self._verification(batch, batch.drafts, rows)
         decodes, chunks = batch.decodes, batch.chunks
@@ -128,7 +128,7 @@ class BatchBuilder:
         return step, ends
 
     def _verification(self, batch: ScheduledBatch, drafts: Drafts, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        """Returns what `build` does for a step with drafts."""
+        """Returns the same as `build`, for a step with drafts."""
         decodes, most = batch.decodes, int(drafts.counts.max())
         width = int(rows.num_blocks.take(decodes, axis=1).max())
         shape = self.buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
@@ -153,7 +153,7 @@ class BatchBuilder:
         first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size
         row = np.repeat(batch.rows, counts)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # The newest blocks of a row lie one after the other at the end of its tables.
+        # The newest blocks of a row are adjacent at the end of its tables.
         from_end = rows.allocated_until[row] // size - (np.repeat(first, counts) + nth)
         groups = np.arange(rows.num_groups)[:, None]
         found = rows.block_tables[groups, row, rows.num_blocks[:, row] - from_end]
@@ -185,7 +185,7 @@ class BatchBuilder:
     def _with_sharing_decodes(
         self, batch: ScheduledBatch, rows: Rows
     ) -> tuple[StepShape, StepArrays, np.ndarray] | None:
-        """Shape, arrays, and where each decode's token went, of a step in which groups of decodes share leading blocks;
+        """Shape, arrays and index of each decode's token, for a step in which groups of decodes share leading blocks;
         None where no group does."""
         decodes, group_rows, first = batch.decodes, self.buckets.shared_rows, self.sink_width
         count = rows.num_blocks[:, decodes]
@@ -253,7 +253,7 @@ class BatchBuilder:
         scored = rows.num_prompt_logprobs[running] >= 0
         if not scored.any():
             return
-        # A token is scored where the one before it is computed.
+        # A token is scored where the previous one is computed.
         scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
         if not scored.any():
             return
@@ -266,7 +266,7 @@ class BatchBuilder:
             step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
 
     def _sampling(self, rows: Rows, sampled: np.ndarray, step: StepInput) -> SamplingArrays:
-        """Returns the settings of a step's sampled tokens; with drafts those of each row for its whole tile."""
+        """Returns the settings of a step's sampled tokens; with drafts each row's for its whole tile."""
         size, width = step.num_sampled, 1 if step.drafts is None else step.shape.parts[0].width
         of_tokens, nth = np.repeat(sampled, width), np.tile(np.arange(width, dtype=np.int32), len(sampled))
         if step.shape.tree:
@@ -310,11 +310,11 @@ class LastDecodes:
     """The decode step that was built last, without shared blocks.
 
     In the next step of the same rows, positions and slots are one further. Block tables are taken over, and new blocks
-    enter them in place: an earlier step that still uses them may see that there are blocks after all its tokens, but
-    nothing of what they hold.
+    enter them in place: an earlier step that still uses them may see blocks after all its tokens, but not their
+    content.
 
     Args:
-      decodes: its rows; the same array, not an equal one, stands for the same sequences in them.
+      decodes: its rows; only this array, not an equal one, means the same sequences in them.
       step, ends: see `BatchBuilder.build`.
     """
 
@@ -323,7 +323,7 @@ class LastDecodes:
         self._num_rewrites, self._block_size = rows.num_rewrites, block_size
 
     def goes_on(self, batch: ScheduledBatch, rows: Rows) -> bool:
-        """Whether a step is the next one of the same rows, and its new blocks fit into the tables."""
+        """True if a step is the next one of the same rows, and its new blocks fit into the tables."""
         if batch.decodes is not self.decodes or rows is not self.rows or rows.num_rewrites != self._num_rewrites:
             return False
         if len(batch.chunks) or batch.drafts is not None:
@@ -331,7 +331,7 @@ class LastDecodes:
         return batch.new is None or int(np.maximum.reduce(batch.new.entries)) < self.step.shape.table_width
 
     def advance(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        """Returns what `BatchBuilder.build` does for a step that `goes_on`."""
+        """Returns the same as `BatchBuilder.build`, for a step that `goes_on`."""
         step, groups, real = self.step, rows.num_groups, self._real
         a, sampling = step.arrays, step.sampling
         self._numbers = numbers = self._numbers + real
@@ -364,7 +364,7 @@ class LastDecodes:
 
     @functools.cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the table and the token of each row begin in the flat arrays of all groups: [Gk * R] each."""
+        """Indices at which each row's table and token begin in the flat arrays of all groups: [Gk * R] each."""
         shape, groups = self.step.shape, np.arange(self.rows.num_groups)[:, None]
         places = np.zeros(len(self.rows.seqs), np.intp)
         places[self.decodes] = np.arange(len(self.decodes))

@@ -12,7 +12,7 @@ Array: TypeAlias = Any  # NumPy on the host, jax inside a compiled step
 class FlatDrafts(NamedTuple):
     """Runs of draft tokens, by the tokens of a step that verifies them.
 
-    following: [J] int32, the draft token after each of the step's sampled tokens; -1 if there is none.
+    following: [J] int32, the draft token after each of the step's sampled tokens; -1 for none.
     rollback: see `Drafts`.
     """
 
@@ -29,9 +29,9 @@ class Drafts(NamedTuple):
       drawn_from: [at least K, at least n, V] on the device, the distribution that each token was drawn from; None if
         the proposer does not sample.
       rollback: [] float32, threshold of the rule "bild", see `good_enough`; None with other rules.
-      parents: [n, K] int32, the index of the draft token that each one follows, below its own; -1 where it follows the
-        row's newest token. None where each follows the one before it.
-      sampled: [n, at least K + 1], set by the step: what the model sampled after the newest token and after each draft
+      parents: [n, K] int32, the index of each draft token's parent, below its own; -1 where it follows the
+        row's newest token. None where each follows the previous one.
+      sampled: [n, at least K + 1], set by the step: tokens that the model sampled after the newest token and each draft
         token; -1 without finite scores.
     """
 
@@ -49,7 +49,7 @@ class Drafts(NamedTuple):
 
     @property
     def branches(self) -> bool:
-        """Whether a token follows another one than that before it."""
+        """True if a token follows another one than the previous one."""
         if self.parents is None:
             return False
         nth = np.arange(self.ids.shape[1])
@@ -70,7 +70,7 @@ class Drafts(NamedTuple):
         return FlatDrafts(following, self.rollback)
 
     def runs(self, row: int) -> list[np.ndarray]:
-        """Returns the draft tokens of a row on the way to its newest token, which are none, and to each draft token,
+        """Returns the draft tokens of a row on the path to its newest token, which are none, and to each draft token,
         itself included."""
         found = [np.zeros(0, np.int32)]
         for i in range(int(self.counts[row])):
@@ -83,11 +83,11 @@ class Drafts(NamedTuple):
         return self.ancestry()[1]
 
     def ancestry(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which tokens lie on the way to each, and how many these are.
+        """Returns the path to each token, and its length.
 
         Returns:
-          [n, K] int32 whose bit 0 stands for the row's newest token and bit i + 1 for draft token i, those of a token's
-          own way and itself set; and [n, K] depths.
+          [n, K] int32 whose bit 0 stands for the row's newest token and bit i + 1 for draft token i, set for each token
+          on the path, the token itself included; and [n, K] depths.
         """
         rows, count = np.arange(len(self.ids)), self.ids.shape[1]
         ways, depths = np.ones((len(rows), 1 + count), np.uint32), np.zeros((len(rows), 1 + count), np.int32)

@@ -20,7 +20,7 @@ SHARED_ROWS = 8
 
 
 class SharedRuns(NamedTuple):
-    """Rows in an order in which each `group_rows` consecutive rows may share blocks.
+    """Rows ordered so that each `group_rows` consecutive rows may share blocks.
 
     order: [D] indices into the given rows. runs: [Gk, C] number of leading blocks of each table that a group of rows
       shares, after the first `first`.
@@ -46,7 +46,7 @@ def find_shared_runs(
     num_groups = -(-count // group_rows)
     if width <= first:
         return SharedRuns(np.arange(count), np.zeros((kinds, num_groups), np.intp))
-    # Sorting puts equal beginnings next to each other; a few columns of the longest tables tell long runs from short.
+    # Sorting puts equal beginnings next to each other; a few columns of the longest tables distinguish long runs.
     longest = tables[num_blocks.sum(axis=1).argmax()]
     order = np.lexsort([longest[:, min(first + depth, width - 1)] for depth in (48, 12, 3, 0)])
     padded = np.pad(order, (0, num_groups * group_rows - count), mode="edge")
@@ -63,7 +63,7 @@ def find_shared_runs(
 def split_tables(
     tables: np.ndarray, starts: np.ndarray, runs: np.ndarray, group_rows: int, first: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Splits tables into those of the groups and the rest of the rows' own, for one group of layers.
+    """Splits tables into the groups' shared tables and the rows' remaining ones, for one group of layers.
 
     Args:
       tables, starts: [D, P] in the order of the groups. runs: [C], see `SharedRuns`.

@@ -29,7 +29,7 @@ from ksana_jax.scheduler.step.drafts import Drafts
 class NewBlocks(NamedTuple):
     """Blocks that rows have taken, at most one in each group of layers: flat arrays [Gk * rows], group by group.
 
-    of_group: group * R + row. entries: their places in the block tables. ids, starts: what is there now.
+    of_group: group * R + row. entries: their places in the block tables. ids, starts: the new values.
     """
 
     of_group: np.ndarray
@@ -47,14 +47,14 @@ class ScheduledBatch:
     Attributes:
       decodes: [D] rows with one token to compute: the newest token, or the last of a prompt with a cached prefix.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
-      samples: [D + chunks] whether the step computes the row's last token, so that its next one is sampled; None if
+      samples: [D + chunks] True if the step computes the row's last token, so that its next one is sampled; None if
         all rows are sampled.
       new: blocks that decodes have taken; None if they took none, or otherwise than at the end of their tables.
-      gone: rows that their sequences have left since the step was scheduled. What it computes for them counts for
-        nothing, and others may have taken these rows.
-      advanced: whether the scheduler has recorded how much it computes.
+      gone: rows that their sequences have left since the step was scheduled. Results for these rows are ignored, and
+        other sequences may have taken them.
+      advanced: True once the scheduler has recorded how much it computes.
       admitted: rows that sequences have entered with this step.
-      drafts: tokens that may follow those of `decodes`; None if there are none.
+      drafts: tokens that may follow those in `decodes`; None without any.
     """
 
     decodes: np.ndarray
@@ -105,7 +105,7 @@ class Part(NamedTuple):
 def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[Part, ...]:
     """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
 
-    Short chunks would leave most of a tile of query_tile tokens empty, so there are also tiles of a quarter of it.
+    Short chunks would leave most of a tile of query_tile tokens empty, so tiles of a quarter of it exist, too.
     """
     widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
     return tuple(Part(-(-max_num_batched_tokens // width), width) for width in widths)
@@ -116,7 +116,7 @@ class StepShape(NamedTuple):
 
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do. tree: whether the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
+    0 if none do. tree: True if the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
     """
 
     parts: tuple[Part, ...]
@@ -132,7 +132,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """S, the number of tiles including those of one token."""
+        """S, the number of tiles, one-token tiles included."""
         return sum(part.count for part in self.parts)
 
     @property
@@ -141,8 +141,8 @@ class StepShape(NamedTuple):
         return -(-self.parts[0].count // self.shared_rows) if self.shared_rows else 0
 
     def most_full(self, block_size: int) -> int:
-        """Returns the most blocks of one group of layers that a step can fill."""
-        # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens is room for ceil(w / B) of them.
+        """Returns the maximum blocks of one group of layers that a step can fill."""
+        # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens has room for ceil(w / B) of them.
         return sum(part.count * -(-part.width // block_size) for part in self.parts)
 
     def places(self) -> Iterator[tuple[Part, slice, slice]]:
@@ -161,7 +161,7 @@ Array: TypeAlias = Any
 class StepArrays(NamedTuple):
     """A step as padded int32 arrays; see `StepShape` for T, S, P, J and C.
 
-    tokens: [T] ids; -1 - i is the token at index i of those that the step submitted before this one samples, see
+    tokens: [T] ids; -1 - i is the i-th token that the previously submitted step samples, see
       `fed`. In an executor with the embedding on the host, their embedding rows [T, D].
     positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
     cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
@@ -177,9 +177,9 @@ class StepArrays(NamedTuple):
     query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers`; None if the method gives none.
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
-    ancestors: [T] of a tile whose tokens are nodes of a tree, first its root, those that each token sees: bit j for the
-      j-th token of the tile. The slot of the j-th is j positions after the root's; at what position its key is seen,
-      `cache_positions` says. Tokens before the root are seen as ever. None unless shape.tree.
+    ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, the tokens that each one sees: bit j for
+      the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
+      visible position. Tokens before the root are seen as usual. None unless shape.tree.
     """
 
     tokens: Array
@@ -224,7 +224,7 @@ class SamplingArrays(NamedTuple):
 
     seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
     counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
-    in_prompt: [n, V] bool; None likewise. bias: [n, V] float32, added to the logits; None likewise.
+    in_prompt: [n, V] bool, or None as for counts. bias: [n, V] float32, added to the logits, or None as for counts.
     """
 
     temperature: Array
@@ -242,7 +242,7 @@ class SamplingArrays(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities of given tokens and of the most probable ones; the leading axis is that of the tokens.
+    """Log-probabilities of given tokens and of the most probable ones; the leading axis is over tokens.
 
     logprob, rank: of the given token (rank 1 is the most probable). top_ids, top_logprobs: [..., k].
     """
@@ -261,12 +261,12 @@ class StepInput:
     num_attended: sum over the tokens of the cached tokens up to each, itself included, as a mean over groups of layers.
     sampling: settings of num_sampled tokens; None if all are greedy.
     num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
-    targets: [T] the token that follows each packed token in its prompt, -1 if none; None scores no prompt.
+    targets: [T] the token that follows each packed token in its prompt, -1 for none; None scores no prompt.
     num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
-    moves: block copies to make before the step; None if there are none.
-    drafts: of each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
-      to be accepted as `StepOutput.num_accepted` says. None in other steps.
-    acceptance: the rule by which they are, see `SpeculativeMethod`.
+    moves: block copies to make before the step; None without any.
+    drafts: for each tile of the step's only part, whose tokens are all sampled: draft tokens that follow its first one,
+      as many of which are accepted as `StepOutput.num_accepted` says. None in other steps.
+    acceptance: the rule that accepts them, see `SpeculativeMethod`.
     """
 
     shape: StepShape
@@ -283,7 +283,7 @@ class StepInput:
 
 
 def share_a_call(steps: Seq[StepInput]) -> bool:
-    """Whether one call can compute steps of decodes in turn: they have one shape and ask for the same kinds of numbers,
+    """True if one call can compute steps of decodes in sequence: they have one shape and request the same numbers,
     and no blocks move between them."""
 
     def kind(step: StepInput) -> tuple[Any, ...]:
@@ -299,13 +299,13 @@ def share_a_call(steps: Seq[StepInput]) -> bool:
 class StepOutput:
     """The output of an executor for one step: sampled tokens [num_sampled], and the requested scores.
 
-    A token is -1 if its scores are not finite, so that none can be chosen.
+    A token is -1 if its scores are not finite.
 
-    num_accepted: [tiles] with drafts, how many of each tile's draft tokens are accepted. The tile yields its first
-      num_accepted + 1 tokens, which are these and one that the model has sampled.
-    sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, which `tokens` are not in.
-    move_s: seconds that the step's moves took, if they were waited for; 0 if unknown.
-    compiled: whether a program was compiled for the step.
+    num_accepted: [tiles] with drafts, number of each tile's accepted draft tokens. The tile yields its first
+      num_accepted + 1 tokens: these and one that the model has sampled.
+    sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, unlike `tokens`.
+    move_s: seconds that the step's moves took, if the host waited for them; 0 if unknown.
+    compiled: True if a program was compiled for the step.
     """
 
     tokens: np.ndarray

@@ -1,7 +1,7 @@
 """The arrays of a step that verifies drafts: a tile for each row, of its newest token and its draft tokens. No jax.
 
-Tokens of a tree that are equally far from the row's newest one have the same text position, and each has a slot of its
-own: that of the n-th draft token is n slots after the newest one's.
+Tokens of a tree that are equally far from the row's newest one have the same text position, but separate slots:
+the n-th draft token's is n slots after the newest one's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def verification_arrays(
     cached_at = np.full((groups, count, width), -1, np.int32)
     cached_at[:, :n] = positions[:n] - evicted
     stored_at = root + nth - evicted
-    # The blocks of a row's newest tokens lie one after the other at the end of its tables.
+    # The blocks of a row's newest tokens are adjacent at the end of its tables.
     end = (rows.allocated_until[decodes] - rows.num_evicted[:, decodes]) // block_size
     entry = (rows.num_blocks[:, decodes] - end)[..., None] + stored_at // block_size
     entry = np.minimum(entry, rows.block_tables.shape[2] - 1)  # of padding
