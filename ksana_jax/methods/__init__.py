@@ -1,6 +1,6 @@
 """The researcher's room: methods that plug into the engine, one file a paper. `SEAMS` lists all that can be plugged in.
 
-A port (what a method implements) and its names stay in the room that uses them, so that a method can be added from
+A method's port (its interface) and registry stay in the room that uses them, so that a method can be added from
 outside the package too: `ksana_jax.extend` exports the ports.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Seam(NamedTuple):
     """A place where methods plug in.
 
-    setting: that selects one. port: the class or function type to implement. registry: "module:NAME" of existing ones.
+    setting: its selecting setting. port: the class or function type to implement. registry: "module:NAME" of entries.
     """
 
     setting: str

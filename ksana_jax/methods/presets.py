@@ -34,7 +34,7 @@ def read_pattern(given: PatternLike) -> AttentionPattern:
       given: "streaming_llm", {"preset": "streaming_llm", "window": 112}, {"window": 112}, or an AttentionPattern.
 
     Raises:
-      ConfigError: there is no such preset or field (the nearest is named), or `given` has another type.
+      ConfigError: the preset or field is unknown (the nearest is named), or `given` has another type.
       ValueError: a number is out of range.
     """
     if isinstance(given, AttentionPattern):

@@ -28,7 +28,7 @@ def newest_subtree_first(block: CachedBlock, age: float) -> tuple[float, ...]:
 def cost_aware(block: CachedBlock, age: float) -> tuple[float, ...]:
     """Replaces the block with the lowest recomputation cost x number of uses (all blocks have one size), with ageing.
 
-    Once-popular blocks age: the priority of a new block starts at that of the block replaced last.
+    Once-popular blocks age: the priority of a new block starts at the priority of the block replaced last.
 
     Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.kv.codecs.base import numbers
 
-# IEEE's conversion to float8_e5m2 makes infinity of what is larger.
+# IEEE's conversion to float8_e5m2 turns larger numbers into infinity.
 LARGEST_E5M2 = 57_344.0
 
 

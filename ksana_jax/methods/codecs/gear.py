@@ -19,20 +19,20 @@ NUM_ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Gear(Kivi):
-    """Stores a block X as codes Q, outliers S and factors L: X is about Q + L, and S where that has an entry.
+    """Stores a block X as codes Q, outliers S and factors L: X is about Q + L, and S at its entries.
 
-    The vectors of keys are the tokens of one channel, those of values the channels of one token. The largest and the
+    A vector of keys is the tokens of one channel, a vector of values the channels of one token. The largest and the
     smallest numbers of each vector are replaced by the vector's mean before it is quantised (as `Kivi` does it), and
-    stored with their indices in 16 bits, and 8 bits for an index up to 255. L approximates the error that remains in
+    stored with their indices in 16 bits, and 8 bits for an index up to 255. L approximates the remaining error of
     the other numbers by a matrix of low rank, in float16, one for each block and head.
 
     Args:
-      outliers: fraction of the numbers of each vector that are outliers, half of them on either side; at least one on
+      outliers: fraction of the numbers of each vector that are outliers, half of them at either end; at least one at
         each, so that 2 % of 64 numbers are two numbers. 0 stores none (GEAR-L).
       rank: of L; 0 stores none. A block of 64 tokens and a head of 64 numbers take 256 bytes for each.
 
     Source: arXiv:2403.05527, sections 3 and 4: 2 % of outliers, and rank 2 for the 64 newest tokens of a text, which
-    are compressed together as every block is here. L is computed by a power iteration (algorithm 2) from a fixed start.
+    compressed together as every block is here. L is computed by a power iteration (algorithm 2) from a fixed start.
     """
 
     outliers: float = 0.02
@@ -63,7 +63,7 @@ class Gear(Kivi):
         return found
 
     def _turned(self, x: Any, xp: Any) -> Any:
-        """Returns blocks [..., B, H] with vectors last, or such blocks as they were."""
+        """Returns blocks [..., B, H] with vectors last, or undoes that."""
         return xp.swapaxes(x, -1, -2) if self.side == "k" else x
 
     def encode(self, x: Any, xp: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def factors(x: Any, rank: int, xp: Any) -> tuple[Any, Any]:
 
 
 def orthonormal(x: Any, xp: Any) -> Any:
-    """Returns columns that span those of x [..., n, r], by Gram-Schmidt; zeros for columns that depend on others."""
+    """Returns an orthonormal basis of the columns of x [..., n, r], by Gram-Schmidt; zeros for dependent columns."""
     columns: list[Any] = []
     for at in range(x.shape[-1]):
         column = x[..., at]

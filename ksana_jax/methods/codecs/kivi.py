@@ -18,14 +18,14 @@ from ksana_jax.methods.codecs.packed import dequantised, packed, packed_bytes, q
 class Kivi(BlockCodec):
     """Stores keys in groups of tokens of one channel, and values in groups of channels of one token.
 
-    Channels of keys have outliers that a group of channels would share; those of values do not. A number is about
+    Channels of keys have outliers that a group of channels would share; channels of values do not. A number is about
     zero + code * scale, with the float16 scale and zero of its group's smallest and largest number. The error is at
-    most half a step, which is the group's range / (2^bits - 1), and 2^-10 of its largest magnitude and range.
+    most half a step, plus 2^-10 of the group's largest magnitude and range. A step is the range / (2^bits - 1).
 
     Args:
       bits: of a code.
       group: numbers that share a scale and a zero, 32 bits in all; fewer where a block has fewer tokens, or where they
-        do not divide its tokens (keys) or the head dim (values). With 4 bits and 64 numbers, 4.5 bits for each number.
+        do not divide its tokens (keys) or the head dim (values). 4 bits and 64 numbers take 4.5 bits for each number.
 
     Source: arXiv:2402.02750, section 3, where groups have 32 numbers.
     """

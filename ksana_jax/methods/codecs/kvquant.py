@@ -11,12 +11,12 @@ from ksana_jax.methods.codecs.gear import Gear
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant(Gear):
-    """Stores keys before the rotation, in which a channel mixes with another one by an angle that grows with the
+    """Stores keys before the rotation, which mixes a channel with another one by an angle that grows with the
     position, so that the range of a channel is smaller; they are rotated when they are read. 1 % of the numbers of each
     vector are outliers, which are stored exactly.
 
-    Levels are uniform, those of a block's smallest and largest numbers, where the paper fits levels and thresholds of
-    keys to calibration data: this needs none, and every block has its own.
+    Levels are uniform between a block's smallest and largest numbers, where the paper fits levels and thresholds of
+    keys to calibration data: no calibration is needed, and every block has its own levels.
 
     Source: arXiv:2401.18079, sections 3.1 to 3.5, without non-uniform levels and normalisation of the codes.
     """

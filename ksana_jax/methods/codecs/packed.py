@@ -20,8 +20,8 @@ GROUP = 64
 class Packed:
     """Stores the channels of a token and head in groups of 64, asymmetric: a number is about zero + code * scale.
 
-    Zero and scale are those of the group's smallest and largest number, in float16. The error of a number is at most
-    half a step, which is the group's range / (2^bits - 1), and 2^-10 of its largest magnitude and range. A head dim
+    Zero and scale follow from the group's smallest and largest number, in float16. The error of a number is at most
+    half a step, plus 2^-10 of the group's largest magnitude and range. A step is the range / (2^bits - 1). A head dim
     that 64 does not divide has smaller groups.
 
     Source: the quantisation of values in KIVI, arXiv:2402.02750, section 3; here for keys too, where that paper groups
@@ -56,7 +56,7 @@ def quantised(x: Any, bits: int, axis: int, xp: Any) -> tuple[Any, Any, Any]:
     x = x.astype(xp.float32)
     low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     scale, zero = ((high - low) / most).astype(xp.float16), low.astype(xp.float16)
-    # Codes are those of the rounded scale and zero, as they will be read.
+    # Codes use the rounded scale and zero, as they will be read.
     step, first = (a.astype(xp.float32) for a in (scale, zero))
     codes = xp.round((x - first) / xp.where(step > 0, step, xp.float32(1)))
     return xp.clip(codes, 0, most).astype(xp.uint8), scale, zero
@@ -89,10 +89,10 @@ def unpacked(stored: Any, bits: int, xp: Any) -> Any:
 
 
 def packed_bytes(head_dim: int, bits: int) -> int:
-    """Returns the bytes that the codes of a vector take.
+    """Returns the bytes of a vector's codes.
 
     Raises:
-      ConfigError: they do not fill whole bytes.
+      ConfigError: the codes do not fill whole bytes.
     """
     if head_dim * bits % 8:
         raise ConfigError(f"head_dim is {head_dim}: its codes of {bits} bits do not fill whole bytes")

@@ -15,7 +15,7 @@ SMALLEST = 1e-30
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """Stores a vector as codes times one float32 scale, that of its largest magnitude; symmetric, no zero point.
+    """Stores a vector as codes times one float32 scale, from its largest magnitude; symmetric, no zero point.
 
     The error of a number is at most half a step. In int8 a step is the largest magnitude of the vector / 127. In
     float8_e4m3fn it is 2^-3 of the number's power of two, and at least 2^-9 / 448 of the largest magnitude.

@@ -12,8 +12,8 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 class H2O(EvictionMethod):
     """Keeps the tokens that have received the most attention, and the newest half of the budget.
 
-    The weights of all queries so far are added up, those of a prompt too; later queries are never looked at. Query
-    heads that share a kv head are added up.
+    The weights of all queries so far are summed, also of a prompt's; later queries are unknown. Query
+    heads that share a kv head are summed.
 
     Args:
       normalised: divide a token's sum by the number of queries that could see it, as kvpress' ObservedAttentionPress

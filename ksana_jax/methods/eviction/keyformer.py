@@ -15,10 +15,10 @@ from ksana_jax.methods.eviction.noise import uniform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keyformer(EvictionMethod):
-    """Adds up softmax((logits + Gumbel noise) / temperature) instead of the attention weights, and keeps recent tokens.
+    """Sums softmax((logits + Gumbel noise) / temperature) instead of the attention weights, and keeps recent tokens.
 
-    Noise and a rising temperature make up for the tokens that are no longer there. Each pair of query and key has noise
-    of its own, from the seed.
+    Noise and a rising temperature make up for the evicted tokens. Each pair of query and key has separate noise
+    from the seed.
 
     Args:
       first_temperature, last_temperature: in a prompt, and `steps` generated tokens later; linear in between.

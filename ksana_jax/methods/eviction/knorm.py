@@ -12,8 +12,8 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 class KNorm(EvictionMethod):
     """Keeps the tokens whose keys have the smallest L2 norm, which tend to receive the most attention.
 
-    It observes no attention, so it costs nothing between evictions. As in the authors' code, no token is exempt; they
-    leave the first two layers as they are, which this does not.
+    It observes no attention, so it costs nothing between evictions. As in the authors' code, no token is exempt; unlike
+    there, the first two layers are evicted from, too.
     """
 
     recent: float | int = 0

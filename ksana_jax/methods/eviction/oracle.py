@@ -1,4 +1,4 @@
-"""The future as a control: what the rest of the text attends to."""
+"""Knowledge of the future as a control: attention from the rest of the text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle(EvictionMethod):
-    """Keeps the tokens that receive the most attention from the queries that are still to come, and recent tokens.
+    """Keeps the tokens that receive the most attention from future queries, and recent tokens.
 
     No method can know that while a text is generated, so it only scores texts, whose attention with the full cache is
-    computed beforehand. How evictions change that attention is not foreseen, so a method may be better by chance.
+    computed beforehand. It cannot foresee how evictions change that attention, so a method may be better by chance.
 
     Args:
       future: of one text, see `lab.experiments.oracle.future_attention`, which computes it.

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of a prompt attend to (Li et al., arXiv:2404.14469, section 4)."""
+"""SnapKV: keeps the tokens that a prompt's last queries attend to (Li et al., arXiv:2404.14469, section 4)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SnapKV(EvictionMethod):
     """Keeps the tokens, and their neighbours, to which the last queries of the prompt attend, and these last tokens.
 
     The window is cut off before weights are pooled, so the attention that it pays to itself counts for no token.
-    It evicts once, when a prompt is complete, also with prompts "whole"; what is generated is all kept. With "streamed"
-    it evicts whenever the budget is full, by the queries before that. With layers "pyramid" it is PyramidKV
+    It evicts once, when a prompt is complete, also with prompts "whole"; all generated tokens are kept. With "streamed"
+    it evicts whenever the budget is full, by the previous queries. With layers "pyramid" it is PyramidKV
     (arXiv:2406.02069).
 
     Args:

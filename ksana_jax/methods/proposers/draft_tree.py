@@ -14,13 +14,13 @@ AFTER_TEXT = -1
 
 
 class DraftTree:
-    """The draft of one row. What follows a token twice is in it once.
+    """The draft of one row. Equal tokens after one parent are stored once.
 
     Args:
-      room: most tokens.
+      room: maximum tokens.
 
     Attributes:
-      ids, parents: tokens, and for each the place of the one that it follows, or AFTER_TEXT.
+      ids, parents: tokens, and the index of each one's parent, or AFTER_TEXT.
     """
 
     __slots__ = ("_places", "ids", "parents", "room")
@@ -36,7 +36,7 @@ class DraftTree:
         return len(self.ids) >= self.room
 
     def add(self, parent: int, token: int) -> int | None:
-        """Adds a token after that at a place; returns its own place, or None where there is no room."""
+        """Adds a token after the one at an index; returns its own index, or None without room."""
         key = parent << 32 | token
         place = self._places.get(key)
         if place is None:
@@ -49,7 +49,7 @@ class DraftTree:
         return place
 
     def add_run(self, tokens: Iterable[int]) -> None:
-        """Adds tokens that follow each other, the first of them after the row's newest one, as far as there is room."""
+        """Adds tokens that follow each other, the first of them after the row's newest one, as far as room allows."""
         place: int | None = AFTER_TEXT
         for token in tokens:
             if (place := self.add(place, token)) is None:

@@ -1,7 +1,7 @@
-"""Lookahead decoding: n-grams that the model has generated in parallel, by Jacobi iterations, are its own drafts.
+"""Lookahead decoding: drafts n-grams that the model itself has generated in parallel, by Jacobi iterations.
 
 A step's tree has two kinds of branches. The lookahead branch is a window of W places, with the guesses of N - 1 earlier
-steps one after the other from each place on; what the model says after them completes n-grams and becomes the newest
+steps one after the other from each place on; the model's outputs after them complete n-grams and become the newest
 guesses. The verification branch has n-grams that begin with the row's newest token. Both are drafts: where guesses have
 come true, they are accepted.
 
@@ -24,13 +24,13 @@ from ksana_jax.scheduler.step.drafts import Drafts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jacobi(SpeculativeMethod):
-    """Drafts without another model: a step computes guesses of W places ahead, and verifies n-grams of earlier ones.
+    """Drafts without another model: a step computes guesses for W places ahead, and verifies n-grams of earlier ones.
 
     Args:
       window_size: W, places ahead of the text, the newest token's included.
-      ngram_size: N, tokens of an n-gram, the one that it begins with included.
-      guess_set_size: G, n-grams that are kept for each first token, those found last.
-      pool_from_prompt: whether n-grams of the prompt are kept, too.
+      ngram_size: N, tokens of an n-gram, its first one included.
+      guess_set_size: G, newest n-grams that are kept for each first token.
+      pool_from_prompt: True keeps n-grams of the prompt, too.
 
     num_speculative_tokens holds the window's W (N - 1) - 1 tokens, and N - 1 of at least one n-gram; as many n-grams as
     fit are verified.
@@ -83,7 +83,7 @@ class NGramPool:
             del kept[next(iter(kept))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """Returns what follows a token, what was put there last first."""
+        """Returns the continuations of a token, the newest first."""
         return list(self._ngrams.get(token, ()))[::-1]
 
 
@@ -96,7 +96,7 @@ class _Row:
     """
 
     def __init__(self, method: Jacobi, prompt: list[int], length: int):
-        # Of the prompt alone, so that a text has the same drafts every time.
+        # Seeded by the prompt alone, so that a text has the same drafts every time.
         self._rng, self._prompt = random.Random(len(prompt)), prompt
         self.pool, self.length = NGramPool(method.guess_set_size), length
         self.levels = [self._guesses(method.window_size) for _ in range(method.ngram_size - 1)]
@@ -130,7 +130,7 @@ class _Row:
             self.places.append(last)
 
     def observe(self, count: int, sampled: list[int]) -> None:
-        """Takes what the model has sampled after the newest token and after each of `count` draft tokens."""
+        """Records the tokens that the model sampled after the newest token and after each of `count` draft tokens."""
         found: list[int] = []
         for column, place in enumerate(self.places):
             if place is None or place >= count or sampled[place + 1] < 0:

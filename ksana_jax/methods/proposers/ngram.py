@@ -24,8 +24,8 @@ class NGram(SpeculativeMethod):
     """Drafts from the row's own text.
 
     Args:
-      prompt_lookup_min, prompt_lookup_max: tokens of the n-grams that are looked up, the longest first. One that is not
-        given is equal to the other, and both are 5 if neither is.
+      prompt_lookup_min, prompt_lookup_max: tokens of the n-grams that are looked up, the longest first. If one is
+        missing, it equals the other; if both are, they are 5.
       match: "latest" continues the last earlier occurrence of an n-gram, "earliest" the first one, as vLLM does.
     """
 
@@ -117,7 +117,7 @@ class NGramProposer(Proposer):
 
 
 def _continued(index: _Index, end: int, count: int) -> np.ndarray:
-    """Returns the `count` tokens after `end`; those beyond the text repeat what the draft begins with, since a text
+    """Returns the `count` tokens after `end`; beyond the text, the draft repeats its own beginning, since a text
     that has come back to its last few tokens may do so again."""
     known = np.frombuffer(bytes(index.text[_BYTES * end : _BYTES * (end + count)]), np.int32)
     return known if len(known) == count else np.resize(known, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ksana_jax.methods.proposers.tries import Cursor, Trie
 
-# Tries that are kept; the one that was used longest ago goes first.
+# Maximum number of tries; the least recently used is dropped first.
 MAX_SALTS = 256
 
 
@@ -17,7 +17,7 @@ class SharedTries:
 
     def __init__(self, depth: int, max_nodes: int):
         self.depth, self.max_nodes = depth, max_nodes
-        self._tries: dict[str, Trie] = {}  # the one used last comes last
+        self._tries: dict[str, Trie] = {}  # the most recently used comes last
 
     def cursor(self, salt: str) -> Cursor:
         """Returns a cursor for a text of a salt."""
@@ -32,7 +32,7 @@ class SharedTries:
         return sum(trie.num_nodes for trie in self._tries.values())
 
     def shrink(self) -> None:
-        """Halves counts, beginning with the salt that was used longest ago, until there are at most max_nodes nodes."""
+        """Halves counts, from the least recently used salt on, until at most max_nodes nodes are left."""
         while self.num_nodes > self.max_nodes:
             for trie in self._tries.values():
                 trie.halve()

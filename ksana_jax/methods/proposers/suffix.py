@@ -1,7 +1,7 @@
-"""SuffixDecoding: drafts as long as what follows is probable, and longer after a longer match.
+"""SuffixDecoding: drafts while the next token is probable, and longer after a longer match.
 
 Source: SuffixDecoding, Oliaro et al., arXiv:2411.04975. Tries of bounded depth stand for their suffix trees. Settings
-are named as in vLLM, except that `max_nodes` bounds what is kept of earlier outputs, and not a number of requests.
+are named as in vLLM, except that `max_nodes` bounds the nodes of earlier outputs, and not a number of requests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Suffix(SpeculativeMethod):
 
 
 def _continued(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree, *, factor: float, least: float) -> None:
-    """Drafts from the trie from which more tokens are to be expected."""
+    """Drafts from the trie with more expected tokens."""
     expected, best = 0.0, []
     for ends in (own,) if outputs is own else (own, outputs):
         for length in range(len(ends.nodes) - 1, 0, -1):
@@ -72,10 +72,10 @@ def _continued(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree, *,
 
 
 def _probable_branch(trie: Trie, node: int, run: list[int], most: int, least: float) -> tuple[float, list[int]]:
-    """Returns the most frequent tokens after a run while they are probable, and the number of them to be expected."""
+    """Returns the most frequent tokens after a run while they are probable, and their expected number."""
     draft, probability, expected = [], 1.0, 0.0
     for token, share in itertools.islice(trie.branch(node, run), most):
-        # The newest runs, which nothing follows yet, make shares a little too low.
+        # The newest runs, which have no continuation yet, make shares a little too low.
         probability *= share
         if probability < least:
             break

@@ -1,7 +1,7 @@
-"""Lookahead: drafts the most frequent continuation in a trie of the row's prompt and of what the engine has generated.
+"""Lookahead: drafts the most frequent continuation in a trie of the row's prompt and of the engine's outputs.
 
 Source: Lookahead, Zhao et al., arXiv:2312.12728, section 4.2: its best branch alone, or hierarchical branches; prompts
-before outputs, and elimination by halving counts. Branches are weighed by the share of texts that went on like them.
+before outputs, and elimination by halving counts. Branches are weighed by their share of texts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TrieLookup(SpeculativeMethod):
     """Drafts from the row's prompt, and from outputs of all requests.
 
     Args:
-      branch_length: tokens of the runs that are kept, those that are looked up included.
-      match_length: most tokens at the end of the text that are looked up; the longest match is continued.
+      branch_length: tokens of the stored runs, including the looked-up ones.
+      match_length: maximum tokens at the end of the text that are looked up; the longest match is continued.
       decoding_mode: "one" drafts the best branch. "hier" drafts a tree of num_speculative_tokens tokens: the most
-        probable continuations of the longest match, those of the prompt first, then those of shorter matches.
-      max_nodes: runs kept of outputs. Beyond them counts are halved, and what has been seen once is removed.
-      trie_scope: "salt" learns from the outputs of requests with the same cache salt, since the speed of a guess tells
-        what others have generated; "request" from the row's own output alone.
+        probable continuations of the longest match, the prompt's first, then continuations of shorter matches.
+      max_nodes: maximum runs of outputs. Beyond them counts are halved, and runs seen once are removed.
+      trie_scope: "salt" learns from the outputs of requests with the same cache salt, because timing would reveal other
+        tenants' outputs; "request" from the row's own output alone.
     """
 
     branch_length: int = 8
@@ -68,7 +68,7 @@ class TrieLookup(SpeculativeMethod):
 
 def _matches(own: Ends, outputs: Ends) -> Iterator[tuple[Trie, int, int]]:
     """Yields the runs at the end of the text that have continuations, the longest first: tries, nodes and lengths."""
-    # Their weight of the own text is ten thousand times that of others: it decides as long as it goes on.
+    # The authors weigh the own text ten thousand times as much as others: it decides as long as it continues.
     both = (own,) if outputs is own else (own, outputs)
     for length in range(max(len(ends.nodes) for ends in both) - 1, 0, -1):
         for ends in both:
@@ -109,7 +109,7 @@ def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
                 if (place := draft.add(place, tokens[node])) is None:
                     return
                 continue
-            while child:  # of equals the one that is newer comes first
+            while child:  # among equals the newest comes first
                 number += 1
                 heappush(found, (-share * counts[child], number, place, child, length + 1))
                 child = older[child]

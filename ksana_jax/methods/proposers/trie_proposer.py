@@ -1,4 +1,4 @@
-"""The part that proposers with tries share: what is put into the tries of each row, and when. Decides no draft."""
+"""Shared by proposers with tries: which tokens enter the tries of each row, and when. Decides no draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ksana_jax.scheduler.step.drafts import Drafts
 
 
 class Ends(NamedTuple):
-    """The runs at the end of a text that a trie has. nodes: of them, the longest first, that of no token last."""
+    """The runs at the end of a text that a trie has. nodes: of these runs, the longest first, the empty run last."""
 
     trie: Trie
     nodes: list[int]
@@ -26,7 +26,7 @@ class Ends(NamedTuple):
         return node if self.trie.best[node] else ROOT
 
 
-# (ends in the trie of the row's own text, in that of outputs, newest tokens, empty draft) puts tokens into the draft.
+# (ends in the trie of the row's own text, in the outputs' trie, newest tokens, empty draft) adds tokens to the draft.
 Continue: TypeAlias = Callable[[Ends, Ends, list[int], DraftTree], None]
 
 
@@ -34,9 +34,9 @@ class _Row:
     """The tries of a row's text.
 
     Args:
-      own: the trie of the text, of its prompt alone or with its output. outputs: cursor in that of outputs, if there is
-        one.
-      newest: the last tokens of the text, at most `most`, of which runs are looked up.
+      own: the trie of the text, of its prompt alone or with its output. outputs: cursor in the trie of outputs, or
+        None.
+      newest: the last tokens of the text, at most `most`, whose runs are looked up.
       length: of the text whose output is in the tries.
     """
 
@@ -58,7 +58,7 @@ class _Row:
         self.length += len(tokens)
 
     def ends(self) -> tuple[Ends, Ends]:
-        """Returns the ends of the text in its own trie and in that of outputs, which may be the same."""
+        """Returns the ends of the text in its own trie and in the trie of outputs, which may be the same."""
         size = 1 + min(len(self.newest), self._most)
         own = Ends(self._own.trie, self._own.nodes[-size:] if self._own_outputs else self._in_own)
         if self._outputs is None:
@@ -74,9 +74,9 @@ class TrieProposer(Proposer):
     Args:
       depth: of tries. match_length: newest tokens that `continued` is given.
       max_nodes: of the tries of outputs together.
-      own_outputs: whether the row's own trie has its output, too; the prompt is always there.
-      shares: whether there are tries of outputs of others.
-      continued: decides what follows the newest tokens.
+      own_outputs: True if the row's own trie has its output, too; the prompt is always included.
+      shares: True if tries hold outputs of other requests.
+      continued: drafts the continuation of the newest tokens.
     """
 
     def __init__(

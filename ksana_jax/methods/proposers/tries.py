@@ -15,13 +15,13 @@ _TOKEN_BITS = 32
 
 
 class Trie:
-    """Runs of up to `depth` tokens that texts had.
+    """Runs of up to `depth` tokens that occurred in texts.
 
     Attributes:
-      counts: how often texts had each node's run. tokens: the last token of each. best: the child of each with the
-        highest count, of equals the one counted last. newest: the newest child of each. older: of each the next older
-        child of its parent. 0 if there is none.
-      generation: how often nodes were removed, whereupon cursors start again.
+      counts: occurrences of each node's run in texts. tokens: the last token of each. best: the child of each with the
+        highest count, among equals the one counted last. newest: the newest child of each. older: for each, the next
+        older child of its parent. 0 for none.
+      generation: how often nodes were removed, after which cursors start again.
     """
 
     def __init__(self, depth: int):
@@ -36,7 +36,7 @@ class Trie:
         return len(self._children)
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Returns the node of a run that some text continued; None if there is none."""
+        """Returns the node of a run with a continuation in some text; None without one."""
         node, children = ROOT, self._children
         for token in tokens:
             found = children.get(node << _TOKEN_BITS | token)
@@ -53,15 +53,15 @@ class Trie:
             child = self.older[child]
 
     def continued(self, node: int, run: list[int]) -> tuple[int, list[int]]:
-        """Returns a run and its node, for one of the greatest length, which has no children, its second half: that goes
-        on, or is ROOT."""
+        """Returns a run and its node; a run of the maximum length has no children and is replaced by its second half,
+        which has some, or by ROOT."""
         if len(run) >= self.depth:
             run = run[len(run) - self.depth // 2 :]
             node = self.find(run) or ROOT
         return node, run
 
     def branch(self, node: int, run: list[int]) -> Iterator[tuple[int, float]]:
-        """Yields the most frequent tokens after a run, one after the other, and the share of texts that went on so.
+        """Yields the most frequent tokens after a run, one after the other, and the share of texts that continued so.
 
         Args:
           node: of the run.
@@ -95,7 +95,7 @@ class Trie:
         """Counts tokens that follow each other after each of some runs.
 
         Args:
-          nodes: of the runs at the end of a text, the longest first: those of 0 to at most depth - 1 tokens.
+          nodes: of the runs at the end of a text, the longest first: runs of 0 to at most depth - 1 tokens.
 
         Returns:
           The nodes of the runs at the end of the longer text.
@@ -118,7 +118,7 @@ class Trie:
                     newest[node] = child
                 else:
                     count = counts[child] = counts[child] + 1
-                if count >= counts[best[node]]:  # that of the root is 0
+                if count >= counts[best[node]]:  # the root's is 0
                     best[node] = child
                 found.append(child)
             found.append(ROOT)
@@ -126,11 +126,11 @@ class Trie:
         return nodes
 
     def follow(self, nodes: list[int], tokens: Iterable[int], most: int) -> list[int]:
-        """Returns what `extend` does, of runs of at most `most` tokens that are there, and counts nothing."""
+        """Returns the same as `extend`, for existing runs of at most `most` tokens, and counts nothing."""
         find = self._children.get
         for token in tokens:
             found = [ROOT]
-            for node in nodes[: -1 - most : -1]:  # from the shortest on; with a run its ends are there
+            for node in nodes[: -1 - most : -1]:  # from the shortest on; the ends of an existing run exist
                 if (child := find(node << _TOKEN_BITS | token)) is None:
                     break
                 found.append(child)
