@@ -1,4 +1,4 @@
-"""Compiles functions ahead of time, logs each and tells observers. Knows no steps."""
+"""Compiles functions ahead of time, logs each and notifies observers. Knows no steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Observer(Protocol):
     """Sees every function that is compiled in this process, in the thread that compiles it."""
 
     def lowered(self, lowered: Any, jaxpr: Any) -> None:
-        """Called with each `jax.stages.Lowered`, and the jaxpr that it was made of."""
+        """Called with each `jax.stages.Lowered`, and its source jaxpr."""
         ...
 
     def compiled(self, key: Any, lowered: Any, function: Any, traced_s: float, compiled_s: float) -> None:
-        """Called with each compiled function, what it was compiled of, and the seconds of tracing and compiling."""
+        """Called with each compiled function, its key and source, and the seconds of tracing and compiling."""
         ...
 
 
@@ -45,7 +45,7 @@ def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
     """Traces and compiles a function, and logs its key and the seconds of both.
 
     Args:
-      key: what the function is kept under, such as a `StepShape`.
+      key: identifies the function, such as a `StepShape`.
       lower: traces it; returns a `jax.stages.Lowered`.
 
     Raises:
@@ -55,9 +55,9 @@ def compiled(key: Any, lower: Callable[[], Any]) -> Callable:
 
 
 def compile_all(functions: Mapping[Any, Callable[[], Any]], workers: int) -> dict[Any, Callable]:
-    """Compiles functions with `workers` threads; the arguments of each are those of `compiled`.
+    """Compiles functions with `workers` threads; the arguments of each are as for `compiled`.
 
-    All are traced by the calling thread, whose jax settings may be its own.
+    All are traced by the calling thread, whose jax settings may be thread-local.
     """
     if workers == 1:
         return {key: compiled(key, lower) for key, lower in _watched(functions)}

@@ -1,7 +1,7 @@
-"""Decode steps with their sampling inside, as one program: a single one, or a loop on the device over several of one
+"""Decode steps with their sampling inside, as one program: a single step, or a loop on the device over several of one
 shape.
 
-The host prepares the arrays of all steps; only tokens go from one to the next.
+The host prepares the arrays of all steps; only tokens pass from one to the next.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ksana_jax.scheduler.step.types import StepInput, StepShape, share_a_call
 
 
 class LoopKey(NamedTuple):
-    """What a loop is compiled for, by which the runner keeps it.
+    """Key of a compiled loop in the runner.
 
-    num_steps: of 1 there is no loop, only the step and its sampling.
-    samples: whether there are sampling settings. num_top: most probable tokens to score; None scores nothing.
-    distributions: whether the probabilities that tokens were drawn with are wanted; with samples only.
-    stops: whether it may end early, see `Stop`.
+    num_steps: 1 has no loop, only the step and its sampling.
+    samples: True with sampling settings. num_top: most probable tokens to score; None scores nothing.
+    distributions: True to return the probabilities that tokens were drawn with; with samples only.
+    stops: True if it may end early, see `Stop`.
     """
 
     shape: StepShape
@@ -40,11 +40,11 @@ class LoopKey(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """When a loop ends before its last step: once each row has as many tokens as it may, and one step more for the last
-    of them, or has sampled a token less probable than it may be.
+    """Ends a loop before its last step: once each row has its maximum of tokens, and one step more for the last
+    of them, or has sampled a token below its minimum probability.
 
-    most: [T] int32 tokens of each row; -1 for padding. least: [] float32 log-probability, of loops with scores; None in
-      others. What steps that are left out report are zeros.
+    most: [T] int32 maximum tokens of each row; -1 for padding. least: [] float32 log-probability, of loops with scores;
+      None in others. Skipped steps report zeros.
     """
 
     most: Any
@@ -54,7 +54,7 @@ class Stop(NamedTuple):
 class PackedLoop(NamedTuple):
     """Decode steps of one call. vectors: [steps, n], see `PackedStep`.
 
-    stop: when it ends early; None for never.
+    stop: ends it early; None for never.
     """
 
     key: LoopKey
@@ -64,12 +64,12 @@ class PackedLoop(NamedTuple):
 
 
 def only_decodes(shape: StepShape) -> bool:
-    """Whether each tile of a shape is one token."""
+    """True if each tile of a shape is one token."""
     return [part.width for part in shape.parts] == [1]
 
 
 def serves(step: StepInput) -> bool:
-    """Whether a program with the sampling inside can compute a step: one of decodes alone, without drafts, scores of
+    """True if a program with the sampling inside can compute a step: decodes alone, without drafts, scores of
     prompts, penalties and biases."""
     dense = step.sampling is not None and step.sampling.counts is not None
     return only_decodes(step.shape) and share_a_call([step]) and not dense
@@ -124,7 +124,7 @@ def run_loop(params, cache, vectors, given, patterns, stop, *, network: Network,
 
 
 def _until(stop: Stop, body, carry, vectors, key: LoopKey):
-    """Returns what `jax.lax.scan` does, of the steps until the loop ends."""
+    """Returns the same as `jax.lax.scan`, for the steps until the loop ends."""
     packing = report_packing(key.shape.num_tokens, key.num_top)
     _, of_one = jax.eval_shape(body, carry, vectors[0])
     nothing = jax.tree.map(lambda x: jnp.zeros((key.num_steps, *x.shape), x.dtype), of_one)

@@ -1,4 +1,4 @@
-"""Evicts tokens from rows on the device: a method chooses, and what it keeps moves to the row's first slots."""
+"""Evicts tokens from rows on the device: a method chooses, and the kept tokens move to the row's first slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache
 from ksana_jax.runner.compiling import compiled, lower
 
-# Blocks whose tokens one call moves, unless a single row has more: what bounds its temporary memory.
+# Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
 BLOCKS_AT_ONCE = 64
 
 
@@ -122,7 +122,7 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
 
 
 def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
-    """Returns what a method chooses from. rows: leaves of the rows, by slot."""
+    """Returns a method's input. rows: leaves of the rows, by slot."""
     keys, values = (
         _decoded(cache, {name: x[:, :, i] for name, x in rows.items() if x.shape[2] == 2}) for i in range(2)
     )

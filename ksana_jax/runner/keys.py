@@ -1,4 +1,4 @@
-"""Which programs the requests of an engine can need, by the keys that the runner keeps them under."""
+"""Lists the programs that an engine's requests can need, by their keys in the runner."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def keys_for(
 
     Args:
       num_sampled: buckets of the tokens that are sampled in a step.
-      asked: what requests will ask for, in any mixture; plain greedy tokens are always provided for.
-      loops: numbers of decodes that are one program with the choice of their tokens; with 1 among them, those of layers
-        alone are only for requests that such programs do not serve.
+      asked: features that requests will use, in any mixture; plain greedy tokens are always provided for.
+      loops: numbers of decodes that are one program with the choice of their tokens; with 1 among them, programs of
+        layers alone are only for requests that such programs do not serve.
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
         drafts, see `VerificationKey`.
     """

@@ -20,9 +20,9 @@ from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 from ksana_jax.sharding.specs import BY_HEAD
 
-# Blocks moved by one call; a move of n takes the smallest that holds it, larger ones go in several calls.
+# Blocks moved by one call; a move of n takes the smallest that holds it, and several calls beyond the largest.
 SIZES = (1, 8, 64)
-# Moves that are waited for, to learn what they cost.
+# Moves that the host waits for, to measure their cost.
 NUM_TIMED = 4
 # Slots of the host, and the leaves that will go there.
 Saved: TypeAlias = tuple[np.ndarray, KVCache]
@@ -34,12 +34,12 @@ class BlockMover:
     Args:
       layout, num_blocks: of the pool.
       num_slots: blocks of the host, preallocated.
-      staging: memory that blocks cross on their way between device and host: "pinned_host", from where a device copies
+      staging: memory that blocks cross between device and host: "pinned_host", from which a device copies
         without the processor, "none", or "auto" (`devices.capabilities`).
-      placement: of the pool. Blocks on the host have each kv head of its devices once, however many have it.
+      placement: of the pool. Blocks on the host store each kv head once, however many devices have it.
 
     Attributes:
-      host_blocks: [num_slots, block_bytes] uint8; in each the leaves one after the other, see `KVLayout.split`.
+      host_blocks: [num_slots, block_bytes] uint8; each has the leaves one after the other, see `KVLayout.split`.
 
     Raises:
       ValueError: the device has no such memory.
@@ -82,7 +82,7 @@ class BlockMover:
                 function(size)
 
     def save(self, cache: KVCache, saves: np.ndarray) -> list[Saved]:
-        """Starts saves on the device; returns what `finish` must take in."""
+        """Starts saves on the device; returns the saves that `finish` must complete."""
         saved = []
         for ids, slots in _pieces(saves):
             out = self._gather(len(ids))(cache, ids)
@@ -92,13 +92,13 @@ class BlockMover:
     def start(
         self, cache: KVCache, moves: Moves, early: Sequence[Saved] = (), num_saved: int = 0
     ) -> tuple[KVCache, list[Saved], float]:
-        """Starts moves on the device, but for evictions.
+        """Starts moves on the device, except evictions.
 
         Args:
-          early: what `save` has returned of the first num_saved saves.
+          early: results of `save` for the first num_saved saves.
 
         Returns:
-          The pool, saves that `finish` must take in, and the seconds it took where that was waited for, or 0.
+          The pool, saves that `finish` must complete, and the seconds it took if the host waited, or 0.
         """
         timed = self._num_timed < NUM_TIMED and all(key in self._compiled for key in self._needed(moves))
         if timed:
@@ -107,7 +107,7 @@ class BlockMover:
         began = time.perf_counter()
         saved = [*early, *self.save(cache, moves.saves[num_saved:])]
         copies = _pieces(moves.copies)
-        # Of several pieces all are read before one is written.
+        # With several pieces, all are read before one is written.
         read = [(len(old), self._gather(len(old))(cache, old), new) for old, new in copies[1:]]
         for old, new in copies[:1]:
             cache = self._copy(len(old))(cache, old, self._targets(new, len(old)))

@@ -1,6 +1,6 @@
-"""A step on its way to the device and back: its arrays in one vector of int32 each way, which is one transfer.
+"""Transfers a step to the device and back: its arrays in one vector of int32 each way.
 
-Knows how arrays are packed and fetched, not what computes them.
+Knows how arrays are packed and fetched, not how they are computed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Packing:
 
 
 def packed(arrays: Any) -> jax.Array:
-    """Returns the vector of a pytree of jax arrays, as `Packing` of them has it, under jit."""
+    """Returns the vector of a pytree of jax arrays, in the order of their `Packing`, under jit."""
     parts = [x.reshape(-1).view(jnp.int32) for x in jax.tree.leaves(arrays)]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -104,10 +104,10 @@ class PackedStep(NamedTuple):
     """One step; see `StepInput`.
 
     vector: arrays and sampling settings, see `Runner.packed`.
-    samples: whether there are sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
+    samples: True with sampling settings. dense: counts, in_prompt and bias of `SamplingArrays`, or None.
     num_top, num_prompt_top: most probable tokens to report of sampled tokens and of prompts; None scores nothing.
-    rows: [T, D] embedded tokens, where the embedding is on the host; otherwise None.
-    drafts, acceptance: see `StepInput`. slots: [Gk, T] of its tokens, where drafts have parents.
+    rows: [T, D] embedded tokens if the embedding is on the host; otherwise None.
+    drafts, acceptance: see `StepInput`. slots: [Gk, T] of its tokens, if drafts have parents.
     """
 
     shape: StepShape
@@ -158,7 +158,7 @@ class Fetched:
 
 
 class FetchedVerification(NamedTuple):
-    """What `verify_tokens` returns, on its way to the host. part: the tiles of the step's rows."""
+    """The result of `verify_tokens`, on its way to the host. part: the tiles of the step's rows."""
 
     report: Fetched
     part: Part
@@ -173,7 +173,7 @@ class FetchedVerification(NamedTuple):
 
 
 class FetchedStep(NamedTuple):
-    """The report of one step of a loop, on its way to the host with those of the others."""
+    """The report of one step of a loop, on its way to the host with the other reports."""
 
     reports: Fetched
     step: int
@@ -188,9 +188,9 @@ class Submitted(NamedTuple):
 
     tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, sampled, scores) of `StepOutput`;
       None if none are sampled.
-    finish_moves: what is left to do on the host for moves before the step; None without any.
+    finish_moves: host work that remains for moves before the step; None without any.
     prompt_scores: `TokenScores`, or None.
-    compiled: whether a program was compiled for the step.
+    compiled: True if a program was compiled for the step.
     drawn_from: of the first step of a loop, the distributions of all steps on the device, see `LoopKey`.
     """
 
@@ -202,7 +202,7 @@ class Submitted(NamedTuple):
     drawn_from: Any = None
 
     def of_loop(self, reports: Fetched, count: int) -> list[Submitted]:
-        """Returns the steps of a loop, of which this is the first, without its tokens. reports: of all of them."""
+        """Returns the steps of a loop, beginning with this one, without its tokens. reports: of all of them."""
         others = [Submitted(None, 0.0, FetchedStep(reports, at)) for at in range(1, count)]
         return [self._replace(tokens=FetchedStep(reports, 0)), *others]
 

@@ -67,19 +67,19 @@ class Runner:
 
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
-      layout, num_blocks: of the pool; the layout of one device's.
+      layout, num_blocks: of the pool; one device's layout.
       max_model_len: longest text; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
       settings: names of implementations of operators; "auto" takes the first that serves.
       consume_params: weights may be deleted once they are packed or joined, see `LinearImplementation.weights`.
-      numerics: "invariant" takes operators that compute each row of a step by itself; see `ops.invariant`.
+      numerics: "invariant" takes operators that compute each row of a step separately; see `ops.invariant`.
       placement: on devices; by default on jax's first one.
-      programs: where compiled functions are kept. Runners of the same model, patterns and arguments may share them.
+      programs: stores compiled functions. Runners of the same model, patterns and arguments may share them.
 
     Raises:
-      ValueError: there is no such implementation, or it does not serve this model, device, dtype and block size.
+      ValueError: the implementation is unknown, or it does not serve this model, device, dtype and block size.
       ConfigError: the model has no invariant numerics here.
     """
 
@@ -138,7 +138,7 @@ class Runner:
         self._packings: dict[StepShape, Packing] = {}
         # Tokens [J] that the last step samples, on the device.
         self._sampled: Any = None
-        Runner.set_patterns(self, patterns)  # that of a subclass may need more than there is yet
+        Runner.set_patterns(self, patterns)  # a subclass's override may need attributes that are not set yet
 
     @property
     def _network(self) -> Network:
@@ -150,7 +150,7 @@ class Runner:
 
     @property
     def chooses_in_step(self) -> bool:
-        """Whether a step and the choice of its tokens are one program, where `decode_loop.serves` the step."""
+        """True if a step and the choice of its tokens are one program, where `decode_loop.serves` the step."""
         return self._tuning.chooses_in_step and not self.embeds_on_host
 
     @property
@@ -184,8 +184,8 @@ class Runner:
                 )
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Changes what each layer sees; the numbers are data, so nothing is compiled again, unless other layers than
-        before are alike.
+        """Changes each layer's visible positions; the numbers are data, so nothing is compiled again, unless other
+        layers than before are alike.
 
         Raises:
           ValueError: see `check_patterns`.
@@ -284,7 +284,7 @@ class Runner:
         return self._packing(shape).pack((arrays, settings))
 
     def _fed(self, shape: StepShape) -> Any:
-        """Returns the tokens that a step takes from the one before it."""
+        """Returns the tokens that a step takes from the previous one."""
         if self._sampled is None or len(self._sampled) != shape.max_sampled:
             self._sampled = self.placement.everywhere(np.zeros(shape.max_sampled, np.int32))
         return self._sampled
@@ -295,8 +295,8 @@ class Runner:
             finish()
 
     def _start_moves(self, moves: Moves | None) -> tuple[Callable[[], None] | None, float, bool]:
-        """Starts moves on the device; returns what finishes them on the host, or None, the seconds they took if they
-        were waited for, and whether a program was compiled for them."""
+        """Starts moves on the device; returns a function that finishes them on the host, or None, the seconds they took
+        if the host waited, and whether a program was compiled for them."""
         if moves is None:
             return None, 0.0, False
         before, early, num_saved = self.num_compilations, [], 0
@@ -311,8 +311,8 @@ class Runner:
         """Compiles programs ahead of time; those already compiled cost nothing.
 
         Args:
-          keys: of programs, such as those of `keys.keys_for`. workers: programs compiled at once.
-          table_width: largest block table whose rows are evicted from. moves: whether blocks will move.
+          keys: of programs, such as `keys.keys_for` returns. workers: programs compiled at once.
+          table_width: largest block table whose rows are evicted from. moves: True if blocks will move.
         """
         new = {key: functools.partial(self.lower, key) for key in keys if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
@@ -353,8 +353,8 @@ class Runner:
         """Logits and the choice of tokens: (params, hidden, settings, dense) as `choose_tokens` takes and returns them.
 
         Args:
-          hidden: [J, D], or its shape. count: how many tokens are chosen, after the first ones of hidden.
-          samples: whether there are settings. dense: whether there are penalties or biases.
+          hidden: [J, D], or its shape. count: number of chosen tokens, after the first ones of hidden.
+          samples: True with settings. dense: True with penalties or biases.
           num_top: most probable tokens to score; None scores nothing.
         """
         return self._program(("sample", hidden.shape[0], count, samples, dense, num_top))
@@ -365,7 +365,7 @@ class Runner:
 
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
-        (params, cache, arrays, patterns) -> (cache, hidden [T, D], that of the sampled tokens [J, D]). replaced: fields
+        (params, cache, arrays, patterns) -> (cache, hidden [T, D], sampled tokens' hidden [J, D]). replaced: fields
         of `Network`."""
         network = dataclasses.replace(self._network, **replaced)
         step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)

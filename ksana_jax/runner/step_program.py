@@ -37,13 +37,13 @@ from ksana_jax.sharding.specs import BY_HEAD, EVERYWHERE
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Everything besides shapes for which an engine's steps are compiled.
+    """Everything except shapes that determines an engine's compiled steps.
 
-    config: of the model that each device computes. placement: on devices.
+    config: of each device's model. placement: on devices.
     ropes: of each layer.
-    places: of each layer its group and its index there, see `kv.layout.KVLayout.places`.
-    residual_places: of each layer those of exact keys and values beside codes, or empty.
-    observers: of each layer the eviction method, None where nothing is evicted.
+    places: for each layer its group and its index there, see `kv.layout.KVLayout.places`.
+    residual_places: for each layer the places of exact keys and values beside codes, or empty.
+    observers: for each layer the eviction method, None without eviction.
     operators: implementations of products with weights and of norms.
     tuning: of the platform.
     """
@@ -67,7 +67,7 @@ class Network:
         return tuple(map(kinds.index, kinds))
 
     def place(self, layer: int) -> tuple[tuple[int, int], Any, int]:
-        """Returns the place of a layer, those of its exact keys and values (or None), and the layer itself."""
+        """Returns the place of a layer, the places of its exact keys and values (or None), and the layer itself."""
         residual = self.residual_places[layer] if self.residual_places else None
         return self.places[layer], residual, layer
 
@@ -86,13 +86,13 @@ class Network:
         return {kind: self.ropes[kind].angles(positions) for kind in dict.fromkeys(self.rope_kinds)}
 
     def jit(self, function: Any, **static: Any) -> Any:
-        """Jits a function of what is whole on each device."""
+        """Jits a function of arrays that are whole on each device."""
         return self.placement.jit(
             functools.partial(function, network=self, **static), options=self.tuning.compiler_options
         )
 
     def jit_donating(self, function: Any, num_results: int, num_tokens: int, **static: Any) -> Any:
-        """Jits a function (weights, cache, ...) -> (cache, ...) of a step of so many tokens that donates the cache."""
+        """Jits a function (weights, cache, ...) -> (cache, ...) of a step of num_tokens that donates the cache."""
         run = functools.partial(function, network=self, **static)
         returns = pool_and(num_results - 1)
         return self.placement.jit(run, returns=returns, donated=1, options=self.tuning.options_of(num_tokens))
@@ -120,8 +120,8 @@ def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packin
     Args:
       alike: for each layer the first one with the same pattern in the same group.
       packing: of the vector: StepArrays, without tokens if the embedding is on the host, and sampling settings.
-      arguments: of the program, or their shapes. given: tokens [J] that the step before this one samples; with the
-        embedding on the host, that of the step's tokens [T, D].
+      arguments: of the program, or their shapes. given: tokens [J] that the previous step samples; with the
+        embedding on the host, embedding rows of the step's tokens [T, D].
     """
     step = network.jit_donating(step_packed, 4, shape.num_tokens, shape=shape, alike=alike, packing=packing)
     return lower(step, *arguments)
@@ -132,7 +132,7 @@ class _Run(NamedTuple):
 
     A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
 
-    kind, rope: of each of the layers, see `Network`.
+    kind, rope: of each layer, see `Network`.
     """
 
     kind: int
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
 
     @property
     def program(self) -> tuple[int, int, int]:
-        """What runs with the same program have in common."""
+        """Key that runs with the same program share."""
         return self.kind, self.rope, len(self.layers)
 
     def of(self, params: Params) -> list[LayerParams]:
@@ -172,7 +172,7 @@ def lower_in_runs(
     given: Any,
     patterns: PatternArrays,
 ) -> LoweredRuns:
-    """Lowers a step as programs that run in turn and together equal that of `lower_whole`."""
+    """Lowers a step as programs that run in sequence and together equal `lower_whole`'s."""
     ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
     begin = network.placement.mapped(functools.partial(step_first, network=network, packing=packing))
     x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
@@ -200,7 +200,7 @@ class LoweredRuns:
 
     @property
     def programs(self) -> tuple[Any, ...]:
-        """All of them, once each, in the order of `StepInRuns.programs`."""
+        """All programs, once each, in the order of `StepInRuns.programs`."""
         return (self.first, *self.runs.values(), self.last)
 
     @property
@@ -238,7 +238,7 @@ class StepInRuns:
 
 
 def compiled_programs(step: Any) -> tuple[Any, ...]:
-    """The programs, each a `jax.stages.Compiled`, of a step that was compiled in either way, or of anything else."""
+    """The programs, each a `jax.stages.Compiled`, of a step compiled in either way, or of anything else."""
     return step.programs if isinstance(step, StepInRuns) else (step,)
 
 
@@ -267,7 +267,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
 
 
 def step_first(params, vector, given, *, network: Network, packing: Packing):
-    """Embeds the tokens, and gives what all layers read, the arrays and angles of the ropes, and the settings."""
+    """Embeds the tokens; returns the input of all layers, the arrays and angles of the ropes, and the settings."""
     arrays, settings = unpacked(vector, given, packing)
     x = embedded(params, arrays.tokens, config=network.config, operators=network.operators)
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings

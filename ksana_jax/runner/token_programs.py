@@ -81,7 +81,7 @@ def _scores(count: int, num_top: int) -> TokenScores:
 class OutputHead:
     """Scores of the vocabulary, and the programs that choose and score tokens by them.
 
-    config: of the model. operators, placement: those of its network.
+    config: of the model. operators, placement: of its network.
     """
 
     config: ModelConfig
@@ -90,11 +90,11 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What a program knows of the vocabulary."""
+        """The facts of the vocabulary that programs know."""
         return self.placement.vocabulary(self.config)
 
     def __call__(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Returns the scores [..., V] of hidden states [..., D], of one device those of its ids."""
+        """Returns the scores [..., V] of hidden states [..., D]; on one device, scores of its ids."""
         scores = logits(params, hidden, config=self.config, linear=self.operators.linear)
         return self.vocabulary.without_padding(scores)
 
@@ -156,12 +156,12 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
     Returns:
       The tokens [J], padded, and a vector of `report_packing`.
     """
-    # The name by which a program that also computes layers tells these operations from theirs.
+    # This name separates these operations from layers in a program that also computes layers.
     with jax.named_scope("choice"):
         scores_SV = head(params, hidden[:count])
         tokens = sample(scores_SV, _sampling_of(settings, dense, hidden, count, head), head.vocabulary)
         scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
-        # Of one size, because the next step may take its tokens from there.
+        # One fixed size, because the next step may take its tokens from there.
         return jnp.pad(tokens, (0, hidden.shape[0] - count)), packed((tokens, scores))
 
 
@@ -174,13 +174,13 @@ def drawn_with(params, hidden, settings, head: OutputHead, count: int):
 
 
 class VerificationKey(NamedTuple):
-    """What `verify_tokens` is compiled for, by which the runner keeps it.
+    """Key of a compiled `verify_tokens` in the runner.
 
     count: J tokens, see `StepShape.max_sampled`.
-    part: the tiles of rows, for rules that need to know which tokens are of one row; None for others.
-    samples, dense: whether there are sampling settings, and penalties and biases.
+    part: the tiles of rows, for rules that need to know each row's tokens; None for others.
+    samples, dense: True with sampling settings, and with penalties or biases.
     num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
-    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: whether drafts have parents.
+    drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: True if drafts have parents.
     """
 
     count: int
@@ -230,13 +230,13 @@ def verify_tokens(
     """Chooses a token after each row's newest one and after each of its draft tokens, and accepts drafts.
 
     Args:
-      hidden: [J, D], the first of them of R tiles of K + 1 tokens. settings, dense: of all of them, as `choose_tokens`
-        has them.
-      drafts: ids [R, K], counts [R]; or, for rules that judge each token by itself, ids [J].
+      hidden: [J, D], whose first rows belong to R tiles of K + 1 tokens. settings, dense: of all of them, as
+        `choose_tokens` has them.
+      drafts: ids [R, K], counts [R]; or, for rules that judge each token separately, ids [J].
 
     Returns:
       A vector of `verification_packing`, with the number of accepted draft tokens [R], or which of them [J] are usable;
-      and of trees the path [R, K + 1] of `accept_tree`, in whose order the tokens are, else None.
+      and for trees the path [R, K + 1] of `accept_tree`, which orders the tokens, else None.
     """
     scores_SV, path, in_order = head(params, hidden), None, ()
     sampling = _sampling_of(settings, dense, hidden, len(hidden), head)
@@ -261,8 +261,8 @@ def verify_runs(*arguments: Any, head: OutputHead, key: VerificationKey) -> jax.
 
 
 def _by_token(scores_SV, sampling: SamplingArrays | None, drafts: FlatDrafts, head: OutputHead):
-    """Accepts drafts by what was sampled in their places, and by the model's scores of them if there is a threshold for
-    these; returns tokens [J], and which draft tokens [J] are usable."""
+    """Accepts drafts by the tokens sampled in their places, and by the model's scores of them with a threshold;
+    returns tokens [J], and which draft tokens [J] are usable."""
     tokens, (following, rollback) = sample(scores_SV, sampling, head.vocabulary), drafts
     if rollback is None:
         return tokens, equal_sampled(tokens, following)

@@ -29,7 +29,7 @@ def lower_trees(head: OutputHead, params: Params, cache: Any, num_groups: int, k
 def verify_trees(
     cache: KVCache, slots: jax.Array, *arguments: Any, head: OutputHead, key: VerificationKey
 ) -> tuple[KVCache, jax.Array]:
-    """Verifies drafts and moves what is accepted: of a run it stays where it is.
+    """Verifies drafts and moves accepted tokens; accepted tokens of a run stay in place.
 
     Args:
       slots: [Gk, S * W] of a step's tokens; M * B for padding. arguments: of `verify_tokens`.
@@ -43,11 +43,11 @@ def verify_trees(
 
 
 def moved_to_path(cache: KVCache, slots: jax.Array, path: jax.Array) -> KVCache:
-    """Moves what the pool holds of some tokens of each tile to the slots of others, for all layers.
+    """Moves the cached content of some tokens of each tile to the slots of others, for all layers.
 
     Args:
       slots: [Gk, S * W] of a step's tokens; M * B for padding.
-      path: [S, W] for each slot of a tile the token of the tile that it is for; its own number where it stays.
+      path: [S, W] for each slot of a tile the token of the tile that moves there; its own number where it stays.
     """
     targets = slots.reshape(len(slots), *path.shape)
     sources = jnp.take_along_axis(targets, path[None], axis=2)

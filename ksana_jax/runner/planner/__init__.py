@@ -1,4 +1,4 @@
-"""Predicts device memory: what a model, a batch and a context take, and the largest of each that fits.
+"""Predicts device memory: of a model, a batch and a context, and the largest of each that fits.
 
     Mem = M + alpha * BS + beta * TN,    TN = gamma * BS * TA
 

@@ -17,7 +17,7 @@ class Device:
     """An accelerator, or this machine.
 
     memory_bytes: memory size. l2_bytes: size of the last cache before that memory; None if none is published.
-    target: name of a target of `pallas_kernels.aot` for ahead-of-time compilation; None if there is none.
+    target: name of a target of `pallas_kernels.aot` for ahead-of-time compilation; None without one.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Device:
 
 
 # Capacities from the manufacturers' data sheets, whose GB are 2**30 bytes: an H200 "141GB" reports 140.4 GiB to
-# programs, an A100 "80GB" 80.0. `memory_fraction` leaves room for what the driver reserves.
+# programs, an A100 "80GB" 80.0. `memory_fraction` leaves room for the driver's reserve.
 DEVICES = {
     d.name: d
     for d in (
@@ -104,10 +104,10 @@ def this_device(num_devices: int = 1) -> Device:
     """Returns the engine's device: jax's first device with its allocator's limit, or this machine with its memory.
 
     Args:
-      num_devices: that an engine has; on a CPU they share its memory.
+      num_devices: devices of the engine; on a CPU they share its memory.
 
     Raises:
-      ConfigError: it is neither said by the device nor by the setting `device` how much memory the device has.
+      ConfigError: neither the device nor the setting `device` states the device's memory.
     """
     from ksana_jax.devices.capabilities import capabilities
 

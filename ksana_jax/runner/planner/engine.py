@@ -28,10 +28,10 @@ _TWICE = " (twice during a step, since the device does not support donation)"
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
-    """Predicted bytes of an engine on its device; of several, on each of them.
+    """Predicted bytes of an engine on its device; with several devices, on each.
 
     step_bytes: arrays and buffers of the largest step; None unless requested, since it has to be compiled.
-    pool_copies: pools that there are during a step: 2 on a device without donation.
+    pool_copies: pools that exist during a step: 2 on a device without donation.
     """
 
     num_blocks: int
@@ -44,16 +44,16 @@ class PoolPlan:
 def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> PoolPlan:
     """Sizes the KV pool.
 
-    `num_blocks` is taken as it is. Otherwise it is what max_num_seqs sequences of max_model_len tokens need, within
-    memory_bytes or, if that is given, what memory_fraction of the device leaves besides weights and a step. With prefix
-    caching and memory_fraction it is all that is left, since whatever is not needed keeps prefixes.
+    `num_blocks` is used if given. Otherwise the pool holds max_num_seqs sequences of max_model_len tokens, within
+    memory_bytes or, if that is given, memory_fraction of the device without weights and a step. With prefix
+    caching and memory_fraction it takes all that remains, because spare blocks keep prefixes.
 
     Raises:
-      ConfigError: not one block fits, or not as many as are asked for; the message has the figures.
+      ConfigError: not one block fits, or fewer than requested; the message has the figures.
     """
     assert config.max_model_len is not None and config.max_repositioned_sinks is not None
     num_devices = config.tensor_parallel_size
-    # What each of several devices has is a smaller model. Sums over them are made in place.
+    # Each of several devices has a smaller model. Sums over them are made in place.
     model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
     packs = config.operators.linear == "packed"
@@ -116,7 +116,7 @@ def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, nu
 
 
 def _check_host_memory(num_bytes: int) -> None:
-    # The system may promise more than there is, and end the process once it is written to.
+    # The system may promise more memory than it has, and kill the process once that is written to.
     if num_bytes > (physical := physical_bytes()):
         raise ConfigError(
             f"host_cache_bytes is {num_bytes:,} ({byte_size(num_bytes)}), this machine has {byte_size(physical)}"
@@ -137,8 +137,8 @@ class Compared(NamedTuple):
 
 
 def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Compared]:
-    """Compares a plan with measured memory: weights, pool, step and peak. Of several devices, that of the first; on a
-    CPU the peak is that of all, whose memory is the process's.
+    """Compares a plan with measured memory: weights, pool, step and peak. With several devices, the first one's; on a
+    CPU the peak covers all of them, whose memory is the process's.
 
     Args:
       runner: warmed up; its largest compiled step is taken.
@@ -155,7 +155,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
     if plan.step_bytes is not None:
         peak = plan.weights_bytes + plan.pool_bytes * plan.pool_copies + plan.step_bytes
         if capabilities().shares_host_memory:
-            # The peak is the process's: with Python, jax, compiled programs, and what rests on the host.
+            # The peak is the process's: with Python, jax, compiled programs, and data in host memory.
             compiled = compiled_bytes(runner.programs)
             host += runner.mover.host_blocks.nbytes
             peak = None if baseline is None else baseline + compiled + host + peak * runner.placement.num_local

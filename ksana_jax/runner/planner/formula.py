@@ -36,7 +36,7 @@ class PlanRequest:
     dtype, quantization: of weights, see `EngineConfig`.
     kv_cache_dtype: how keys and values are stored; "auto" is dtype; see `EngineConfig`.
     kv_full_precision_layers, kv_eviction: see `EngineConfig`. With prompts "whole", a text is planned as one prompt.
-    tensor_parallel_size: devices that divide the model, see `EngineConfig`; bytes are those of each.
+    tensor_parallel_size: devices that divide the model, see `EngineConfig`; bytes are per device.
     prefix_share: leading fraction of each text that all requests share and that is held once.
     memory_fraction: fraction of the device's memory that the plan may use.
     """
@@ -88,7 +88,7 @@ class PlanRequest:
 
     @property
     def kv_dtype(self) -> str | dict[str, Any]:
-        """How keys and values are stored: `kv_cache_dtype`, or `dtype` where that is "auto"."""
+        """Storage of keys and values: `kv_cache_dtype`, or `dtype` for "auto"."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
@@ -132,11 +132,11 @@ class Memory:
         return self.layout.token_bytes
 
     def tokens_held(self, batch: int, context: int) -> int:
-        """Returns TN in whole blocks: every request holds what its pattern keeps, and one is computing a chunk."""
+        """Returns TN in whole blocks: every request holds the tokens its pattern keeps, and one computes a chunk."""
         r, size = self.request, self.request.block_size
         blocks = self.layout.blocks_of(context)
         of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
-        # Exact tokens beside codes are at the end of a text: nobody shares them.
+        # Exact tokens beside codes are at the end of a text, so they are never shared.
         shared = int(self.layout.num_lasting_groups * -(-context // size) * r.prefix_share)
         # A block holds its tokens in the layers of one group.
         return -(-size * (batch * (blocks - shared) + shared + of_chunk) // self.layout.num_lasting_groups)

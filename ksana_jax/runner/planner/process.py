@@ -13,19 +13,19 @@ from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.runner.step_program import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
 
-# What the compiler leaves behind when it is first used, what each function keeps, and what a step keeps for each part
+# Memory that the compiler keeps after its first use, that each function keeps, and that a step keeps for each part
 # (decodes, tiles) and each program of layers. Measured on XLA:CPU of jax 0.10.2 and 0.12, with ksana-tiny and eight
 # layers of bench-s, 10 to 28 functions. jax 0.12 takes up to 80 MiB less, a busy machine up to 70 MiB more: these
-# numbers lie between.
-# Where all programs come from the compilation cache, the compiler is never used and about 100 MiB of it are not taken.
+# numbers are in between.
+# If all programs come from the compilation cache, the compiler is never used and takes about 100 MiB less.
 COMPILER_BYTES = 145 * MIB
 FUNCTION_BYTES = 4 * MIB
 LAYER_PROGRAM_PART_BYTES = 5 * MIB
 
 
 def resident_bytes(highest: bool = False) -> int | None:
-    """Returns the current or peak resident memory of this process; None if there is no /proc (not Linux)."""
-    jax.devices()  # what jax's backend takes is there from here on
+    """Returns the current or peak resident memory of this process; None without /proc (not Linux)."""
+    jax.devices()  # allocates the memory of jax's backend
     if not highest:
         return_free_memory()
     field = "VmHWM:" if highest else "VmRSS:"
@@ -44,7 +44,7 @@ def return_free_memory() -> None:
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the peak bytes of the first device's allocator; on the CPU, those of the process; None if
+    """Returns the peak bytes of the first device's allocator; on the CPU, the process's; None if
     the device does not report them."""
     device = jax.local_devices()[0]
     if capabilities(device).shares_host_memory:

@@ -38,17 +38,17 @@ class Change:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Memory use at a batch and a context, and the largest of each that fits; in bytes on the device, or on each of
-    those that divide the model.
+    several that divide the model.
 
     weights_bytes + step_bytes + alpha_bytes_per_request * batch + kv_bytes_per_token * tokens_held = total_bytes.
 
     host_bytes: weights in host memory. step_bytes: a step's arrays and buffers with no request in it.
-    alpha_from: what the step was compiled for. gamma: tokens_held / (batch * context).
-    kv_bytes_per_token: with a block codec, of codes; tokens_held then counts each exact token as so many codes.
+    alpha_from: target that the step was compiled for. gamma: tokens_held / (batch * context).
+    kv_bytes_per_token: with a block codec, of codes; tokens_held then counts an exact token as several codes.
     mean_bytes_per_token: in a text of `context` tokens, exact tokens included; else equal to kv_bytes_per_token.
-    max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, whatever the model was trained
-    for; `config.MAX_TOKENS` means that memory sets no limit. max_window: at both; None if none fits, or rows evict.
-    l2_tokens: whose keys and values fill the last cache before the memory; None where its size is not known.
+    max_kv_tokens: at this batch. max_batch: at this context. max_context: at this batch, even beyond the model's
+    training; `config.MAX_TOKENS` means no limit by memory. max_window: at both; None if none fits, or rows evict.
+    l2_tokens: tokens whose keys and values fill the last cache before the memory; None if its size is unknown.
     """
 
     model: str
@@ -92,12 +92,12 @@ def plan(
     Args:
       model: a config, or the path or name of a model (`core.sources.model_path`). No weights are read.
       device: see `find_device`.
-      step: of this model, measured before; None compiles some steps, for the device if that can be done here.
-      say: told of what takes long.
+      step: of this model, measured before; None compiles some steps, for the device if possible.
+      say: called before slow work, with a line.
       request: fields of `PlanRequest`.
 
     Raises:
-      ConfigError: arguments or a model that cannot be. LoadError: there is no such model.
+      ConfigError: arguments or the model are invalid. LoadError: the model does not exist.
     """
     if unknown := sorted(set(request) - {f.name for f in dataclasses.fields(PlanRequest)}):
         raise ConfigError(f"plan has no argument {', '.join(unknown)}")
@@ -117,7 +117,7 @@ def plan(
 def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Callable[[str], Any] | None) -> StepCost:
     """Measures a step's memory, from steps compiled for the device if that is possible here.
 
-    Of several devices each computes a step of a smaller model, and sums over them in place.
+    With several devices, each computes a step of a smaller model, and sums over them in place.
     """
     target = compile_target(device)
     if target and say:

@@ -1,6 +1,6 @@
 """Memory of a compiled step besides weights and pool: its arrays, results and temporary buffers.
 
-Programs are compiled from shapes alone, so a model of any size can be looked at anywhere. Where a step is one program,
+Programs are compiled from shapes alone, so a model of any size can be examined anywhere. Where a step is one program,
 two and three layers of a deep model are compiled: each further layer adds as much as the third did, which is little,
 since XLA for GPUs mostly reuses the buffers.
 """
@@ -41,7 +41,7 @@ from pallas_kernels import aot
 KVDtype: TypeAlias = str | dict[str, Any]
 # Layers that are compiled of a deeper model, where a step is one program.
 FEW, ONE_MORE = 2, 3
-# A step's size does not depend on how many blocks there are.
+# A step's size does not depend on the number of blocks.
 NUM_BLOCKS = 256
 
 
@@ -49,7 +49,7 @@ NUM_BLOCKS = 256
 class StepBytes:
     """Bytes of a step's programs, which run one after the other: evictions, the network, and sampling.
 
-    Choosing is by temperature; penalties, biases and log-probabilities take more arrays of the vocabulary's size.
+    Choosing uses temperature; penalties, biases and log-probabilities take more arrays of the vocabulary's size.
     """
 
     network: int
@@ -88,7 +88,7 @@ class Line:
 class StepCost:
     """A step's bytes as a function of its rows: the maximum over its programs.
 
-    target: what it was compiled for.
+    target: the target that it was compiled for.
     """
 
     lines: tuple[Line, ...]
@@ -116,7 +116,7 @@ def program_bytes(compiled: Any) -> int | None:
     """Returns the bytes that a compiled step or another program takes while it runs, besides weights and pool.
 
     A pool that cannot be donated is among the results of a step a second time, which is not counted here either. None
-    where the device's compiler does not say.
+    if the device's compiler does not report them.
     """
     found = [_program_bytes(program) for program in compiled_programs(compiled)]
     known = [size for size in found if size is not None]
@@ -189,7 +189,7 @@ def step_bytes(
     platform = platform_of(aot.device(target) if target else None)
     if config.num_layers <= ONE_MORE or tuning(platform).layers_of_program:
         return compiled(config)
-    # One layer stands for those in full precision.
+    # One layer represents all in full precision.
     exact = kv_full_precision_layers and (0,)
     few, more = (compiled(config.first_layers(n), exact=exact) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW
@@ -268,7 +268,7 @@ def _known_bytes(compiled: Any) -> int:
 
 @contextlib.contextmanager
 def _compiling_for(target: aot.Target | None):
-    """Returns a context in which steps are compiled for an absent GPU; None changes nothing."""
+    """Returns a context that compiles steps for an absent GPU; None changes nothing."""
     if target is None:
         yield
         return
@@ -317,6 +317,6 @@ def measure_step(
         per_row = (b - a) / (r2 - r1) - per_entry * p1
         lines.append(Line(a - per_row * r1 - per_entry * (r1 + tiles.count) * p1, per_row, per_entry, tiles.count))
     if evicting := measured[-1].evicting:
-        # As many blocks at a time as p2, or those of one row.
+        # p2 blocks at a time, or all of one row.
         lines += [Line(evicting, 0, 0, 0), Line(0, 0, 0, 0, per_width=evicting / p2)]
     return StepCost(tuple(lines), described(target))
