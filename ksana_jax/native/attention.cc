@@ -10,7 +10,7 @@ namespace {
 // Scores that are worth waking another thread for: about 30 us.
 constexpr int64_t kWorthThreads = 1 << 12;
 
-// An upper bound of the number of scores, from the blocks that are there.
+// An upper bound of the number of scores, from the blocks present.
 int64_t NumScores(const Call& call) {
   const auto is_there = [](int32_t start) { return start < kFar; };
   const int64_t blocks = std::count_if(call.starts, call.starts + call.s * call.p, is_there);

@@ -1,5 +1,5 @@
-// A panel holds the words of a block for each of its 64 rows, the first word of all rows first: of 4 bits, word j has
-// codes 4 j .. 4 j + 3 in its low halves of bytes, and those 16 further on in the high ones, as in GGUF files.
+// A panel holds the words of a block for each of its 64 rows, the first word of all rows first: with 4 bits, word j has
+// codes 4 j .. 4 j + 3 in its low halves of bytes, and the codes 16 further on in the high ones, as in GGUF files.
 
 #include "blocks.h"
 
@@ -101,7 +101,7 @@ struct Simd {
   static void Store(float* to, Numbers x) { _mm256_storeu_ps(to, x); }
 };
 
-#else  // of one lane: right, not fast
+#else  // one lane: correct, not fast
 
 struct Simd {
   static constexpr int kWide = 1, kRows = 1, kVectors = 1, kVectorsOfOne = 1;
@@ -139,7 +139,7 @@ struct Simd {
 
 #endif
 
-// What tiles read: some blocks of a panel, and of rows of x.
+// Inputs of tiles: some blocks of a panel, and of rows of x.
 struct Part {
   const int32_t* words;
   const char *scales, *minima;
@@ -218,7 +218,7 @@ void Tile(const Part& p) {
         const BlockOfRow& of_row = p.of_rows[r * (p.k / kBlock) + b];
         const float of_codes = kInHalves ? of_row.sums[half] : of_row.sums[0] + of_row.sums[1];
         auto sum = kInBytes ? S::Total(exact[r][v]) : S::TotalOfHalves(exact[r][v]);
-        sum = S::Fused(S::AllOf(of_codes), S::AllOf(-zero), sum);  // exact: of whole numbers below 2^24
+        sum = S::Fused(S::AllOf(of_codes), S::AllOf(-zero), sum);  // exact: whole numbers below 2^24
         totals[r][v] = S::Fused(S::Times(scale, S::AllOf(of_row.scale)), sum, totals[r][v]);
         if (p.minima)
           totals[r][v] = S::Fused(p.Load(p.minima, at), S::AllOf(of_row.scale * of_codes), totals[r][v]);

@@ -10,12 +10,12 @@ namespace ksana {
 
 constexpr int64_t kBlock = 32;
 
-// What a packed matrix has in place of a scale for each row, [N / 64, K / 32 or K / 16, 64].
+// Replaces the scale of each row in a packed matrix, [N / 64, K / 32 or K / 16, 64].
 struct Blocks {
   const char* scales = nullptr;
   const char* minima = nullptr;  // added to each number; or null
   bool in_float32 = false;       // scales and minima; or in float16
-  bool in_bytes = false;         // codes have 8 bits, in which 128 is zero; or 4, in which 8 is, without minima
+  bool in_bytes = false;         // codes have 8 bits, with zero at 128; or 4, with zero at 8 without minima
   bool in_halves = false;        // each half of a block has a scale
 };
 

@@ -1,6 +1,6 @@
-"""The library that is loaded: a wheel's for this processor, or one that the machine's compiler makes and that is kept.
+"""Finds the library: a wheel's for this processor, or a cached one that the machine's compiler builds.
 
-python -m ksana_jax.native.build      compiles it ahead of its first use, and says why where that cannot be
+python -m ksana_jax.native.build      compiles it ahead of its first use, and says why if it cannot
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def library() -> Path:
     compiler, flags and instruction set. The environment variable CXX names a compiler, as "g++" or "ccache g++".
 
     Raises:
-      CannotBuild: there is no compiler, it fails, or its library cannot be kept or loaded here.
+      CannotBuild: no compiler is found, it fails, or its library cannot be kept or loaded here.
     """
     with _building:
         found = _library()
@@ -49,7 +49,7 @@ def why_missing() -> str | None:
 
 
 def instructions() -> str:
-    """Returns the instruction sets that the library's products use, for readers; or why there is no library."""
+    """Returns the instruction sets that the library's products use, for readers; or why the library is missing."""
     if reason := why_missing():
         return f"none: {reason}"
     name = ctypes.CDLL(str(library())).ksana_instructions
@@ -61,7 +61,7 @@ def instructions() -> str:
 
 
 def begin() -> None:
-    """Compiles in a thread while the caller imports and loads what it needs; `library` then waits for the rest."""
+    """Compiles in a thread while the caller imports and loads; `library` then waits for the rest."""
     threading.Thread(target=_begin, name="native build").start()
 
 
@@ -72,7 +72,7 @@ def _begin() -> None:
 
 @functools.cache
 def _library() -> Path | str:
-    """The library, or why there is none; a compiler that fails is asked once.
+    """The library, or why it is missing; a compiler that fails is run once.
 
     The reason is a text: a kept exception that is raised again keeps the frames that it passes, and their engines.
     """
@@ -87,10 +87,10 @@ def _library() -> Path | str:
 
 
 def _loaded() -> Path:
-    """Loads the wheel's library, else the one in the cache folder, which is compiled unless it is there.
+    """Loads the wheel's library, else the one in the cache folder, which is compiled if missing.
 
     Raises:
-      CannotBuild: there is no compiler, or it fails. OSError: the library cannot be written or loaded.
+      CannotBuild: no compiler is found, or it fails. OSError: the library cannot be written or loaded.
     """
     path = prebuilt.find()
     if path is None:

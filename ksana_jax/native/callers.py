@@ -27,7 +27,7 @@ def why_not_called(platform: str) -> str | None:
 
 @functools.cache
 def _tried(device: Any) -> str | None:
-    """Returns why a program on a device that calls a function does not give what it should, or None."""
+    """Returns why a function gives wrong results in a program on a device, or None."""
     x, weight, expected = np.full((2, 8), 3, np.float32), np.arange(8, dtype=np.float32), np.arange(8)
     try:
         with jax.ensure_compile_time_eval():  # asked while a step is traced, too

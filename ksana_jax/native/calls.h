@@ -1,4 +1,4 @@
-// What bindings.cc calls: the operators, without anything of XLA.
+// The operators that bindings.cc calls, without anything of XLA.
 #pragma once
 
 #include "job.h"
@@ -40,7 +40,7 @@ struct Projections {
 
 enum Activation : int32_t { kSilu, kGelu };
 
-// What follows attention in a layer: r = x + norm(output attended); y = r + norm(down(act(gate m) up m)), m = norm(r).
+// Computes a layer after attention: r = x + norm(output attended); y = r + norm(down(act(gate m) up m)), m = norm(r).
 struct Rest {
   int64_t t;
   const char *x, *attended;  // [T, D], [T, N H]

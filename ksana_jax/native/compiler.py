@@ -18,23 +18,23 @@ from ksana_jax.core.processor import hidden, machine
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-# Of a library for any processor, and for this one.
+# Flags of a library for any processor, and for this one.
 PORTABLE = ("-std=c++17", "-O3", "-fPIC", "-pthread")
 FLAGS = (*PORTABLE, "-march=native")
-# Names of compilers, in order of preference, where the environment variable CXX has none.
+# Names of compilers, in order of preference, used without the environment variable CXX.
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300
 
 
 class CannotBuild(NotImplementedError):
-    """The library cannot be had here; the message says why."""
+    """The library is not available here; the message says why."""
 
 
 def compiler_command() -> list[str]:
     """Returns the command of the C++ compiler, without arguments of this package.
 
     Raises:
-      CannotBuild: there is none.
+      CannotBuild: no compiler is found.
     """
     if "compiler" in hidden():
         raise CannotBuild("no C++ compiler: KSANA_HIDE hides it")
@@ -51,10 +51,10 @@ def compiler_command() -> list[str]:
 
 
 def compile_into(folder: Path, flags: Sequence[str], prefix: str = "") -> Path:
-    """Compiles the library with flags into a folder, unless it is there, and returns its path.
+    """Compiles the library with flags into a folder, unless it exists, and returns its path.
 
     Raises:
-      CannotBuild: there is no compiler, or it fails. OSError: the library cannot be written.
+      CannotBuild: no compiler is found, or it fails. OSError: the library cannot be written.
     """
     import jaxlib
 
@@ -75,7 +75,7 @@ def _key(compiler: list[str], flags: Sequence[str], headers: Path) -> str:
 
 
 def _compile(compiler: list[str], headers: Path, path: Path) -> None:
-    """Compiles sources side by side, links to a file of its own and renames it: several processes may do so at once."""
+    """Compiles sources side by side, links to a temporary file and renames it: several processes may do so at once."""
     log.info("compiling attention, products and norms of CPUs with %s, once for this machine", shlex.join(compiler))
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(SOURCES.glob("*.cc"))
@@ -92,7 +92,7 @@ def _compile(compiler: list[str], headers: Path, path: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Returns what a command of the compiler prints."""
+    """Returns the output of a compiler command."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

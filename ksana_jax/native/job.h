@@ -51,7 +51,7 @@ struct Call {
   }
 };
 
-// What a thread needs for a job, kept from one job to the next. `wide` is H rounded up to whole vectors of words.
+// A thread's buffers, kept from one job to the next. `wide` is H rounded up to whole vectors of words.
 template <typename Type>
 struct Scratch {
   const int64_t words, wide, most_keys;
@@ -60,7 +60,7 @@ struct Scratch {
   std::vector<float> scores, out, query, key;
   std::vector<int32_t> positions, key_positions, seen;
   std::vector<float> top, total;
-  std::vector<int64_t> live;  // entries of the table of which some key may be visible
+  std::vector<int64_t> live;  // table entries with a key that may be visible
 
   explicit Scratch(const Call& call)
       : words(RoundUp((call.h + Type::kPerWord - 1) / Type::kPerWord, kLanes)), wide(words * Type::kPerWord),
@@ -75,7 +75,7 @@ struct Scratch {
 // It walks the table in pieces of about kPieceKeys keys, with an online softmax in float32 (arXiv:2205.14135, algorithm
 // 1). A query's result is the same bit by bit whatever the other queries of its tile: sums have one order, and pieces
 // begin at multiples of their size in the text. Where a pattern hides whole blocks, this holds for blocks of a multiple
-// of 16. `Type` is that of both factors of products: Float32, or Bfloat16 if keys, values and
+// of 16. `Type` is the type of both factors of products: Float32, or Bfloat16 if keys, values and
 // queries are; weights are rounded to it.
 template <typename Type>
 class Job {
@@ -132,7 +132,7 @@ class Job {
   int64_t BlockOf(int64_t entry) const { return call_.tables[tile_ * call_.p + entry]; }
   int32_t StartOf(int64_t entry) const { return call_.starts[tile_ * call_.p + entry]; }
 
-  // Computes the scores of one piece of the table after the other, and calls `next` after each.
+  // Computes the scores of the table piece by piece, and calls `next` after each.
   template <typename Next>
   void Walk(Next next) {
     if (last_ < 0) return;
@@ -159,8 +159,8 @@ class Job {
     return end;
   }
 
-  // Returns the block that is read a piece after the i-th one of this piece, to ask for while that is computed: blocks
-  // lie anywhere in memory. After the last one of a kv head come those of the next, which lie beside them.
+  // Returns the block that is read a piece after the i-th one of this piece, to prefetch it meanwhile: blocks
+  // are anywhere in memory. After the last one of a kv head come the next head's, which are adjacent to them.
   const int32_t* Ahead(int64_t i, int64_t side) const {
     const int64_t num_live = scratch_.live.size();
     i += begin_ + call_.BlocksOfPiece();
@@ -231,7 +231,7 @@ class Job {
     std::fill(numbers + call_.h, numbers + scratch_.wide, typename Type::Number{});
   }
 
-  // Replaces the scores of repositioned sinks by those of the sink queries.
+  // Replaces the scores of repositioned sinks by the sink queries' scores.
   void ScoreSinks() {
     for (int64_t c = 0; c < num_keys_; ++c) {
       const int32_t key = scratch_.key_positions[c];
@@ -321,8 +321,8 @@ class Job {
     }
   }
 
-  // Finds the keys (side 0) or values (side 1) of the piece, and asks memory for those of the next. Keys that are not
-  // there and values that no row sees are zeros: a weight of 0 would not silence a NaN.
+  // Finds the keys (side 0) or values (side 1) of the piece, and prefetches the next piece's. Absent keys and
+  // values that no row sees are zeros: a weight of 0 would not silence a NaN.
   void ReadRows(int64_t side) {
     const int32_t** rows = scratch_.rows.data();
     std::fill(rows + num_keys_, rows + padded_, scratch_.zeros.data());

@@ -1,4 +1,4 @@
-// A layer's products with packed weights, with what lies between them. All of them are phases of one call, so that
+// A layer's products with packed weights, and the operations between them. All of them are phases of one call, so that
 // threads are woken once; between two phases they wait for each other without going to sleep.
 
 #include <memory>

@@ -45,12 +45,12 @@ class Weights(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Whether codes are in blocks."""
+        """True if codes are in blocks."""
         return self.words.dtype == jnp.int32
 
     @property
     def rounding(self) -> str | None:
-        """What has a scale of its own where x is rounded to codes."""
+        """Unit of x with a separate scale where x is rounded to codes; None if it is not."""
         return "blocks" if self.blocks else None if self.sums is None else "rows"
 
     def check(self, name: str, dtype: Any, wanted: tuple[int, int], reason: str) -> None:
@@ -109,7 +109,7 @@ def project(
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
-      ValueError: shapes do not fit, or matrices differ in how x is rounded.
+      ValueError: shapes do not fit, or matrices round x differently.
     """
     _check(x, matrices)
     if len(matrices) > MOST_MATRICES:
@@ -146,12 +146,12 @@ def rest_of_layer(
     norms: Norms,
     activation: str,
 ) -> jax.Array:
-    """Computes what follows attention: r = x + norm(output attended), r + norm(down(act(gate m) * up m)), m = norm(r).
+    """Computes a layer after attention: r = x + norm(output attended), r + norm(down(act(gate m) * up m)), m = norm(r).
 
     Args:
       x: [..., D]. attended: [..., N*H].
       matrices: output, gate, up and down.
-      weights: [D], of the norms after attention, before the MLP and after it; None where there is none.
+      weights: [D], of the norms after attention, before the MLP and after it; None for absent ones.
       activation: a name of `ACTIVATIONS`.
 
     Returns:
@@ -159,7 +159,7 @@ def rest_of_layer(
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
-      ValueError: shapes do not fit, matrices differ in how x is rounded, or there is no such activation.
+      ValueError: shapes do not fit, matrices round x differently, or the activation is unknown.
     """
     _check(x, matrices)
     if activation not in ACTIVATIONS:

@@ -15,7 +15,7 @@ def linear(
 ) -> jax.Array:
     """Multiplies x [..., in] by w [out, in] and adds b [out]; the contract of `models.layers.linear`.
 
-    A row of the result depends on that row of x alone, bit by bit, whatever the other rows and their number.
+    A row of the result depends only on that row of x, bit by bit, whatever the other rows and their number.
 
     Args:
       scales: float32 [out], of rows of w, which then are int8 codes.

@@ -1,4 +1,4 @@
-// Norms as an operator of their own.
+// Norms as a separate operator.
 
 #include "norm.h"
 

@@ -9,7 +9,7 @@ namespace ksana {
 
 struct Norm {
   int64_t d = 0;
-  const char* weight = nullptr;  // [D], of the type of rows; null where there is no norm
+  const char* weight = nullptr;  // [D], of the type of rows; null without a norm
   float eps = 0;
   bool plus_one = false;  // weights are those stored + 1
 

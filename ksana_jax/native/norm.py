@@ -12,7 +12,7 @@ from ksana_jax.native.target import DTYPES, STORED, target
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = False) -> jax.Array:
     """Normalises x [..., D] with a weight [D]; the contract of `models.layers.rms_norm`, or of `rms_norm_plus_one`.
 
-    A row of the result depends on that row of x alone, bit by bit, whatever the other rows and their number.
+    A row of the result depends only on that row of x, bit by bit, whatever the other rows and their number.
 
     Raises:
       NotImplementedError: x and weight are not both float32 or both bfloat16.

@@ -38,8 +38,7 @@ struct Packed {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
 };
 
-// Some words of a panel, in a wider type or as they are, a strip after the other; and rows of x, where they are widened
-// too.
+// Some words of a panel, widened or as they are, one strip after the other; and rows of x, widened if the words are.
 struct Unpacked {
   static constexpr int64_t kOfStrip = kUnpackedDepth * kStrip + kLanes;  // no power of 2: caches keep few such lines
 
@@ -50,7 +49,7 @@ struct Unpacked {
   }
 };
 
-// Sums of a job, [rows][64], and what is unpacked.
+// Sums of a job, [rows][64], and unpacked words.
 struct PanelScratch {
   alignas(64) float sums[kRowsOfJob * kPanel], others[kRowsOfJob * kPanel];
   Unpacked unpacked;
@@ -110,7 +109,7 @@ struct Rows {
   const float* scales = nullptr;
 };
 
-// Stores the lowest bytes of words + Int8::kOffset, as many as there is room for.
+// Stores the lowest bytes of words + Int8::kOffset, as many as fit.
 inline void StoreBytes(uint8_t* to, Floats words, int64_t room) {
   const Ints bits = BitCast<Ints>(words) + Int8::kOffset;
   uint8_t bytes[kLanes];
@@ -141,15 +140,15 @@ float RoundToCodes(const Number* x, int64_t d, uint8_t* codes) {
   const Floats magic = All(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t i = 0; i < d; i += 2 * kLanes) {
     const Pair some = LoadSome(x + i, d - i);
-    // Not as one operation with one rounding: codes are those of any compiler.
+    // Not as one operation with one rounding: codes must be equal with any compiler.
     StoreBytes(codes + i, KeptInRegister(some.first * factor) + magic, d - i);
     StoreBytes(codes + i + kLanes, KeptInRegister(some.second * factor) + magic, d - i - kLanes);
   }
   return largest / 127.0f + Sum(nothing);
 }
 
-// sums[rows][64] = a b, some words at a time: rows_of(at, count) returns those of a; unpack(from, count) unpacks those
-// of b, kFewer times fewer, from the panel. Asks memory for the next ones.
+// sums[rows][64] = a b, some words at a time: rows_of(at, count) returns rows of a; unpack(from, count) unpacks words
+// of b, kFewer times fewer, from the panel. Prefetches the next ones.
 template <typename Type, int64_t kFewer, typename RowsOf, typename Unpack>
 void MultiplyUnpacked(RowsOf rows_of, int64_t stride, const int32_t* panel, int64_t inner, Unpack unpack, int64_t rows,
                       float* sums, const Unpacked& unpacked) {
@@ -184,7 +183,7 @@ void MultiplyRowByCodes(const int32_t* a, const int32_t* panel, int64_t count, f
   for (int v = 0; v < kVectors; ++v) Store(sums + v * kLanes, totals[v]);
 }
 
-// The same of words as they are, for which a tile may be narrower than a panel: it then reads strips of one.
+// The same for words that are not widened, for which a tile may be narrower than a panel: it then reads strips of one.
 template <typename Type>
 void MultiplyWords(const int32_t* a, int64_t inner, const int32_t* words, int64_t rows, float* sums,
                    Unpacked& unpacked) {
@@ -206,7 +205,7 @@ void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_
   const int64_t inner = w.k / Int8::kPerWord;
   const auto* words = reinterpret_cast<const int32_t*>(w.words) + panel * inner * kPanel;
   MultiplyWords<Int8>(reinterpret_cast<const int32_t*>(x.codes + row * w.k), inner, words, rows, sums, unpacked);
-  int32_t extra[kPanel] = {};  // of what is added to codes of x
+  int32_t extra[kPanel] = {};  // of the offset added to codes of x
   for (int64_t c = 0; c < std::min(kPanel, w.n - panel * kPanel); ++c)
     extra[c] = Int8::kOffset * w.sums[panel * kPanel + c];
   for (int64_t r = 0; r < rows; ++r)
@@ -217,11 +216,11 @@ void MultiplyCodes(const Packed& w, int64_t panel, const Rows<Number>& x, int64_
     }
 }
 
-// The same of numbers, without scales of weights. The order of a sum is that of K, whatever the rows.
+// The same for numbers, without scales of weights. Sums are in the order of K, whatever the rows.
 template <typename Type>
 void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Number>& x, int64_t row, int64_t rows,
                    float* sums, Unpacked& unpacked) {
-  if (w.blocks.scales) {  // codes have no 128 added, and in place of scales there is a `BlockOfRow` for each 32
+  if (w.blocks.scales) {  // codes have no 128 added, and a `BlockOfRow` for each 32 replaces scales
     const auto* blocks = reinterpret_cast<const BlockOfRow*>(x.scales) + row * (w.k / kBlock);
     const auto* codes = reinterpret_cast<const int8_t*>(x.codes) + row * w.k;
     return MultiplyBlocks(w.blocks, w.words, panel, w.k, codes, blocks, rows, sums);

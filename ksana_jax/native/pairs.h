@@ -1,4 +1,4 @@
-// Numbers of float32 and bfloat16 in vectors, as many neighbours at a time as two of them hold.
+// Numbers of float32 and bfloat16 in vectors, as many neighbours at a time as two vectors hold.
 #pragma once
 
 #include <cstdint>

@@ -7,10 +7,10 @@
 
 namespace ksana {
 
-// Positions from here on are those of absent blocks.
+// Positions of absent blocks start here.
 constexpr int32_t kFar = 1 << 30;
 
-// The numbers of `pallas_kernels.patterns.Pattern`, in its order; see `pallas_kernels.mask` for what they say.
+// The numbers of `pallas_kernels.patterns.Pattern`, in its order; `pallas_kernels.mask` explains them.
 struct Pattern {
   int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
 
@@ -37,7 +37,7 @@ struct Pattern {
     return far && start >= num_sinks && !has_global;
   }
 
-  // Whether each query at first..last sees all of them, and with its own query; false is always right.
+  // True if each query at first..last sees all of them, and with its own query; false is always right.
   bool SeesAll(int32_t first, int32_t last, int32_t start, int32_t size) const {
     return start + size - 1 <= first && last - start < window && stride == 1 &&
            !(sink_position != 0 && start < num_sinks);

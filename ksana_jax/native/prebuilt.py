@@ -1,4 +1,4 @@
-"""Libraries that a wheel brings, one for each of `LEVELS`, so that installing needs no compiler. Sources have none."""
+"""Prebuilt libraries of a wheel, one for each of `LEVELS`, so that installing needs no compiler. Sources have none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEVELS = (
 
 
 def find() -> Path | None:
-    """Returns the library of the best level that this processor has, or None where there is none."""
+    """Returns the library of the best level that this processor has, or None."""
     if platform.machine() != "x86_64":
         return None
     found = features()

@@ -28,7 +28,7 @@ struct Float32 {
   // sums + a b, lane by lane.
   static Floats Add(Floats sums, Ints a, Ints b) { return MultiplyAdd(sums, BitCast<Floats>(a), BitCast<Floats>(b)); }
 
-  // Words of the v-th kLanes columns after column `at` of a row; asks memory for those of another.
+  // Words of the v-th kLanes columns after column `at` of a row; prefetches those of another row.
   static Ints Column(const int32_t* const* rows, const int32_t* const* ahead, int64_t at, int v) {
     __builtin_prefetch(ahead[0] + at + v * kLanes, 0, 2);
     return LoadInts(rows[0] + at + v * kLanes);
@@ -39,7 +39,7 @@ struct Bfloat16 {
   using Number = uint16_t;
   static constexpr Stored kStored = kBfloat16;
   static constexpr int64_t kPerWord = 2;
-  // Whether an instruction multiplies both numbers of words. Where none does, words are unpacked to two of float32.
+  // True if an instruction multiplies both numbers of words. Otherwise, words are unpacked to two of float32.
 #ifdef __AVX512BF16__
   static constexpr bool kAtOnce = true;
 #else
@@ -47,7 +47,7 @@ struct Bfloat16 {
 #endif
   static constexpr int kRows = kLanes == 16 ? 6 : 4;
 
-  // sums + the product of the first numbers of words + that of the second.
+  // sums + the product of the first numbers of words + the product of the second ones.
   static Floats Add(Floats sums, Ints a, Ints b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
@@ -67,7 +67,7 @@ struct Bfloat16 {
     return UpperHalves(Rounded(first), Rounded(second), std::make_integer_sequence<int, 2 * kLanes>());
   }
 
-  // The same of a number of one row and one of the next; `at` is a multiple of 2 kLanes.
+  // The same for a number of one row and one of the next; `at` is a multiple of 2 kLanes.
   static Ints Column(const int32_t* const* rows, const int32_t* const* ahead, int64_t at, int v) {
     const int64_t word = at / 2 + v / 2 * kLanes;
     const auto all = std::make_integer_sequence<int, 2 * kLanes>();
@@ -127,7 +127,7 @@ struct Int8 {
   }
 };
 
-// Returns x, of which the compiler knows nothing. In tiles, it would otherwise read an operand from memory again in each
+// Returns x, hidden from the compiler. In tiles, it would otherwise read an operand from memory again in each
 // instruction, and reads become the limit.
 template <typename Vector>
 inline Vector KeptInRegister(Vector x) {
@@ -196,7 +196,7 @@ inline void MultiplyRows(const int32_t* a, int64_t a_stride, RowOf row_of, float
   else Tiles<Type, Type::kRows, 2>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
 }
 
-// The same of a matrix b whose rows are `b_stride` words apart.
+// The same for a matrix b whose rows are `b_stride` words apart.
 template <typename Type>
 inline void Multiply(const int32_t* a, int64_t a_stride, const int32_t* b, int64_t b_stride, float* c, int64_t c_stride,
                      int64_t rows, int64_t inner, int64_t columns, bool accumulate) {

@@ -1,5 +1,5 @@
 // Vectors of floats or words of 32 bits, as wide as registers are. Plain C++ with the vector extensions of gcc and clang:
-// the compiler splits a vector where registers are narrower than those of AVX2.
+// the compiler splits a vector on processors whose registers are narrower than AVX2's.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.devices.custom_calls import connect
 from ksana_jax.native.build import library
 
-# Of activations: those in which products, norms and layers compute.
+# Dtypes of activations in which products, norms and layers compute.
 DTYPES = ("float32", "bfloat16")
 # Numbers of `Stored` in numbers.h. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS`.
 STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}

@@ -42,8 +42,8 @@ class Patience {
 };
 
 // Calls job(scratch, phase, index) for each phase and each index below its count; a phase begins when all jobs of the
-// one before are done. Each thread makes a scratch of its own. The calling thread works too and waits for jobs that
-// have begun only, so that a pool whose threads are all taken cannot block it. `most` limits the number of threads.
+// previous one are done. Each thread creates its scratch. The calling thread works too and waits only for jobs that
+// have begun, so that a pool whose threads are all busy cannot block it. `most` limits the number of threads.
 template <typename Make, typename Job>
 void RunPhases(const Threads& threads, std::initializer_list<int64_t> counts, Make make, Job job,
                int64_t most = INT64_MAX) {
@@ -57,7 +57,7 @@ void RunPhases(const Threads& threads, std::initializer_list<int64_t> counts, Ma
     (*phases)[at++].count = count;
     widest = std::max(widest, count);
   }
-  // A thread that comes late finds no job left, and does not touch what the caller has by then destroyed.
+  // A thread that comes late finds no job left, and does not touch objects that the caller has destroyed by then.
   const auto work = [phases, &make, &job] {
     std::optional<decltype(make())> scratch;
     for (size_t p = 0; p < phases->size(); ++p) {
