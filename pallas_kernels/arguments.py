@@ -72,7 +72,7 @@ class Spec:
 
 
 class Layout(NamedTuple):
-    """Places of a spec's tokens, as numpy arrays. readable: [M, B] whether each slot of the pool holds numbers."""
+    """Places of a spec's tokens, as numpy arrays. readable: [M, B] True if a slot of the pool holds numbers."""
 
     tables: np.ndarray
     starts: np.ndarray
@@ -190,7 +190,7 @@ def _each(common: dict, *variations: dict) -> tuple[Spec, ...]:
     return tuple(Spec(**{**common, "seed": seed + i, **variation}) for i, variation in enumerate(variations))
 
 
-# What an interpreter of GPU programs does in a second each.
+# Specs that an interpreter of GPU programs runs in a second each.
 TINY = (
     *_each(
         dict(rows=((130, 1), (0, 0), (16, 1)), sink_logits=True, return_lse=True),
@@ -218,10 +218,10 @@ TINY_QUANTISED = _each(
 
 # Lengths at, before and after the edges of blocks and of pieces of 64 and 128 tokens.
 RAGGED = ((257, 1), (0, 0), (1, 1), (64, 1), (63, 1), (129, 1), (16, 1))
-# A long chunk of which the last tile is padded, a whole prompt, an empty row, a decoding row, a prompt of one token.
+# A long chunk with a padded last tile, a whole prompt, an empty row, a decoding row, a prompt of one token.
 CHUNKED = ((150, 37), (23, 23), (0, 0), (129, 1), (1, 1))
 
-# What runs quickly with interpret=True. Specs that differ only in their pattern share a compilation.
+# Specs that run quickly with interpret=True. Specs that differ only in their pattern share a compilation.
 SMALL = (
     *_each(
         dict(rows=RAGGED, sink_logits=True, return_lse=True),
@@ -264,7 +264,7 @@ SMALL = (
 _K = 1024
 _LLAMA_8B = dict(num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, slack=0)
 
-# Of Llama-8B's attention, by name. Pools of up to 2 GiB: no data until `make` or `layout` is called.
+# Shapes of Llama-8B's attention, by name. Pools of up to 2 GiB: no data until `make` or `layout` is called.
 BENCH = {
     name: Spec(**{**_LLAMA_8B, **fields})
     for name, fields in {

@@ -3,10 +3,10 @@
     kernel = KERNELS["hopper_decode"]
     out = kernel(Call(q, Pool(kv), tables, starts, positions, layer=3, pattern=Pattern(window=1024))).out
 
-A `Call` is attention and gives a `Result`, `reference.attend` says in 40 lines what it means; a `Write` stores keys and
+A `Call` is attention and gives a `Result`; `reference.attend` defines it in 40 lines. A `Write` stores keys and
 values and gives a `Written`, see `kv_write_reference.write`; a `Product` gives an array, see
-`product_reference.multiply`. A kernel raises NotImplementedError for what it does not support; of options that it does
-not read, `check_options` does so. All types are pytrees, so that jax.jit takes a call and jax.eval_shape asks, without
+`product_reference.multiply`. A kernel raises NotImplementedError for unsupported calls; `check_options` does so for
+options that it does not read. All types are pytrees, so that jax.jit takes a call and jax.eval_shape asks, without
 running anything, whether a kernel supports one.
 """
 
@@ -49,7 +49,7 @@ class Pool(NamedTuple):
             raise ValueError(f"scales are {self.scales.dtype}{list(self.scales.shape)}, not {dtype}{list(shape)}")
 
 
-# Of fields that a compiled kernel depends on: no leaves of the pytree.
+# For fields that a compiled kernel depends on: no leaves of the pytree.
 STATIC = {"static": True}
 
 
@@ -87,7 +87,7 @@ class Call:
     pool: N is a multiple of its K. The whole pool with the index of a layer: a slice would be a copy of gigabytes.
     tables: [S, P] int32 block ids, by rising text position; any valid id where absent.
     starts: [S, P] int32 position of each block's first slot; FAR where absent. Blocks in between may be missing.
-    positions: [S, Q] int32 positions of the queries, of the text or of what is left of it; -1 where padded.
+    positions: [S, Q] int32 positions of the queries, of the text or of the tokens left in it; -1 where padded.
     layer: index in [0, L); may be traced.
     pattern: which text positions a query sees; its numbers may be traced.
     """
@@ -137,8 +137,8 @@ class Result(NamedTuple):
     lse: [S, Q, N] float32, natural logarithm of the softmax's denominator, for merging; -inf where a query sees
       nothing.
     mass: [S, K, P * B] float32, the weight that each slot got, summed over the tile's queries and the query heads of
-      each kv head: what policies such as H2O (arXiv:2306.14048, section 4) add up. With a factor for each query, those
-      that only some queries observe do too, such as SnapKV (arXiv:2404.14469, section 4).
+      each kv head: the sums of policies such as H2O (arXiv:2306.14048, section 4). With a factor for each query, also
+      of policies that only some queries observe, such as SnapKV (arXiv:2404.14469, section 4).
     """
 
     out: jax.Array
@@ -151,10 +151,10 @@ class Result(NamedTuple):
 class Write:
     """Stores one layer's keys and values of a step in the pool, and prepares its queries for attention.
 
-    Queries and keys are normed where there are weights, queries are scaled, both are rotated: all in float32, rounded
+    Queries and keys are normed if weights are given, queries are scaled, both are rotated: all in float32, rounded
     once. Rope turns pairs of halves, element i with i + H / 2, as Hugging Face checkpoints do.
 
-    q, k, v: [T, N, H], [T, K, H], [T, K, H], as the projections give them.
+    q, k, v: [T, N, H], [T, K, H], [T, K, H], as projected.
     pool: of numbers, or of codes in int8 or float8_e4m3fn: then each key and value is stored as codes with one scale.
     slots: [T] int32, block * B + offset, each at most once; those outside of [0, M * B) are not written.
     rope: cosines and sines [T, H / 2] float32 of the tokens' positions, with the model's factor (yarn) in them.
@@ -193,14 +193,14 @@ class Written(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A product of few rows with a matrix, and what stands beside it: residual + activation(norm(x) w + bias).
+    """A product of few rows with a matrix, fused with its neighbours: residual + activation(norm(x) w + bias).
 
-    x: [T, D]. w: [F, D], or with an activation [2F, D], first what gates and then what is gated.
-    norm: [D] weight of an RMS norm of x, with eps; plus_one: 1 + weight is meant.
+    x: [T, D]. w: [F, D], or with an activation [2F, D], first the gate and then the gated half.
+    norm: [D] weight of an RMS norm of x, with eps; plus_one: multiplies with 1 + weight.
     bias: [F] or [2F]. residual: [T, F].
-    activation: "silu" or "gelu_tanh" of what gates, which multiplies the other half; None without.
-    ahead: matrix that a later kernel multiplies; a kernel may bring the first columns of all its rows into a cache, of
-      ahead_bytes at most.
+    activation: "silu" or "gelu_tanh" of the gate, which multiplies the other half; None without.
+    ahead: matrix that a later kernel multiplies; a kernel may prefetch the first columns of all its rows into a cache,
+      at most ahead_bytes.
     """
 
     x: Array
@@ -230,10 +230,10 @@ class Kernel(NamedTuple, Generic[AnyResult]):
     """An implementation of the contract: a Kernel[Result] takes a `Call`, a Kernel[Written] a `Write`, a
     Kernel[jax.Array] a `Product`.
 
-    run: (call, work, *, tuning) -> result. `work` is what `schedule` made, or None.
-    tuning: a frozen dataclass: how the kernel runs, never what it computes.
-    schedule: (call, *, tuning) -> what calls that differ in q, q_sink, learned sink logits and layer alone can share,
-      such as the layers of a model with one pattern. Of the queries it reads the shapes only. None where there is
+    run: (call, work, *, tuning) -> result. `work` is the result of `schedule`, or None.
+    tuning: a frozen dataclass: how the kernel runs, never its results.
+    schedule: (call, *, tuning) -> work that calls can share if they differ only in q, q_sink, learned sink logits and
+      layer, as do the layers of a model with one pattern. It reads only the shapes of queries. None where there is
       nothing to share.
     """
 
@@ -248,7 +248,7 @@ class Kernel(NamedTuple, Generic[AnyResult]):
         return self._replace(tuning=dataclasses.replace(self.tuning, **changes))
 
     def work(self, call: AnyCall) -> Any:
-        """Computes what this call can share with others; None if there is nothing to share."""
+        """Computes the work that this call can share with others, or None."""
         return None if self.schedule is None else self.schedule(call, tuning=self.tuning)
 
     def unsupported(self, call: AnyCall) -> str | None:

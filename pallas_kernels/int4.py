@@ -8,10 +8,10 @@ channels of a block, keys have a scale and a zero for each channel (column), val
 With scales and zeros a number takes 4.5 bits. Codes have 3 significant bits; scales are given 5, so that bfloat16 holds
 their product exactly: one multiplication and one addition in bfloat16 give the same number on every device.
 
-A block is quantised when it is full. The newest tokens, not yet a block, stay in 16 bits in a pool of their own:
+A block is quantised when it is full. The newest tokens, not yet a block, stay in 16 bits in a separate pool:
 attention to each of the two with `return_lse`, merged by their log-sum-exp, is attention to both.
 
-Source: KIVI, arXiv:2402.02750, section 3. Its groups are of 32; 64 is what kernels read at once.
+Source: KIVI, arXiv:2402.02750, section 3. Its groups are of 32; kernels read 64 at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = 64  # tokens and channels
 def scales_shape(pool_shape) -> tuple[int, ...]:
     """Shape [..., 2, K, B / 64, 2, H] of the scales (first) and zeros of a pool [..., 2, K, B, H].
 
-    Of keys, number h belongs to channel h. Of values, number 64 * c + t belongs to token t in channels 64 * c and on.
+    For keys, number h belongs to channel h. For values, number 64 * c + t belongs to token t in channels from 64 * c.
 
     Raises:
       ValueError: blocks or heads are not made of whole groups.
@@ -42,12 +42,12 @@ def quantise(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Full blocks [..., 2, K, B, H] of keys and values as codes int4 of that shape, and scales bfloat16.
 
     Returns:
-      codes and scales; a number is off by half a scale at most, and by what bfloat16 rounds of it and of the zero.
+      codes and scales; a number is off by at most half a scale, plus bfloat16's rounding of it and of the zero.
     """
     shape = scales_shape(blocks.shape)
     tiles = _tiled(blocks.astype(jnp.float32))
     low, high = tiles.min(axis=-1), tiles.max(axis=-1)
-    # 15 steps from the lowest number to the highest. Steps are rounded up: what is left of 16 bits after 3 holds 5
+    # 15 steps from the lowest number to the highest. Steps are rounded up: 16 bits minus 3 leave 5
     # significant ones.
     mantissa, exponent = jnp.frexp((high - low) / 15)
     scale = jnp.ldexp(jnp.ceil(mantissa * 32) / 32, exponent)
@@ -67,7 +67,7 @@ def dequantise(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _tiled(blocks):
-    """[..., 2, K, B, H] as [..., 2, K, B / 64, H / 64, 64, 64] of which the last dimension shares a scale."""
+    """[..., 2, K, B, H] as [..., 2, K, B / 64, H / 64, 64, 64]; numbers along the last dimension share a scale."""
     *outer, size, h = blocks.shape
     tiles = blocks.reshape(*outer, size // GROUP, GROUP, h // GROUP, GROUP)
     keys, values = (jnp.squeeze(x, -6) for x in jnp.split(tiles, 2, axis=-6))

@@ -1,4 +1,4 @@
-"""A step's keys and values into the paged pool, in plain jax.numpy: what kernels of a `contract.Write` must equal."""
+"""Writes a step's keys and values into the paged pool in plain jax.numpy; kernels of `contract.Write` must equal it."""
 
 from __future__ import annotations
 

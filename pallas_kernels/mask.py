@@ -1,7 +1,7 @@
-"""Which keys a query sees, and which of them are repositioned sinks. For NumPy and jax alike; no jax.
+"""Defines the keys that a query sees, and which of them are repositioned sinks. For NumPy and jax alike; no jax.
 
-`Pattern` of the kernels and the engine's patterns have these numbers and compute this. Masks that are computed in
-another way, for the registers of a kernel, are tested to be equal to it.
+`Pattern` of the kernels and the engine's patterns have these numbers and compute this. Masks that a kernel computes in
+another way, for its registers, are tested to be equal to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ FAR = 2**30
 
 
 def visible(pattern: Any, q_pos, kv_pos, remainder: Callable[[Any, Any], Any] = operator.mod):
-    """Whether each key is seen by each query: boolean, shapes broadcast. Keys at or beyond FAR are never seen.
+    """True where a query sees a key: boolean, shapes broadcast. Keys at or beyond FAR are never seen.
 
     Args:
-      pattern: numbers as `patterns.Pattern` has them; arrays broadcast too.
-      remainder: of a number and a positive one; where the first is negative, the result does not matter.
+      pattern: numbers, see `patterns.Pattern`; arrays broadcast too.
+      remainder: of a number and a positive one; if the first is negative, the result does not matter.
     """
     distance = q_pos - kv_pos
     near = (distance < pattern.window) & (remainder(distance, pattern.stride) == 0)
@@ -28,9 +28,9 @@ def visible(pattern: Any, q_pos, kv_pos, remainder: Callable[[Any, Any], Any] = 
 
 
 def repositioned(pattern: Any, q_pos, kv_pos):
-    """Whether each key is a sink that a query looks at from elsewhere than its own position; shapes broadcast.
+    """True where a key is a sink that a query scores from elsewhere than its own position; shapes broadcast.
 
-    Where `sink_position` is 1 these are all sinks, where it is 2 those beyond both the window and `sink_ceiling`.
+    If `sink_position` is 1 these are all sinks, if it is 2 the sinks beyond both the window and `sink_ceiling`.
     """
     distance = q_pos - kv_pos
     beyond = (distance >= pattern.window) & (distance > pattern.sink_ceiling)

@@ -26,7 +26,7 @@ class Pattern(NamedTuple):
 
     Scalars, which may be traced. Where `sink_position` is 1, sinks are scored with a sink query, the same for all of
     them (StreamingLLM, arXiv:2309.17453, section 3.2); where it is 2, only sinks that are both outside the window and
-    farther away than `sink_ceiling`, each with a sink query of its own (LM-Infinite, arXiv:2308.16137, section 4).
+    farther away than `sink_ceiling`, each with a separate sink query (LM-Infinite, arXiv:2308.16137, section 4).
     """
 
     window: Any = FAR
@@ -38,15 +38,15 @@ class Pattern(NamedTuple):
     sink_ceiling: Any = FAR
 
     def visible(self, q_pos, kv_pos):
-        """Whether each key is seen by each query; shapes broadcast. Keys at FAR are never seen."""
+        """True where a query sees a key; shapes broadcast. Keys at FAR are never seen."""
         return mask.visible(self, q_pos, kv_pos, _rem)
 
     def repositioned(self, q_pos, kv_pos):
-        """Whether a key is a repositioned sink, which a sink query scores; shapes broadcast."""
+        """True where a key is a repositioned sink, which a sink query scores; shapes broadcast."""
         return mask.repositioned(self, q_pos, kv_pos)
 
     def sees_some(self, first_query, last_query, starts, size: int) -> jax.Array:
-        """Whether any query at first_query..last_query sees any of `size` positions from `starts`; shapes broadcast."""
+        """True where any query at first_query..last_query sees any of `size` positions from `starts`; broadcasts."""
         ends = starts + size - 1
         nearest = jnp.maximum(first_query - ends, 0)
         farthest = jnp.minimum(last_query - starts, self.window - 1)
@@ -56,7 +56,7 @@ class Pattern(NamedTuple):
         return (starts <= last_query) & (near | (starts < self.num_sinks) | is_global)
 
     def sees_all(self, first_query, last_query, starts, size: int) -> jax.Array:
-        """Whether every query at first_query..last_query sees each of `size` positions from `starts` with its own
+        """True where every query at first_query..last_query sees each of `size` positions from `starts` with its own
         query: no mask is needed. False is always safe."""
         inside = (starts + size - 1 <= first_query) & (last_query - starts < self.window) & (self.stride == 1)
         return inside & ~((self.sink_position != 0) & (starts < self.num_sinks))

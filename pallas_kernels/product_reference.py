@@ -1,6 +1,6 @@
-"""A product of few rows with a matrix in plain jax.numpy: what kernels of a `contract.Product` must equal.
+"""A product of few rows with a matrix in plain jax.numpy: kernels of a `contract.Product` must equal it.
 
-Sums and what follows them are float32, and the result is rounded once; with a residual twice, as the sum of two arrays
+Sums and later operations are float32, and the result is rounded once; with a residual twice, as the sum of two arrays
 is. Normed rows are not rounded here: a kernel rounds them before or after it multiplies them with 1 / their root mean
 square.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.contract import Kernel, Product
 
-# Of what gates, by `Product.activation`.
+# Functions of the gate, by `Product.activation`.
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 

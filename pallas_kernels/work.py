@@ -1,13 +1,13 @@
 """The work list of a step, cut into equal parts: built once on the device, for all layers that share a pattern.
 
-A query tile is a few queries of one row, for example the one token of a decoding row. Of its block table only the
-blocks with something visible are kept, cut into units of at most 64 tokens; units are read TILE_KV tokens at a time:
+A query tile is a few queries of one row, for example the one token of a decoding row. Only the blocks of its table
+with something visible are kept, cut into units of at most 64 tokens; units are read TILE_KV tokens at a time:
 
     tile 0   blocks  0 1 . . . . 6 7    window and a sink: blocks 2 to 5 are not read
     tile 1   blocks  0 1 2
 
-All (query tile, kv head) pairs stand in one line, each as long as it has pieces of TILE_KV tokens. The line is cut into
-one equal stretch for each worker; where a cut falls inside a pair, the pair has two segments, and their results are
+All (query tile, kv head) pairs form one line, each as long as its number of pieces of TILE_KV tokens. The line is cut
+into one equal stretch for each worker; where a cut falls inside a pair, the pair has two segments, whose results are
 merged. So one row of 128k tokens among short ones keeps all workers busy, whatever the batch.
 
 Source: balanced work lists for ragged attention, FlashInfer, arXiv:2501.01005, section 3.3.
@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels.patterns import FAR, Pattern
 
 TILE_KV = 64
-# Shorter stretches are not worth a segment of their own: 4 pieces of 64 tokens.
+# Shorter stretches are not worth a separate segment: 4 pieces of 64 tokens.
 MIN_PIECES = 4
 
 # Columns of Work.segments.
@@ -50,14 +50,14 @@ class Work(NamedTuple):
     """A work list as int32 arrays. S query tiles, K kv heads, U units of a table, W workers, N = S*K + W segments.
 
     units: [S, U] index of a unit in the pool seen as units, without layer, head and key/value; the live ones first.
-    starts: [S, U] text position of each unit's first slot; FAR where there is none.
-    care: [S, U / units per piece] what a piece needs, as bits MASK, DIRTY, REPOSITIONED.
-    newest: [S] largest position of each tile's queries; -1 where there are none.
-    segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where there is none.
+    starts: [S, U] text position of each unit's first slot; FAR where absent.
+    care: [S, U / units per piece] needs of a piece, as bits MASK, DIRTY, REPOSITIONED.
+    newest: [S] largest position of each tile's queries; -1 without any.
+    segments: [N, 4] query tile, kv head, first piece, number of pieces; 0 pieces where absent.
     first: [R] each worker's first segment. R = max(S*K, W) + 1.
     of_pair: [R] each pair's first segment; pairs are in the order of segments. Beyond the last worker and the last
       pair, both are the number of segments.
-    place: [S, units of a table] where each of the table's units went among `units`; U for those that are not live.
+    place: [S, units of a table] index of each of the table's units in `units`; U if it is not live.
     """
 
     units: jax.Array
@@ -93,8 +93,8 @@ class Units(NamedTuple):
     """Units of block tables, cut out of blocks. U = P x units of a block.
 
     index: [S, U] in the pool seen as units, without layer, head and key/value. starts: [S, U] first text position; FAR
-    where absent. live: [S, U] whether some query sees some of it. first, last: [S, 1] smallest and largest position of
-    the queries; FAR and -1 where there are none.
+    where absent. live: [S, U] True if some query sees some of it. first, last: [S, 1] smallest and largest position of
+    the queries; FAR and -1 without any.
     """
 
     index: jax.Array
@@ -185,7 +185,7 @@ def stretches(pieces, num_kv_heads: int, num_workers: int):
     """Returns segments, first and of_pair of a `Work`, from each tile's number of pieces [S].
 
     On a GPU, sorts, scans and binary searches are several kernels each. Here each step is a sum over comparisons, of
-    one kernel, as are several of one shape; what is divided is divided before, so that XLA finds the sums cheap enough
+    one kernel, as are several of one shape; divisions come first, so that XLA finds the sums cheap enough
     to fuse.
     """
     num_tiles = len(pieces)
@@ -193,23 +193,23 @@ def stretches(pieces, num_kv_heads: int, num_workers: int):
     pair = jnp.arange(num_pairs + 1)
     tile, head = lax.div(pair, num_kv_heads), lax.rem(pair, num_kv_heads)
     others = jnp.arange(num_tiles)
-    # Pieces in the line before a pair (all heads of earlier tiles, and earlier heads of its own), and from there on.
+    # Pieces in the line before a pair (all heads of earlier tiles, and earlier heads of its tile), and from there on.
     heads_before = jnp.where(others < tile[:, None], num_kv_heads, jnp.where(others == tile[:, None], head[:, None], 0))
     begin, rest = (
         jnp.sum(pieces * heads, axis=1, dtype=jnp.int32) for heads in (heads_before, num_kv_heads - heads_before)
     )
     begins, ends, total = begin[:-1], begin[1:], (begin + rest)[:-1]
-    # The same for all pairs. Of one number XLA would make a kernel of its own.
+    # The same for all pairs. For one number XLA would make a separate kernel.
     stretch = jnp.maximum(-(-total // num_workers), MIN_PIECES)
     # Cuts are at multiples of the stretch: for each pair, the last one up to its begin, the first one from its end on.
     last_cut, end_cut = lax.div(begins, stretch), lax.div(ends + stretch - 1, stretch)
     num_segments = jnp.where(begins < ends, end_cut - last_cut, 0)
     row = jnp.arange(max(num_pairs, num_workers) + 1)[:, None]
     of_pair = jnp.sum(jnp.where(pair[:-1] < row, num_segments, 0), axis=1, dtype=jnp.int32)
-    # Before a worker's cut are all segments of the pairs that end there, and those of its own pair up to there.
+    # Before a worker's cut are all segments of the pairs that end there, and its own pair's up to there.
     up_to_cut = jnp.clip(row, last_cut, last_cut + num_segments) - last_cut
     first = jnp.sum(up_to_cut, axis=1, dtype=jnp.int32)
-    # Of a pair, the first segment begins with it, the others at the cuts within it. Rows beyond the last segment are of
+    # A pair's first segment begins with it, the others at the cuts within it. Rows beyond the last segment belong to
     # the last pair, without pieces.
     number = jnp.arange(num_pairs + num_workers)[:, None]
     there, is_last = number < of_pair[num_pairs], pair[:-1] == num_pairs - 1

@@ -54,7 +54,7 @@ def target(name: str) -> Target:
     """Returns a target by name.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: no target has that name.
     """
     if name not in targets():
         raise ValueError(f"unknown target {name!r}; there are {', '.join(targets())}")
@@ -78,7 +78,7 @@ def target(name: str) -> Target:
 
 
 def missing() -> str | None:
-    """Returns what must be installed to compile for a GPU; None if nothing is missing."""
+    """Returns why this machine cannot compile for a GPU, with the command to install; None if it can."""
     install = f"; install the extra: pip install 'ksana-jax[{EXTRA}]'"
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return f"compiling for a GPU needs {PLUGIN}{install}"
@@ -89,7 +89,7 @@ def missing() -> str | None:
 
 
 def find_ptxas() -> str | None:
-    """Returns the path of ptxas: that of the package nvidia-cuda-nvcc, or another on the PATH."""
+    """Returns the path of ptxas: from the package nvidia-cuda-nvcc, or another on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*/bin/ptxas")):
@@ -107,7 +107,7 @@ def devices(target: Target, number: int):
 
 
 def device(target: Target):
-    """Returns the device of `devices` where there is one."""
+    """Returns the device of `devices`, if any."""
     return devices(target, 1)[0]
 
 

@@ -1,4 +1,4 @@
-"""What is compiled for each target to show that the kernels would run there: shapes of models, one option at a time."""
+"""Cases compiled for each target to show that the kernels would run there: shapes of models, one option at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.speed.predict import Model
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
 NUM_BLOCKS, NUM_LAYERS, TABLE_WIDTH = 4096, 2, 64
-# Of the contract, each from the decode of a Llama-8B shape: 32 rows, 32 query heads, 8 kv heads.
+# Options of the contract, each from the decode of a Llama-8B shape: 32 rows, 32 query heads, 8 kv heads.
 DECODE: tuple[dict[str, Any], ...] = (
     {},
     {"h": 64},
@@ -100,7 +100,7 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
 )
-# By rows and name; then what Llama-8B does not have.
+# By rows and name; then products that Llama-8B lacks.
 PRODUCTS: tuple[dict[str, Any], ...] = (
     *({"rows": rows, "product": name} for rows in (8, 64) for name in models.LAYER),
     {"rows": 16, "product": "gate_up"},
@@ -157,7 +157,7 @@ def _mass_alone(probability_mass):
 
 
 def attention(name: str, kernel: Kernel, shapes, speed: Callable[[dict[str, Any]], Model | None] = lambda _: None):
-    """Cases of a kernel of attention; `attention_program` says what a shape may hold, `speed.models` its model."""
+    """Cases of an attention kernel; see `attention_program` for the shapes and `speed.models` for the model."""
     return [
         Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape), speed=speed(shape))
         for shape in shapes
@@ -243,7 +243,7 @@ def kv_write_program(
 
 
 def product_program(target: aot.Target, *, kernel: Kernel, rows: int, product: str, **changes: Any):
-    """One product of a layer of Llama-8B. changes: to what `models.LAYER` says of it; "bias": with one; "plus_one"."""
+    """One product of a layer of Llama-8B. changes: to its entry in `models.LAYER`; "bias": with one; "plus_one"."""
     shape: dict[str, Any] = models.LAYER[product] | changes
     d, f, activation = shape["d"], shape["f"], shape.get("activation")
     width = f if activation is None else 2 * f

@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.aot.check --target h200 [--only REGEX] [--json [PATH]]
 
-Each case is compiled by a process of its own: a compiler that crashes or hangs costs its case only, and Mosaic GPU,
+Each case is compiled by a separate process: a compiler that crashes or hangs costs its case only, and Mosaic GPU,
 which reports a kernel only the first time it meets it, has met none.
 """
 
@@ -58,10 +58,10 @@ class Case:
     """One configuration of one kernel, or of a program with kernels in it.
 
     Args:
-      config: what tells it from others of that name.
-      lower: the program lowered for a target, mostly by `aot.lower`. Its pool is what it takes over from its caller;
-        where it takes nothing over, its largest argument.
-      collectives: those that the program must have, and no others; None: of one device, or judged by nobody.
+      config: distinguishes it from others of that name.
+      lower: the program lowered for a target, mostly by `aot.lower`. Its pool is the argument that it donates; without
+        one, its largest argument.
+      collectives: the exact collectives that the program must have; None: of one device, or not judged.
       buffer_bytes: see `Program.wrong`.
       speed: how its time is predicted from machine code: of its kernels, or of the whole program; None: not at all.
     """
@@ -91,7 +91,7 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     """Compiles a case; for a process that began with `_environment(folder)`.
 
     Returns:
-      a row for each of its Pallas kernels; one row where there are none. "reason" says what is wrong with it, or None.
+      a row for each of its Pallas kernels; one row without any. "reason" says why it is rejected, or None.
     """
     from pallas_kernels.aot.program import examine
 
@@ -128,7 +128,7 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     except (AssertionError, LookupError) as error:
         if baseline.versions() == baseline.stored()["versions"]:
             raise
-        # The model reads what one version of the compiler makes; registers and spills stand without it.
+        # The model reads one compiler version's output; registers and spills are valid without it.
         return [row | {"unpredicted": f"{type(error).__name__}: {error}"} for row in rows]
     return [
         row | computed | {"speed": speed.describe(machines[kernel.kernel], chip)} for row, kernel in zip(rows, kernels)
@@ -140,7 +140,7 @@ def _row(case: Case, wrong: Sequence[str]) -> dict[str, Any]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """What has to be set before jax is imported. A program taken from the cache would leave no report."""
+    """Environment to set before jax is imported. A program taken from the cache would leave no report."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_") and k != "XLA_FLAGS"}
     roots = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {
@@ -152,7 +152,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _check_in_process(source: str, index: int, case: Case, target: aot.Target, timeout_s: float) -> list[dict]:
-    """Rows of a case, from a process of its own."""
+    """Rows of a case, from a separate process."""
     folder = Path(tempfile.mkdtemp(prefix="pallas_kernels-"))
     try:
         said = folder / "said"

@@ -1,4 +1,4 @@
-"""What a compiled program takes and exchanges, on each device. Knows jax, no kernels."""
+"""Arguments and collectives of a compiled program, on each device. Knows jax, no kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Program:
     """A compiled program. Bytes and shapes are of one device.
 
     hlo: its text. memory: see `report.Memory`. pools: shapes of the pools, see `examine`.
-    collectives: how often each stands in it.
+    collectives: number of occurrences of each.
     """
 
     hlo: str
@@ -27,8 +27,8 @@ class Program:
     collectives: collections.Counter[Collective]
 
     def wrong(self, expected: collections.Counter[Collective] | None, buffer_bytes: int = 0) -> list[str]:
-        """Returns what is wrong with it. expected: collectives; None expects none in particular. buffer_bytes: of its
-        temporaries, those of arrays that it needs and that are larger than a part of the pool."""
+        """Returns problems of the program. expected: collectives; None expects none in particular. buffer_bytes: of
+        necessary temporary arrays that are larger than a part of the pool."""
         found = report.judge_program(self.memory, report.find_copies(self.hlo, self.pools), buffer_bytes)
         return found if expected is None else found + report.judge_collectives(self.collectives, expected)
 
@@ -39,7 +39,7 @@ class Program:
 
 
 def examine(lowered: Any, compiled: Any) -> Program:
-    """Reads a compiled program. Its pools are what it takes over from its caller, otherwise its largest argument."""
+    """Reads a compiled program. Its pools are its donated arguments, otherwise its largest argument."""
     given = [a for a in _leaves(lowered.args_info, compiled.input_shardings) if a[0] is not None]
     pools = [a for a in given if a[0].donated] or [max(given, key=lambda a: _num_bytes(a[0], a[0].shape))]
     local = [(info, info.shape if at is None else at.shard_shape(info.shape)) for info, at in pools]

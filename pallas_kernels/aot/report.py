@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pallas_kernels.aot.running import find_touches
 from pallas_kernels.speed import sass
 
-# Instructions by what they begin with in PTX; each is counted where it stands, not how often it runs.
+# Instructions by their prefix in PTX; each occurrence counts once, however often it runs.
 _INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "tma_loads": r"cp\.async\.bulk\S*\.shared::(?:cluster|cta)\.global",
@@ -22,7 +22,7 @@ _INSTRUCTIONS = {
     "mma_sync": r"\bmma\.sync",
     "cp_async": r"cp\.async\.c[ag]\.",
 }
-# Fusions that end with one of these write what they read once more; other instructions of a fusion are not written.
+# Fusions that end with one of these write their input once more; other instructions of a fusion are not written.
 _COPIES = ("copy", "copy-start", "transpose", "convert", "slice", "dynamic-slice", "concatenate", "pad")
 
 
@@ -32,10 +32,10 @@ class Kernel:
 
     Args:
       spill_bytes: stores and loads together.
-      shared_bytes: what it has from the beginning and what it is started with.
+      shared_bytes: static and dynamic.
       grid, threads: blocks, and threads of each.
-      serialised: of a kernel in Mosaic GPU: ptxas runs its wgmmas one after the other, because something else touches
-        their registers meanwhile. What Triton makes of its own is left to Triton.
+      serialised: of a kernel in Mosaic GPU: ptxas runs its wgmmas one after the other, because other code touches
+        their registers meanwhile. Triton's own wgmmas are left to Triton.
       split_atoms: of `find_split_atoms`.
       touches: of `running.find_touches`, in words; none without nvdisasm.
     """
@@ -58,7 +58,7 @@ class Kernel:
 
 
 def read_ptxas(text: str) -> dict[str, dict[str, int]]:
-    """Registers, spilled bytes, stack, static shared memory, serialised wgmmas of each kernel: what `ptxas -v` says."""
+    """Registers, spilled bytes, stack, static shared memory, serialised wgmmas of each kernel, from `ptxas -v`."""
     found = {}
     for part in re.split(r"Compiling entry function ", text)[1:]:
         name = re.match(r"'(\w+)'", part)
@@ -83,7 +83,7 @@ def count_instructions(ptx: str) -> dict[str, int]:
 
 
 def read_thunks(text: str) -> dict[str, dict]:
-    """Grid, threads and dynamic shared memory of each kernel that XLA starts itself: its own and those of Triton."""
+    """Grid, threads and dynamic shared memory of each kernel that XLA starts: its own and Triton's."""
     found = {}
     for name, grid, threads, shared in re.findall(
         r"(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+) bytes", text
@@ -92,12 +92,12 @@ def read_thunks(text: str) -> dict[str, dict]:
     return found
 
 
-# Thunks that start nothing but what they hold. Since jax 0.11, a call that reads slices of arrays is in one.
+# Thunks that start only the thunks they hold. Since jax 0.11, a call that reads slices of arrays is in one.
 HOLDERS = ("kCommandBuffer", "kDynamicSliceFusion")
 
 
 def count_thunks(text: str) -> tuple[Counter, Counter]:
-    """How many of each kind a sequence of thunks has: inside of command buffers (CUDA graphs), outside of them."""
+    """Counts a sequence of thunks by kind: inside of command buffers (CUDA graphs), outside of them."""
     counts = inside, outside = Counter(), Counter()
     depth = None  # indentation of the command buffer that we are in
     for spaces, kind in re.findall(r"^( *)\d+: (k\w+)", text, re.MULTILINE):
@@ -215,7 +215,7 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str, nvdisasm: str | 
 
 
 def _assemble(ptx: Path, arch: str, ptxas: str) -> str:
-    """Writes the cubin of a PTX file next to it and returns what `ptxas -v` says."""
+    """Writes the cubin of a PTX file next to it and returns the output of `ptxas -v`."""
     command = [ptxas, "-v", f"-arch={arch}", ptx, "-o", ptx.with_suffix(".cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -256,7 +256,7 @@ def find_copies(hlo: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
         large |= {math.prod(shape), part_size(shape), min(2 * part_size(shape), math.prod(shape))}
     fusions = set(re.findall(r" fusion\(.*\bcalls=%?([\w.-]+)", hlo))
     found: list[str] = []
-    inside: list[str] | None = None  # of a fusion: what would be copies if the fusion returned them
+    inside: list[str] | None = None  # of a fusion: lines that would be copies if the fusion returned them
     for line in hlo.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
             inside = [] if header.group(1) in fusions else None
@@ -273,7 +273,7 @@ def find_copies(hlo: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
 
 
 class Collective(NamedTuple):
-    """An operation in which devices exchange arrays. bytes: of its result on each device."""
+    """An operation that exchanges arrays between devices. bytes: of its result on each device."""
 
     kind: str
     bytes: int
@@ -285,12 +285,12 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
 def find_collectives(hlo: str) -> Counter[Collective]:
-    """Counts the collectives of an optimised program, each where it stands, not how often it runs."""
+    """Counts the collectives of an optimised program, each occurrence once, however often it runs."""
     found: Counter[Collective] = Counter()
     # The pattern tries each place of a line: only those that have a chance, of a text of many megabytes.
     lines = "\n".join(line for line in hlo.splitlines() if any(kind in line for kind in _KINDS))
     for shapes, kind, started in _COLLECTIVE.findall(lines):
-        # What starts has its arguments beside its result; only sums start with their results alone, or from jax 0.11 on
+        # Starts have their arguments beside their result; only sums have their results alone, or from jax 0.11 on
         # with their arguments as a tuple before them.
         results = shapes.partition("), ")[2] if shapes.startswith("((") else shapes
         sizes = [_num_bytes(*array) for array in _ARRAY.findall(results if kind == "all-reduce" else shapes)]
@@ -304,14 +304,14 @@ def _num_bytes(dtype: str, bits: str, dims: str) -> int:
 
 
 def judge_collectives(found: Counter[Collective], expected: Counter[Collective]) -> list[str]:
-    """What is wrong with the collectives of a program, if they are others than expected."""
+    """Returns problems of a program whose collectives differ from the expected ones."""
     if found == expected:
         return []
     return [f"collectives: {describe_collectives(found)}; expected {describe_collectives(expected)}"]
 
 
 def describe_exchange(row: dict[str, Any]) -> str:
-    """Says what each device holds and exchanges in a program, from a row of a report; nothing about one device."""
+    """Describes each device's memory and exchanges in a program, from a row of a report; "" for one device."""
     found = Counter({Collective(c["kind"], c["bytes"]): c["number"] for c in row.get("collectives", ())})
     if not found:
         return ""
@@ -362,7 +362,7 @@ def judge_kernel(kernel: Kernel, shared_limit: int) -> list[str]:
 
 
 def judge_program(memory: Memory, copies: list[str], buffer_bytes: int = 0) -> list[str]:
-    """What is wrong with a program. Args: copies, of `find_copies`; buffer_bytes, temporaries that it needs."""
+    """Returns problems of a program. Args: copies, of `find_copies`; buffer_bytes, necessary temporaries."""
     wrong = []
     if copies:
         wrong.append(f"the pool is copied by {', '.join(copies)}")

@@ -1,9 +1,9 @@
 """Finds machine code that touches registers of a product while it runs.
 
 wgmma is HGMMA in machine code, and runs on after it has been issued. Until a WARPGROUP.DEPBAR has waited for it, its
-accumulators belong to the tensor cores, and operands in registers must stay as they are. The compiler sees to that;
-compilers have failed to. What a product reads of shared memory cannot be told from machine code: the emulator of PTX
-(`pallas_kernels.ptx`) checks that.
+accumulators belong to the tensor cores, and operands in registers must stay as they are. The compiler must ensure that;
+compilers have failed to. Machine code does not show a product's reads of shared memory: the emulator of PTX
+(`pallas_kernels.ptx`) checks them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Running = Mapping[Instruction, int]
 
 
 def find_touches(function: Function) -> list[Touch]:
-    """Returns what touches registers of running products, on any path through a function.
+    """Returns instructions that touch registers of running products, on any path through a function.
 
     Args:
       function: of `sass.disassemble(..., registers=True)`.

@@ -1,2 +1,2 @@
-"""Kernels for Hopper in Mosaic GPU. `decode`, `prefill`, `mass`, `kv_write` and `product` are to be called; the rest
-is theirs."""
+"""Kernels for Hopper in Mosaic GPU. `decode`, `prefill`, `mass`, `kv_write` and `product` are public; the rest
+is internal."""

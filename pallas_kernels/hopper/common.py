@@ -26,7 +26,7 @@ class Config:
 
     rows: queries x query heads of a group, padded to a multiple of 8, at most 64. num_workers: blocks of threads.
     stages: pieces of keys and values that each of them holds at once. codes: dtype of a quantised pool; dtype is
-    that of what is multiplied, 16 bits. swapped: keys are the rows of the products, `rows` their columns.
+    the dtype of the factors, 16 bits. swapped: keys are the rows of the products, `rows` their columns.
     """
 
     num_kv_heads: int
@@ -66,7 +66,7 @@ class Config:
 
     @property
     def scarce_registers(self) -> bool:
-        """Whether numbers that can be read again are not kept, nor units known ahead: codes of 8 bits at a head dim of
+        """True if numbers that can be read again are not kept, nor units known ahead: codes of 8 bits at a head dim of
         256 with sink queries would spill."""
         return bool(self.codes) and self.head_dim > 128 and self.num_sink_queries > 0
 
@@ -77,17 +77,17 @@ class Config:
 
     @property
     def staged(self) -> int:
-        """Columns of a float32 partial result that wait in shared memory at once; those of a final result take as many
+        """Columns of a float32 partial result that wait in shared memory at once; a final result's take as many
         bytes. With a sink query only 16 of each leave room for two blocks of threads on a multiprocessor: 113 KB each
         at a head dim of 128; 8 if there is a tile for widening."""
         return (8 if self.codes else 16) if self.num_sink_queries else self.columns // 2
 
 
 def layout(width: int, num_bytes: int | float):
-    """Layout in shared memory of matrices [..., width]: what wgmma and TMA want, free of bank conflicts.
+    """Layout in shared memory of matrices [..., width], as wgmma and TMA require, free of bank conflicts.
 
     Args:
-      num_bytes: of a number; a half where it has 4 bits.
+      num_bytes: of a number; 0.5 for 4 bits.
     """
     swizzle = next(x for x in (128, 64, 32) if width * num_bytes % x == 0)
     return plgpu.TilingTransform((8, int(swizzle / num_bytes))), plgpu.SwizzleTransform(swizzle)
@@ -177,12 +177,12 @@ def store(ref, index, x) -> None:
     slow: Any = getattr(plgpu, "store", None)
     if slow is None or interpreter.loads_plainly():
         ref[index] = x
-    else:  # jax 0.12, where plain stores must be what Mosaic holds to be the best
+    else:  # jax 0.12, where plain stores must have the layout that Mosaic prefers
         slow(ref.at[index], x, optimized=False)
 
 
 def finished(top, total, sink=None):
-    """What a sum of values, weighted by exp2(score - top), has to be multiplied with, and the natural log-sum-exp.
+    """The factor for a sum of values weighted by exp2(score - top), and the natural log-sum-exp.
 
     Args:
       top, total: the largest score in base 2, -inf where nothing was seen, and the sum of the weights.

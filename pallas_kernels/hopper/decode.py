@@ -16,7 +16,7 @@ from pallas_kernels.hopper.schedule import Tuning, plan, schedule
 from pallas_kernels.hopper.tiles import Tiles, where_queried
 from pallas_kernels.work import Work
 
-# Of a pool's dtype, the one in which it is multiplied: it holds the pool's numbers exactly.
+# For a pool's dtype, the one of its products: it holds the pool's numbers exactly.
 PRODUCTS = {
     jnp.dtype(pool): product
     for pool, product in (
@@ -29,7 +29,7 @@ PRODUCTS = {
 }
 
 
-# Under jit of its own, so that all layers of a model share one lowering.
+# A separate jit, so that all layers of a model share one lowering.
 @functools.partial(jax.jit, static_argnames="tuning")
 def attend(call: Call, work: Work | None = None, *, tuning: Tuning) -> Result:
     """Attends a call; `pallas_kernels.contract` has the arguments.

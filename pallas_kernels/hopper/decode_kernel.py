@@ -2,9 +2,9 @@
 
 Each block of threads is one warpgroup that walks its stretch of the work list (`work`). Several of them fit a
 multiprocessor, so that one computes while another waits. Where the output is too wide for one warpgroup's registers,
-two of them score the same keys and sum half of the values' columns each; both K and V lie in memory as two halves. Up
-to 16 queries x query heads of a group swap the operands of the products: their turns are in `decode_swapped`. Those of
-more, per piece of 64 tokens:
+two of them score the same keys and sum half of the values' columns each; both K and V are stored as two halves. Up
+to 16 queries x query heads of a group swap the operands of the products: their turns are in `decode_swapped`. The turns
+of more, per piece of 64 tokens:
 
     TMA, one box per unit     K [64, H], V [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
     wgmma 64 x 64 x H         scores: rows are queries x query heads of the group, padded to 64
@@ -14,7 +14,7 @@ more, per piece of 64 tokens:
 Keys and values in 8 or 4 bits are widened, K and then V, into one tile that the wgmmas read: see `quantised`.
 
 The whole pool comes in with the index of the layer: a slice of it would be a copy. A stretch that begins or ends inside
-a (query tile, kv head) pair leaves a partial result; `merge` joins those of a pair by their log-sum-exp. A pair in one
+a (query tile, kv head) pair leaves a partial result; `merge` joins a pair's results by their log-sum-exp. A pair in one
 piece has its final result from here.
 
 Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1; split keys, Flash-Decoding; one box per block
@@ -223,7 +223,7 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
 
         @pl.when(dirty)
         def _():
-            # A weight of 0 does not silence a NaN in a slot that nobody has written.
+            # A weight of 0 does not silence a NaN in an unwritten slot.
             v = values_s[...]
             values_s[...] = jnp.where(written(v.shape), v, jnp.zeros_like(v))
             plgpu.commit_smem()
@@ -333,7 +333,7 @@ def attend_segments(q, q_sink, positions, pool: Pool, work: Work, sinks, numbers
         ),
         interpret=interpret,
         warpgroups=groups,
-        # Of 4 warps, what each of their threads holds of a maximum over 64 rows.
+        # One entry for each thread of 4 warps, for a maximum over 64 rows.
         reduction_bytes=128 * config.rows if config.swapped else 0,
         auto_barriers=not config.swapped,
     )

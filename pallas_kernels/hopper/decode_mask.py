@@ -12,13 +12,13 @@ from pallas_kernels.patterns import FAR, Pattern
 
 
 class Axes(NamedTuple):
-    """Which axis of a matrix of scores counts queries, and which keys."""
+    """The axis of a matrix of scores that counts queries, and the one that counts keys."""
 
     query: int
     key: int
 
     def spread(self, q_pos, kv_pos):
-        """Functions that repeat what each query, and what each key has, for all scores."""
+        """Functions that repeat each query's, and each key's, values for all scores."""
         sizes = {self.query: len(q_pos), self.key: len(kv_pos)}
         shape = sizes[0], sizes[1]
 
@@ -43,7 +43,7 @@ def visible(pattern: Pattern, q_pos, kv_pos, axes: Axes = STRAIGHT):
     of_query, of_key = axes.spread(q_pos, kv_pos)
     is_global = (pattern.has_global != 0) & (_remainder(kv_pos, pattern.global_every) == 0)
     always = (kv_pos < pattern.num_sinks) | is_global
-    # Keys that are always seen stand at FAR for the window, and out of step for none.
+    # Keys that are always seen have the position FAR for the window, and are out of step for none.
     near = of_key(jnp.where(always, FAR, kv_pos)) > of_query(q_pos - pattern.window)
     phase = of_key(jnp.where(always, -1, _remainder(kv_pos, pattern.stride)))
     in_step = (phase == of_query(_remainder(q_pos, pattern.stride))) | (phase == -1)

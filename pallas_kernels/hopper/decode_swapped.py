@@ -1,11 +1,11 @@
 """The turns of decode with operands swapped: keys are the 64 rows of a wgmma, queries its 8 or 16 columns.
 
-For few queries and heads of a group. `decode_kernel` has the walk along the work list, and the same turns the other way
-round, in which all rows beyond the queries are padding. Per piece of 64 tokens:
+For few queries and heads of a group. `decode_kernel` has the walk along the work list, and the same turns unswapped,
+where all rows beyond the queries are padding. Per piece of 64 tokens:
 
     wgmma 64 x rows x H       scores: K times Q transposed
     registers                 soft cap, mask (pieces that need one), online softmax in base 2 down the columns
-    wgmma H x rows x 64       V transposed times the weights, which lie in shared memory as [rows, 64]
+    wgmma H x rows x 64       V transposed times the weights, which are in shared memory as [rows, 64]
 
 The sum of the weights is kept for each row of a wgmma, and summed down the columns only where a segment ends.
 """
@@ -170,7 +170,7 @@ def _weighted_values(warpgroup: Warpgroup, at: Place, p, refill):
 
         @pl.when(dirty)
         def _():
-            # A weight of 0 does not silence a NaN in a slot that nobody has written.
+            # A weight of 0 does not silence a NaN in an unwritten slot.
             v = values_s[...]
             values_s[...] = jnp.where(written(v.shape), v, jnp.zeros_like(v))
             plgpu.commit_smem()

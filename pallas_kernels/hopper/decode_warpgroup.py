@@ -1,4 +1,4 @@
-"""A warpgroup of the decode kernel: the arrays that it sees, what it copies, and where it waits for others."""
+"""A warpgroup of the decode kernel: its arrays, its copies, and its waits for others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pallas_kernels.work import HEAD, NUM_PIECES, PIECE, TILE
 class Refs(NamedTuple):
     """Arrays of the kernel, in its order: inputs, outputs, scratch.
 
-    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which warpgroups
-    arrive when they have read what may be overwritten.
+    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: where warpgroups
+    arrive once they have read memory that may then be overwritten.
     """
 
     q_g: Any
@@ -76,9 +76,9 @@ class Place(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A piece that is to be asked for, with where its units lie: a refill of a buffer waits for no load.
+    """A piece to request, with the places of its units: a refill of a buffer waits for no load.
 
-    keys: of each unit the index of its keys in the pool's units; none where these would not fit the registers.
+    keys: for each unit the index of its keys in the pool's units; none where these would not fit the registers.
     """
 
     segment: Any
@@ -107,7 +107,7 @@ class Warpgroup(NamedTuple):
 
     @property
     def by_token(self) -> bool:
-        """Whether scales multiply scores and weights."""
+        """True if scales multiply scores and weights."""
         return self.quantised and self.config.codes != jnp.int4
 
     @property
@@ -128,7 +128,7 @@ class Warpgroup(NamedTuple):
         return key_positions(starts, self.config.unit)
 
     def positions(self, at: Place):
-        """Of the queries and of the keys of a piece."""
+        """Positions of the queries and of a piece's keys."""
         return load(self.refs.positions_g, at.tile), self.key_positions(at)
 
     def ahead(self, segment, piece) -> Ahead:
@@ -211,7 +211,7 @@ def store_segment(
     Args:
       top, total: the largest score in base 2 of each row, and the sum of its weights.
       sinks_g: [K, rows] learned sink logits in base 2; None without.
-      store: takes what the sum of weighted values has to be multiplied with, the log-sum-exp, and where both go.
+      store: takes the factor for the sum of weighted values, the log-sum-exp, and the places of both.
     """
     refs, pair = warpgroup.refs, warpgroup.pair(segment)
     whole = refs.of_pair_g[pair] + 1 == refs.of_pair_g[pair + 1]

@@ -1,7 +1,7 @@
 """jax's interpreter of GPU programs, for the Hopper kernels with interpret=True on the CPU: numbers, not layouts.
 
-It holds a thread of XLA:CPU for each warpgroup and may wait for ever where there are fewer: NPROC=8 in the environment,
-before jax starts, is enough for kernels of three. What is compiled, layouts and all, runs in `pallas_kernels.ptx`.
+It holds a thread of XLA:CPU for each warpgroup and may wait for ever with fewer: NPROC=8 in the environment,
+before jax starts, is enough for kernels of three. Compiled code, layouts included, runs in `pallas_kernels.ptx`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _interpreted = contextvars.ContextVar("interpreted", default=False)
 
 
 def parameters(interpret):
-    """Those of the interpreter for what a kernel was given as `interpret`: None for False and None; True takes jax's
+    """The interpreter's parameters for a kernel's `interpret`: None for False and None; True takes jax's
     defaults; others are parameters already."""
     if not interpret:
         return None
@@ -43,7 +43,7 @@ def interpreted(body):
 
 
 def loads_plainly() -> bool:
-    """Whether a body is being traced for an interpreter that has no plgpu.load, that of jax 0.10."""
+    """True if a body is being traced for jax 0.10's interpreter, which has no plgpu.load."""
     return _interpreted.get() and jax.__version_info__ < (0, 11)
 
 

@@ -40,8 +40,8 @@ JAX_0_10 = jax.__version_info__ < (0, 11)
 class Tuning:
     """How the kernel runs.
 
-    tokens_per_block: how many tokens a block of threads writes; the largest divisor of T that divides it is taken.
-    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+    tokens_per_block: maximum tokens that a block of threads writes; the largest divisor of T that divides it is taken.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that interpreter's parameters.
     """
 
     tokens_per_block: int = 1
@@ -50,10 +50,10 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for.
+    """The configuration that a kernel is compiled for.
 
-    heads: query heads, kv heads, head dim. tokens: how many a block of threads writes.
-    plain_loads: what the interpreter of jax 0.10 knows.
+    heads: query heads, kv heads, head dim. tokens: written by a block of threads.
+    plain_loads: as the interpreter of jax 0.10 requires.
     """
 
     heads: tuple[int, int, int]
@@ -115,14 +115,14 @@ def _put(ref, *index, value) -> None:
     store: Any = getattr(plgpu, "store", None)
     if store is None:
         ref[index] = value
-    else:  # jax 0.12, where plain stores must be what Mosaic holds to be the best
+    else:  # jax 0.12, where plain stores must have the layout that Mosaic prefers
         store(ref.at[index], value, optimized=False)
 
 
 def _halved(x: Any, heads: int = -2) -> Any:
     """Returns an array, or its shape, as [..., 2, 1, H / 2] if it has one head, on axis `heads`.
 
-    Half of one head is then contiguous. Of [1, H / 2] in rows of H, Mosaic on jax 0.10 says that it cannot be loaded.
+    Half of one head is then contiguous. Mosaic on jax 0.10 cannot load [1, H / 2] in rows of H.
     """
     if x.shape[heads] != 1:
         return x
@@ -187,7 +187,7 @@ def _quantised(halves, dtype):
 
 
 def _write_tokens(*refs, names: tuple[str, ...], config: Config):
-    """The kernel. names: of the refs; those of what is optional are absent."""
+    """The kernel. names: of the refs; optional ones may be absent."""
     g = dict(zip(names, refs))
     num_heads, num_kv_heads, head_dim = config.heads
     q_layout, kv_layout = row_layouts(num_heads, num_kv_heads, head_dim // 2)
@@ -246,7 +246,7 @@ def _check_supported(call: Write) -> None:
 
 
 def _inputs(call: Write) -> dict[str, jax.Array]:
-    """What the kernel only reads, by name; what is optional may be absent."""
+    """Inputs that the kernel only reads, by name; optional ones may be absent."""
     # XLA drops this where they are slices of one product.
     qkv = jnp.concatenate([call.q, call.k, call.v], axis=1)
     found = {"qkv": qkv, "slots": call.slots}
@@ -267,7 +267,7 @@ def _inputs(call: Write) -> dict[str, jax.Array]:
 
 
 def _outputs(call: Write) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel makes, by name."""
+    """Outputs of the kernel, by name."""
     found = {"q_out": jax.ShapeDtypeStruct(call.q.shape, call.q.dtype)}
     if call.sink_rope is not None:
         num_tokens, *heads = call.q.shape
@@ -275,7 +275,7 @@ def _outputs(call: Write) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
-# Under jit of its own, so that all layers of a model share one lowering.
+# A separate jit, so that all layers of a model share one lowering.
 @functools.partial(jax.jit, static_argnames="tuning")
 def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
     """Writes this step's keys and values to the pool, in place; `pallas_kernels.contract` has the arguments.

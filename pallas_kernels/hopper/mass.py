@@ -1,11 +1,11 @@
-"""The attention weight that each slot got, for Hopper, in Mosaic GPU: what H2O and its like add up. Bound by memory.
+"""The attention weight of each slot, as H2O and related methods sum it, for Hopper, in Mosaic GPU. Bound by memory.
 
-Reads keys only, along the work list of the attention, after it: its log-sum-exp makes weights of scores, so
-that nothing has to be merged. Each block of threads is one warpgroup; two of them fit a multiprocessor. Per piece of 64
+Reads keys only, along the work list of the attention, after it: its log-sum-exp turns scores into weights, so
+nothing is merged. Each block of threads is one warpgroup; two of them fit a multiprocessor. Per piece of 64
 tokens:
 
     TMA, one box per unit    K [64, H] into one of `stages` buffers, asked for `stages` pieces ahead
-    wgmma 64 x rows x H      scores the other way round, so that as few columns as there are queries are computed
+    wgmma 64 x rows x H      scores transposed, so that only as many columns as queries are computed
     registers                soft cap, mask (pieces that need one), exp2(score - lse), summed along a row
     store                    [64] float32 to the piece's own place
 
@@ -171,7 +171,7 @@ def _scores(refs: Refs, config: Config, piece: Piece):
     return lax.cond(care & MASK != 0, masked, capped, scores_of(refs.q_s))
 
 
-# Under jit of its own, so that all layers of a model share one lowering.
+# A separate jit, so that all layers of a model share one lowering.
 @functools.partial(jax.jit, static_argnames="tuning")
 def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tuning: Tuning) -> jax.Array:
     """The attention weight that each slot got, `Result.mass`, for a call that may ask for other results too.
@@ -201,7 +201,7 @@ def probability_mass(call: Call, lse: jax.Array, work: Work | None = None, *, tu
         soft_cap=call.options.soft_cap,
         num_sink_queries=call.num_sink_queries,
     )
-    # What must not count weighs exp2(score - inf).
+    # Queries that must not count weigh exp2(score - inf).
     counts = (call.positions[:, :, None] >= 0) & (lse > -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf)
     if (factor := call.options.mass_factor) is not None:

@@ -1,9 +1,9 @@
-"""Joins partial results of attention by their log-sum-exp, for Hopper, in Mosaic GPU: of pairs that were split only.
+"""Joins partial results of attention by their log-sum-exp, for Hopper, in Mosaic GPU: only for split pairs.
 
 A pair (query tile, kv head) with one segment has its final result from the attention already. Each worker's stretch
-begins inside of at most one pair, so there are at most as many split pairs as workers: blocks of threads number w join
+begins inside at most one pair, so there are at most as many split pairs as workers: blocks of threads number w join
 the pair in which stretch w begins, where no earlier stretch begins in it. Each holds 128 numbers of the result, one in
-a thread, and reads GROUP segments of them at a time, which lie one after another in memory. No shared memory and no
+a thread, and reads GROUP segments of them at a time, which are adjacent in memory. No shared memory and no
 barriers: up to 16 blocks on a multiprocessor hide each other's waits.
 
 Pairs that see nothing have no segment: the same blocks write their zeros.
@@ -39,7 +39,7 @@ def whole_rows(num_rows: int, head_dim: int) -> int:
 
 
 class Refs(NamedTuple):
-    """Arrays of the kernel, all in global memory: inputs, then what it updates."""
+    """Arrays of the kernel, all in global memory: inputs, then updated ones."""
 
     partial: Any
     partial_lse: Any
@@ -113,7 +113,7 @@ def _full(size: int, x) -> jax.Array:
 
 
 def _joined(read, first, until, size: int):
-    """Sums what segments `first` to `until` hold. read: gives a segment's log2-sum-exp and values, [size] each.
+    """Sums segments `first` to `until`. read: gives a segment's log2-sum-exp and values, [size] each.
 
     Returns:
       values, weighted by exp2(log2-sum-exp - top); top; the sum of these weights.

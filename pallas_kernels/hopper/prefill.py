@@ -32,8 +32,8 @@ class Tuning:
     take_turns: one consumer has the tensor cores while the other computes its softmax.
     registers: weights stay in registers: a tenth fewer instructions than through shared memory, counted in the inner
       loop. Compiled kernels sum the output in place. jax's interpreter can do neither and does without;
-      `pallas_kernels.ptx` holds both forms to the reference. Codes leave no shared memory for weights.
-    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+      `pallas_kernels.ptx` tests both forms against the reference. Codes leave no shared memory for weights.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that interpreter's parameters.
     """
 
     stages: int = 2
@@ -44,7 +44,7 @@ class Tuning:
 
 
 def schedule(call: Call, *, tuning: Tuning) -> PrefillWork:
-    """The work of calls that share rows and pattern, as the layers of a model do. Of q it reads the shape."""
+    """The work of calls that share rows and pattern, as the layers of a model do. It reads only q's shape."""
     shape = call.pool.kv.shape
     return prefill_work.schedule(
         *Tiles.of(call, CONSUMERS).split(call),
@@ -64,7 +64,7 @@ def _splits(call: Call, tuning: Tuning) -> int:
     return splits_of(num_tiles, tiles.num_kv_heads, width, block_size=block_size, head_dim=head_dim)
 
 
-# Under jit of its own, so that all layers of a model share one lowering.
+# A separate jit, so that all layers of a model share one lowering.
 @functools.partial(jax.jit, static_argnames="tuning")
 def attend(call: Call, work: PrefillWork | None = None, *, tuning: Tuning) -> Result:
     """Attends a call; `pallas_kernels.contract` has the arguments.

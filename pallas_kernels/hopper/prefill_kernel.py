@@ -11,11 +11,11 @@ with most keys first. Its three warpgroups:
                     wgmma 64 x H x 128    weights as bf16 or f16 from registers, times V; summed in place
 
 With a head dim of 256 a piece is 64 keys. The consumers take turns: while one has the tensor cores, the other computes
-its softmax. Pieces that need a mask come first, part by part, in a loop of their own. The loop over the others has no
-mask, and gives the scores of a piece and the values of the one before to the tensor cores together; see `prefill_turns`
-and `prefill_work`. Pieces with sinks that sink queries score are visited by each of them: it is fetched over the first
-query and attends to its own sinks only; the softmax joins what they find. The whole pool comes in with the index of the
-layer: a slice of it would be a copy.
+its softmax. Pieces that need a mask come first, part by part, in a separate loop. The loop over the others has no
+mask, and gives the scores of a piece and the values of the previous one to the tensor cores together; see
+`prefill_turns` and `prefill_work`. Pieces with sinks that sink queries score are visited by each of them, which is
+fetched over the first query and attends to its own sinks only; the softmax joins the results. The whole pool comes in
+with the index of the layer: a slice of it would be a copy.
 
 Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2 (warp specialisation, ping-pong,
 products and softmax of a warpgroup overlapped).
@@ -109,7 +109,7 @@ def _consume(warpgroup: Warpgroup) -> None:
 
 
 def _silence(warpgroup: Warpgroup) -> None:
-    """Zeroes values in slots of the first piece that nobody has written: a weight of 0 does not silence a NaN."""
+    """Zeroes values in unwritten slots of the first piece: a weight of 0 does not silence a NaN."""
     refs, config = warpgroup.refs, warpgroup.config
     for part in range(config.piece // ROWS):  # each consumer sees to 64 slots
 

@@ -1,7 +1,7 @@
 """Masks of scores inside the prefill kernel: `patterns.Pattern`, one condition after the other.
 
-Half of a consumer's registers hold the output and the scores. So nothing is kept that can be read again, remainders are
-done per row or column and only where a pattern has them, and what most patterns lack stands in branches of its own.
+Half of a consumer's registers hold the output and the scores. So numbers that can be read again are not kept,
+remainders are per row or column and only for patterns that have them, and rare parts of patterns are separate branches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def masked_scores(s, pattern, positions):
 
     def near(s):
         q_pos, kv_pos = positions()
-        # Keys that are always seen stand at FAR for the window.
+        # Keys that are always seen have the position FAR for the window.
         reach = jnp.where(kv_pos < pattern().num_sinks, FAR, kv_pos)
         reach = lax.cond(pattern().has_global != 0, with_globals, lambda x: x, reach)
         return jnp.where(columns(reach) > rows(q_pos - pattern().window), s, -jnp.inf)
@@ -58,9 +58,9 @@ def scored_by(visit, num_sink_queries, pattern, positions, s):
     """Scores s [R, C] with -inf where another query scores a key, by `Pattern.repositioned`.
 
     Args:
-      visit: 0 for the first query; j for sink query j - 1, the last of which is for all later sinks too.
+      visit: 0 for the first query; j for sink query j - 1, the last of which serves all later sinks too.
       num_sink_queries: sink queries.
-      pattern, positions: as of `masked_scores`.
+      pattern, positions: see `masked_scores`.
     """
 
     def repositioned(first, until):

@@ -18,10 +18,10 @@ from pallas_kernels.hopper.prefill_work import FIRST_REPOSITIONED, NUM_MASKED, N
 
 
 class State(NamedTuple):
-    """What the online softmax has found so far.
+    """Running results of the online softmax.
 
     sums: weights times values, [64, columns] for each part of the columns. top: largest score of each row, in base 2.
-    total: sum of its weights. largest: where not None, sums are yet to be multiplied with 2 to the power of it.
+    total: sum of its weights. largest: unless None, sums must still be multiplied with 2 to the power of it.
     """
 
     sums: tuple[jax.Array, ...]
@@ -31,10 +31,10 @@ class State(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a consumer does in one turn with a mask: part number `part` of piece i.
+    """One turn of a consumer with a mask: part number `part` of piece i.
 
-    first, last: the turn begins, or ends, the piece. query: 0 for the first query where repositioned sinks are in the
-    piece, j for that of q_sink number j - 1; -1 where there are none.
+    first, last: the turn begins, or ends, the piece. query: 0 for the first query if repositioned sinks are in the
+    piece, j for q_sink number j - 1; -1 without any.
     """
 
     i: Any
@@ -53,7 +53,7 @@ def attend_masked(warpgroup: Warpgroup, j, state: State) -> State:
     if not num_sinks:
         return _attend_part(warpgroup, Visit(i, part, first, last), state)
     beyond = i - number(FIRST_REPOSITIONED)
-    # The first query, and after it each of q_sink; -1 where there is nothing for them.
+    # The first query, and after it each of q_sink; -1 with nothing for them.
     query = jnp.where(beyond < 0, -1, lax.rem(beyond, int32(1 + num_sinks)))
     i = jnp.where(beyond < 0, i, number(FIRST_REPOSITIONED) + beyond // (1 + num_sinks))
     pl.when(first & (query > 0))(lambda: warpgroup.fetch_queries(refs.q_sink_g.at[warpgroup.half(), query - 1]))
@@ -85,8 +85,8 @@ def _attend_part(warpgroup: Warpgroup, visit: Visit, state: State) -> State:
 def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
     """All turns without a mask, each of a whole piece.
 
-    The product of a piece's weights and values follows the scores of the next piece into the tensor cores, which carry
-    it out during the softmax of these.
+    The product of a piece's weights and values follows the scores of the next piece into the tensor cores, which
+    compute it during the softmax of these.
     """
     config = warpgroup.config
     first, end = warpgroup.number(NUM_MASKED), warpgroup.number(NUM_PIECES)
@@ -141,7 +141,7 @@ def attend_unmasked(warpgroup: Warpgroup, state: State) -> State:
 
 
 class Softmax(NamedTuple):
-    """A turn of the online softmax: weights [64, columns] float32, and by what earlier sums [64] fade."""
+    """A turn of the online softmax: weights [64, columns] float32, and factors [64] of earlier sums."""
 
     weights: jax.Array
     fade: jax.Array
@@ -190,7 +190,7 @@ def _scores(warpgroup: Warpgroup, i, slots, columns: int):
 
 
 def _capped(warpgroup: Warpgroup, s, i, slots):
-    """Scores of piece i with the keys' scales and soft cap, and what they are yet to be multiplied with, to be in base
+    """Scores of piece i with the keys' scales and soft cap, and the factor that they still need to be in base
     2."""
     cap = warpgroup.config.soft_cap
     factor = LOG2E if cap is None else 1 / cap

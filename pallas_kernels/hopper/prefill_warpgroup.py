@@ -20,13 +20,13 @@ CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the kernel is compiled for.
+    """The configuration that the kernel is compiled for.
 
     stages: pieces of keys and values held at once. registers: weights go from registers into the second wgmma, else
     through shared memory. in_place: it adds to the output, as compiled kernels do; else its sums are added afterwards.
-    jax's interpreter of GPU programs can follow neither of the two. num_sink_queries: sink queries, J.
-    splits: of each tile over its keys. codes: dtype of a quantised pool, None of one in 16 bits; dtype is that of what
-    is multiplied.
+    jax's interpreter of GPU programs supports neither. num_sink_queries: sink queries, J.
+    splits: of each tile over its keys. codes: dtype of a quantised pool, None for 16 bits; dtype is the dtype of the
+    factors.
     """
 
     num_kv_heads: int
@@ -45,22 +45,22 @@ class Config:
 
     @property
     def by_token(self) -> bool:
-        """Whether scales multiply scores and weights."""
+        """True if scales multiply scores and weights."""
         return self.codes is not None and self.codes != jnp.int4
 
     @property
     def in_units(self) -> bool:
-        """Whether weights times scales are held in units of each piece's largest scale: float16 has a short range."""
+        """True if weights times scales are held in units of each piece's largest scale: float16 has a short range."""
         return self.by_token and self.dtype == jnp.float16
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread of the warpgroup that copies, and widens codes."""
+        """Registers of a thread of the warpgroup that copies, and widens codes."""
         return 24 if self.codes is None else 72
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread: three warpgroups have 3 x 168 to share."""
+        """Registers of a thread: three warpgroups have 3 x 168 to share."""
         return (3 * 168 - self.producer_registers) // CONSUMERS // 8 * 8
 
     @property
@@ -88,7 +88,7 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """Columns of the output that are summed together: 64 where the sums need registers of their own."""
+        """Columns of the output that are summed together: 64 where the sums need separate registers."""
         return self.head_dim if self.in_place or self.head_dim % 64 else 64
 
     @property
@@ -105,11 +105,11 @@ class Config:
 class Refs(NamedTuple):
     """Arrays of the kernel, in its order: inputs, outputs, scratch.
 
-    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: those at which the
-    consumers arrive when they have read what may be overwritten. turn: that at which they take turns.
+    _g: in global memory. _s: in shared memory. _bar: barriers at which copies arrive. _read: barriers at which the
+    consumers arrive once they have read memory that may then be overwritten. turn: barrier at which they take turns.
 
-    Of a quantised pool codes and raw (scales) are copied. The producer makes of them what the consumers read: k, v,
-    scales [stages + 1, 2, piece] of both, and where weights are held in units, largest [stages + 1, 64]: in each row
+    For a quantised pool, codes and raw (scales) are copied. The producer turns them into the consumers' input: k, v,
+    scales [stages + 1, 2, piece] of both, and if weights are held in units, largest [stages + 1, 64]: in each row
     the logarithm in base 2 of the largest scale of the values.
     """
 
@@ -159,15 +159,15 @@ class Warpgroup(NamedTuple):
         return self.refs.tiles_g[self.row, which]
 
     def half(self):
-        """Index of this warpgroup's 64 rows among those of all tiles and kv heads."""
+        """Index of this warpgroup's 64 rows among the rows of all tiles and kv heads."""
         return (self.number(TILE) * self.config.num_kv_heads + self.head) * CONSUMERS + self.group
 
     def split(self):
-        """Index of this warpgroup's rows among those of all splits."""
+        """Index of this warpgroup's rows among the rows of all splits."""
         return self.half() * self.config.splits + self.number(SPLIT)
 
     def first_unit(self):
-        """What a unit's index in the work becomes one in the pool by: the layer's keys of this head."""
+        """Offset from a unit's index in the work to its index in the pool: the layer's keys of this head."""
         layer, config = self.refs.numbers_g[len(Pattern._fields)], self.config
         return (layer * 2 * config.num_kv_heads + self.head) * config.units_of_block
 
@@ -193,7 +193,7 @@ class Warpgroup(NamedTuple):
         return lax.rem(i, int32(self.config.stages))
 
     def scales_slot(self, i):
-        """Where the scales of a piece lie: one more than stages, as those of values are read before the values."""
+        """Place of a piece's scales: one more than stages, as the values' scales are read before the values."""
         return lax.rem(i, int32(self.config.stages + 1))
 
     def scales(self, i, which: int, slots):
@@ -201,14 +201,14 @@ class Warpgroup(NamedTuple):
         return self.refs.scales_s[self.scales_slot(i), which, slots]
 
     def largest(self, i):
-        """Of piece i, for each row: see `Refs`; None where weights are not held in units of it."""
+        """Largest scale of piece i, for each row: see `Refs`; None where weights are not held in units of it."""
         return self.refs.largest_s[self.scales_slot(i)] if self.config.in_units else None
 
     def wait_for_keys(self, i) -> None:
         plgpu.barrier_wait(self.refs.k_bar.at[self.stage(i)])
 
     def wait_for_values(self, i) -> None:
-        """Waits for the values of piece i, once for each; those of the first have been waited for."""
+        """Waits for the values of piece i, once for each; the first piece's have been waited for."""
         pl.when(i > 0)(lambda: plgpu.barrier_wait(self.refs.v_bar.at[self.stage(i)]))
 
     def leave_keys(self, i) -> None:
@@ -230,7 +230,7 @@ class Warpgroup(NamedTuple):
         return ()
 
     def multiply_values(self, products, sums, held, i, slots) -> None:
-        """Starts the product of held weights and the values in slots of piece i; sums: what it is added to."""
+        """Starts the product of held weights and the values in slots of piece i; sums: added to it."""
         weights = held if self.config.registers else self.refs.p_s.at[self.group, :, pl.ds(0, slots.size)]
         for j, product in enumerate(products):
             width = self.config.columns
@@ -239,7 +239,7 @@ class Warpgroup(NamedTuple):
             plgpu.wgmma(product, weights, self.refs.v_s.at[self.stage(i), slots, pl.ds(j * width, width)])
 
     def sums(self, products, sums):
-        """What `multiply_values` gives, for which it waits."""
+        """The results of `multiply_values`, after waiting for them."""
         if self.config.in_place:
             return tuple(product[...] for product in products)
         return tuple(x + product[...] for x, product in zip(sums, products, strict=True))

@@ -1,11 +1,11 @@
 """The producer of the prefill kernel for keys and values in 8 or 4 bits: copies codes, and widens them for the others.
 
 Its warpgroup has the registers that the consumers can spare. Codes arrive in one buffer for keys and one for values,
-and become 16 bits in the buffers that wgmma reads: exactly, as `quantised` says. The consumers never see codes:
+and become 16 bits in the buffers that wgmma reads: exactly, see `quantised`. The consumers never see codes:
 
-    8 bits    they multiply scores and weights by the scales of their columns, which lie here without gaps: those of
-              keys times what turns scores into base 2, those of values as 0 where nobody has written
-    4 bits    nothing is left to do
+    8 bits    they multiply scores and weights by the scales of their columns, which are here without gaps: scales
+              of keys times the factor to base 2, scales of values as 0 in unwritten slots
+    4 bits    nothing remains to be done
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def produce(warpgroup: Warpgroup) -> None:
     """Copies and widens all pieces, `stages` ahead of the consumers.
 
     Keys come one piece before values, as the consumers read them: the buffer of a piece's values is free half a turn
-    after that of the next one's keys.
+    after the next one's keys.
     """
     plgpu.set_max_registers(warpgroup.config.producer_registers, action="decrease")
     end, first = warpgroup.number(NUM_PIECES), warpgroup.first_unit()

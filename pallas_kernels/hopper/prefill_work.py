@@ -1,7 +1,7 @@
-"""What each query tile of a prefill reads, in which order: made once on the device, used by all layers that share a
+"""Order of the reads of each query tile of a prefill: computed once on the device, used by all layers that share a
 pattern.
 
-Of a tile's block table only the blocks with something visible are kept, cut into units of at most 64 tokens, the newest
+Only the blocks of a tile's table with something visible are kept, cut into units of at most 64 tokens, the newest
 first; a piece is as many units as fill `piece_tokens`. The order of the pieces does not matter to a softmax, so those
 that need a mask come before those that do not:
 
@@ -10,7 +10,7 @@ that need a mask come before those that do not:
 
 A tile may be split over its pieces, into work for as many blocks of threads, whose results are merged.
 
-Slots that nobody has written lie beyond the newest query, hence in the first piece, and only there. Sinks that a second
+Unwritten slots are beyond the newest query, hence in the first piece, and only there. Sinks that a second
 query scores are the oldest keys, hence in the last of the pieces that need a mask.
 """
 
@@ -47,9 +47,9 @@ class PrefillWork(NamedTuple):
     units: [S, U] index of a unit in the pool seen as units, without layer, key/value and head; any one of the tile's
       where absent.
     starts: [S, U] text position of each unit's first slot; FAR where absent.
-    tiles: [S, 7] which query tile it is; pieces to read; the first so many of them that need a mask; the first of these
-      with sinks that a sink query scores; whether the first piece has slots that may hold anything; largest position
-      of the queries, -1 where there are none; which of the tile's splits it is.
+    tiles: [S, 7] number of the query tile; pieces to read; how many of these need a mask, which come first; the first
+      of those with sinks that a sink query scores; whether the first piece has unwritten slots; largest position
+      of the queries, -1 without any; number of the tile's split.
     """
 
     units: jax.Array
@@ -75,8 +75,8 @@ def schedule(
       starts: [S, P] text position of each block's first slot; FAR where absent.
       positions: [S, Q] of each tile's queries; -1 where padded.
       pattern: scalars.
-      per_block_id: as `units_per_block_id` gives it.
-      splits: of each tile over its keys; they take its pieces in turn.
+      per_block_id: from `units_per_block_id`.
+      splits: of each tile over its keys; its pieces are dealt to them round robin.
 
     Raises:
       NotImplementedError: the block size is not 16, 32, 64 or 128.

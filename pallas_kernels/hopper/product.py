@@ -21,14 +21,14 @@ from pallas_kernels.speed.chip import H200
 MAX_ROWS = 64
 # Shared memory of a multiprocessor for pieces under way, and the most of it that one block of threads takes.
 SHARED_BYTES, MOST_BYTES = 212 * 1024, 200 * 1024
-# Of the depth that is read together, the best first.
+# Depth that is read together, the best first.
 PIECES = (256, 128, 64)
-# What it saves at least, where XLA adds up parts of a product, or a residual, in a launch of its own: 1.3 us to start
+# Minimum saving where XLA adds up parts of a product, or a residual, in a separate launch: 1.3 us to start
 # it, and the latency of its bytes twice.
 SPARED_US = 2.0
 # Somewhat more than the chip reads between two launches, 2 us of memory; `Product.ahead_bytes`.
 AHEAD_BYTES = 12 << 20
-# Of more rows, XLA's products without a gate were as fast or faster: q, k and v of Llama-8B with 64 rows by 4.7 %.
+# With more rows, XLA's products without a gate were as fast or faster: q, k and v of Llama-8B with 64 rows by 4.7 %.
 FEW_ROWS = 16
 
 
@@ -36,9 +36,9 @@ FEW_ROWS = 16
 class Tuning:
     """How a kernel runs.
 
-    tiles: of 64 columns of the result, of each matrix, that a block of threads computes; by default as `Plan.of` says.
-    piece: of the depth; stages: pieces that a block of threads holds at once; by default as `Plan.of` says.
-    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+    tiles: of 64 columns of the result, of each matrix, that a block of threads computes; by default see `Plan.of`.
+    piece: of the depth; stages: pieces that a block of threads holds at once; by default see `Plan.of`.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that interpreter's parameters.
     """
 
     tiles: int | None = None
@@ -48,7 +48,7 @@ class Tuning:
 
 
 class Plan(NamedTuple):
-    """How a product runs; fields as in `Tuning`. us: microseconds that its bytes take at least."""
+    """Plan of a product; fields as in `Tuning`. us: minimum microseconds for its bytes."""
 
     tiles: int
     piece: int
@@ -82,8 +82,8 @@ class Plan(NamedTuple):
 
 
 def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> float:
-    """Returns the microseconds that the bytes of a product take at least, if each block of threads computes `tiles`
-    times 64 columns and reads all rows again; with 0, those of the matrices alone."""
+    """Returns the minimum microseconds for the bytes of a product, if each block of threads computes `tiles`
+    times 64 columns and reads all rows again; with 0, for the bytes of the matrices alone."""
     weights = 2 * parts * width * depth
     us = weights / H200.weight_bytes_per_s * 1e6
     if not tiles:
@@ -111,8 +111,8 @@ def plan(call: Product, tuning: Tuning = Tuning()) -> Plan:
 
 
 def pays(call: Product) -> bool:
-    """Whether the kernel supports a call, spares more than its blocks of threads take to read the rows again, and has
-    not lost against XLA on an H200 (`experiments/gpu/README.md`): of many rows, only the gated product won."""
+    """True if the kernel supports a call, saves more time than its blocks of threads take to read the rows again, and
+    has not lost against XLA on an H200 (`experiments/gpu/README.md`): of many rows, only the gated product won."""
     try:
         found = plan(call)
     except NotImplementedError:
@@ -123,10 +123,10 @@ def pays(call: Product) -> bool:
     return found.us - bound_us(rows, depth, call.w.shape[0] // call.parts, call.parts) <= SPARED_US
 
 
-# Under jit of its own, so that all layers of a model share one lowering.
+# A separate jit, so that all layers of a model share one lowering.
 @functools.partial(jax.jit, static_argnames="tuning")
 def multiply(call: Product, work: None = None, *, tuning: Tuning) -> jax.Array:
-    """Multiplies; `pallas_kernels.contract` has the arguments, `plan` what is not supported."""
+    """Multiplies; `pallas_kernels.contract` has the arguments, `plan` the limits of support."""
     check(call)
     (rows, depth), width = call.x.shape, call.w.shape[0] // call.parts
     how = plan(call, tuning)
@@ -150,7 +150,7 @@ def multiply(call: Product, work: None = None, *, tuning: Tuning) -> jax.Array:
 
 
 def _ahead(call: Product, blocks: int) -> tuple[int, int] | None:
-    """Rows of `Product.ahead` for each of so many blocks of threads, and first columns of them, in whole lines of a
+    """Rows of `Product.ahead` for each of `blocks` blocks of threads, and first columns of them, in whole lines of a
     cache."""
     if call.ahead is None:
         return None
@@ -160,7 +160,7 @@ def _ahead(call: Product, blocks: int) -> tuple[int, int] | None:
 
 
 def columns_ahead(rows: int, depth: int, num_bytes: int) -> int:
-    """Returns how many columns of a matrix [rows, depth] of 16 bits take so many bytes at most, in whole lines of a
+    """Returns how many columns of a matrix [rows, depth] of 16 bits take at most num_bytes, in whole lines of a
     cache."""
     return min(num_bytes // (2 * rows), depth) // ROWS * ROWS
 

@@ -1,16 +1,16 @@
-"""Products of few rows with a matrix for Hopper, in Mosaic GPU, with what stands beside them. Bound by memory.
+"""Products of few rows with a matrix for Hopper, in Mosaic GPU, fused with their neighbours. Bound by memory.
 
 Each block of threads is one warpgroup that computes some columns of the result for all rows. Operands are swapped, as
 in `decode_swapped`: rows of the matrix are the 64 rows of a wgmma, the few rows of x its columns. Per piece of x's
 depth:
 
     TMA                     the matrix [columns, piece] and x [rows, piece] into one of `stages` buffers
-    registers, with a norm  squares of x are added up, x times the norm's weight goes back to shared memory
+    registers, with a norm  squares of x are summed, x times the norm's weight goes back to shared memory
     wgmma 64 x rows x piece for each 64 columns, summed in float32 in place
 
-While a piece is multiplied, the next one is prepared. In the end what is yet missing of the norm, one factor for each
-row, multiplies the sums. Bias, gated activation and residual follow, and the result leaves by way of shared memory,
-which turns it round.
+While a piece is multiplied, the next one is prepared. In the end the missing part of the norm, one factor for each
+row, multiplies the sums. Bias, gated activation and residual follow, and the result leaves through shared memory,
+which transposes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax import lax
 from pallas_kernels.hopper import transposed
 from pallas_kernels.hopper.common import LOG2E, ROWS, int32, launch, layout, load
 
-BOX = 256  # numbers along each side of what TMA takes at once
+BOX = 256  # numbers along each side of a TMA box, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +134,9 @@ def _fetch(refs: Refs, config: Config, columns, i, stage) -> None:
 
 
 def _ask_ahead(refs: Refs, config: Config) -> None:
-    """Asks the L2 for what a later kernel reads first, while memory would have nothing to do: between two launches.
+    """Prefetches into the L2 the first data of a later kernel, while memory would be idle: between two launches.
 
-    A hint, which nobody waits for. Others have measured what such requests at the end of a kernel gain, on another
+    A hint without a wait. Others have measured the gain of such requests at the end of a kernel, on another
     chip: 3.7 % of a decode step (github.com/Neroued/ninfer, pull request 69).
     """
     assert config.ahead is not None
@@ -148,7 +148,7 @@ def _ask_ahead(refs: Refs, config: Config) -> None:
 
 
 def _weigh(refs: Refs, config: Config, stage, squares, plain: bool):
-    """Multiplies a piece of x, in place, with the norm's weight; returns squares [64, rows] with those of the piece."""
+    """Multiplies a piece of x, in place, with the norm's weight; returns squares [64, rows] plus the piece's."""
     for begin in range(0, config.piece, ROWS):
         part = pl.ds(begin, ROWS)
         ref = refs.x_s.at[stage, :, part]
@@ -167,7 +167,7 @@ def _weigh(refs: Refs, config: Config, stage, squares, plain: bool):
 
 
 def _products(refs: Refs, stage, sums, meanwhile, plain: bool):
-    """Returns sums, each [columns, rows], plus a piece's products, and what `meanwhile` gives during these."""
+    """Returns sums, each [columns, rows], plus a piece's products, and the result of `meanwhile` during these."""
 
     def multiply(*accs):
         for part, acc in enumerate(accs):
@@ -181,7 +181,7 @@ def _products(refs: Refs, stage, sums, meanwhile, plain: bool):
 
 
 def _factor(refs: Refs, config: Config, squares, plain: bool):
-    """What the sums of each row [rows] are yet to be multiplied with; () without a norm."""
+    """Factors that the sums of each row [rows] still need; () without a norm."""
     if refs.norm_g is None:
         return ()
     if not plain:
@@ -221,7 +221,7 @@ def _gelu_tanh(x):
     return 0.5 * x * (1.0 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
 
 
-# Of a gate, in float32, by the name in `contract.Product`.
+# Functions of a gate, in float32, by the name in `contract.Product`.
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
@@ -249,7 +249,7 @@ def multiply(x, w, norm, bias, residual, ahead, config: Config, interpret: Any) 
             plgpu.Barrier(),
         ),
         interpret=interpret,
-        # Of 4 warps, what each of their threads holds of a sum over 64 rows.
+        # One entry for each thread of 4 warps, for a sum over 64 rows.
         reduction_bytes=0 if norm is None else 128 * rows,
         auto_barriers=False,
     )

@@ -1,10 +1,10 @@
 """Keys and values in 8 or 4 bits inside a Hopper kernel.
 
-Codes are widened by way of the registers into a tile in shared memory that wgmma reads. That is exact: bfloat16 holds
+Codes are widened through the registers into a tile in shared memory that wgmma reads. That is exact: bfloat16 holds
 every int8, at four instructions for two of them, float16 every e4m3, at one.
 
-    8 bits    a float32 scale for each token and kv head comes with each unit. That of a key multiplies its column of
-              the scores, that of a value its column of the weights before rounding them to 16 bits
+    8 bits    a float32 scale for each token and kv head comes with each unit. A key's scale multiplies its column of
+              the scores, a value's its column of the weights before rounding them to 16 bits
     4 bits    scales and zeros of `int4` come with each 64 tokens, and turn codes into numbers while they are widened,
               two at a time
 """
@@ -29,10 +29,10 @@ def widened(codes, dtype, plain: bool) -> jax.Array:
 
 
 def write(to, x, scales_ref, which: int, first) -> None:
-    """Writes keys (which 0) or values (1) [64, W], of widened codes x, where wgmma reads them.
+    """Writes keys (which 0) or values (1) [64, W], from widened codes x, to the place that wgmma reads.
 
     Args:
-      scales_ref: of a piece. Those of int4 codes are [2, H], scales and zeros; those of x begin at number `first`.
+      scales_ref: of a piece. Scales of int4 codes are [2, H], scales and zeros; x's begin at number `first`.
     """
     if _by_token(scales_ref.shape):
         to[...] = x
@@ -57,17 +57,17 @@ def _by_token(shape) -> bool:
 
 
 def held(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape in shared memory of the scales of a piece; shape: of those of a unit."""
+    """Shape in shared memory of the scales of a piece; shape: of a unit's scales."""
     return (TILE_KV // shape[0] * _apart(shape[0]),) if _by_token(shape) else shape
 
 
 def place(ref, i: int, size: int):
-    """Where in the scales of a piece those of its unit i, of `size` tokens, belong."""
+    """Place in the scales of a piece for the scales of its unit i, of `size` tokens."""
     return ref.at[pl.ds(i * _apart(size), size)] if _by_token(ref.shape) else ref
 
 
 def _apart(size: int) -> int:
-    """Scales of units of `size` tokens lie so far apart in shared memory: TMA writes to multiples of 128 bytes."""
+    """Distance in shared memory between scales of units of `size` tokens: TMA writes to multiples of 128 bytes."""
     return max(size, 32)
 
 
@@ -83,7 +83,7 @@ def scales(ref, size: int) -> jax.Array:
 
 
 def weighted(p, value_scales, dtype):
-    """Weights p [64, 64] times their columns' scales [64], and what the sums [64, ...] are yet to be multiplied with by
+    """Weights p [64, 64] times their columns' scales [64], and the factors that the sums [64, ...] still need by
     row, or None.
 
     float16 has a short range: there the largest scale becomes 1.
@@ -96,11 +96,11 @@ def weighted(p, value_scales, dtype):
 
 
 def weighted_rows(p, value_scales, dtype, plain: bool):
-    """`weighted` of weights [64 keys, columns], by their rows' scales. What the sums are yet to be multiplied with is
+    """`weighted` for weights [64 keys, columns], by their rows' scales. The factor that the sums still need is
     one number for all.
 
     Args:
-      value_scales: gives the scales [64], as often as it is called, in the layout that is needed.
+      value_scales: gives the scales [64], as often as it is called, in the required layout.
       plain: leave out what the interpreter of jax 0.10 lacks.
     """
     by_row = lax.broadcast_in_dim(value_scales(), p.shape, [0])

@@ -19,11 +19,11 @@ NUM_PROCESSORS = 132  # of an H100 or H200
 class Tuning:
     """How a kernel runs.
 
-    num_workers: blocks of threads that the work is cut for; by default as many as run at once, as `Plan.of` says.
-    stages: pieces of 64 keys and values that each of them holds at once. By default of decode as `Plan.of` says; of the
+    num_workers: blocks of threads that the work is cut for; by default as many as run at once, see `Plan.of`.
+    stages: pieces of 64 keys and values that each of them holds at once. Default: for decode see `Plan.of`; for the
       mass 64 KB of keys.
-    swapped: whether decode takes keys as rows of its products, queries as columns; by default wherever it can.
-    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that one's parameters.
+    swapped: True if decode takes keys as rows of its products, queries as columns; by default wherever it can.
+    interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that interpreter's parameters.
     """
 
     num_workers: int | None = None
@@ -37,7 +37,7 @@ MAX_COLUMNS = 16
 
 
 class Plan(NamedTuple):
-    """How decode runs a call.
+    """Plan of a decode call.
 
     swapped: keys are rows of the products, see `decode_swapped`. blocks: of threads that a multiprocessor holds.
     stages: as in `Tuning`.
@@ -72,13 +72,13 @@ class Plan(NamedTuple):
 
 
 def plan(call: Call, tuning: Tuning) -> Plan:
-    """How decode runs a call."""
+    """Plans a decode call."""
     shape, dtype = call.pool.kv.shape, call.pool.kv.dtype
     return Plan.of(shape[5], dtype, Tiles.of(call).rows, tuning.swapped)
 
 
 def schedule(call: Call, *, tuning: Tuning) -> work.Work:
-    """The work list of calls that share rows and pattern, as the layers of a model do. Of q it reads the shape."""
+    """The work list of calls that share rows and pattern, as the layers of a model do. It reads only q's shape."""
     shape = call.pool.kv.shape
     return work.schedule(
         *Tiles.of(call).split(call),

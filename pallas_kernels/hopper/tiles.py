@@ -13,9 +13,9 @@ from pallas_kernels.work import split_tiles
 
 
 class Tiles(NamedTuple):
-    """How the queries [S, Q] of a call are cut into tiles: `matrices` matrices of `queries` queries, for each kv head.
+    """Tiles of the queries [S, Q] of a call: `matrices` matrices of `queries` queries, for each kv head.
 
-    count: tiles of a row of Q queries. rows: of a matrix in memory; those beyond queries * group are padding.
+    count: tiles of a row of Q queries. rows: of a matrix in memory; rows beyond queries * group are padding.
     """
 
     num_rows: int
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     def pack_queries(self, q: jax.Array, padded: bool) -> jax.Array:
         """Queries [S, Q, N, H] as matrices [S * count * K, rows, H] for `common.fetch_rows`.
 
-        Of tiles of one query and a group of fewer than 8 heads they are [S * K, group, H], as they lie: nothing is
+        For tiles of one query and a group of fewer than 8 heads they are [S * K, group, H], as stored: nothing is
         copied. padded: no matrix has fewer rows, for jax's interpreter, which reads nothing beyond an array.
         """
         if self.width == 1 and self.group < 8 and not padded:
@@ -65,7 +65,7 @@ class Tiles(NamedTuple):
         return jnp.moveaxis(self.pack(jnp.moveaxis(q_sink.astype(dtype), 2, 3)), 2, 1)
 
     def pack_positions(self, positions: jax.Array) -> jax.Array:
-        """[S, Q] as [S * count, matrices, 64], of each row; -1 where there is no query."""
+        """[S, Q] as [S * count, matrices, 64], of each row; -1 without a query."""
         x = jnp.repeat(self._padded(positions, -1).reshape(-1, self.matrices, self.queries), self.group, axis=2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, ROWS - x.shape[2])), constant_values=-1)
 
@@ -93,5 +93,5 @@ class Tiles(NamedTuple):
 
 
 def where_queried(call: Call, x: jax.Array, nothing) -> jax.Array:
-    """x [S, Q, N, ...], but `nothing` where there is no query."""
+    """x [S, Q, N, ...], but `nothing` without a query."""
     return jnp.where(call.positions.reshape(*call.positions.shape, *(1,) * (x.ndim - 2)) >= 0, x, nothing)

@@ -1,8 +1,8 @@
 """An emulator of PTX for Hopper: runs Mosaic GPU kernels, as they are compiled, on a machine without a GPU.
 
-jax's interpreter runs what a kernel says. This runs what the compiler made of it: the PTX that ptxas gets. It sees
+jax's interpreter runs a kernel's source. This runs the compiler's output: the PTX that ptxas gets. It sees
 layouts, swizzles, TMA boxes, descriptors, fences and barriers, which decide whether a kernel is right on hardware, and
-stops with the kernel, block, warp and line of the PTX where it does what the hardware does not define.
+stops with the kernel, block, warp and line of the PTX at behaviour that the hardware does not define.
 
     from pallas_kernels import ptx
     out = ptx.run(jitted_function, *arrays)           # as jitted_function(*arrays), kernels in the emulator
@@ -21,7 +21,7 @@ of a warp and a copy, that no chain of barriers orders, even if this run was luc
 it was waited for, or after the last wgmma.fence before it; copies that complete on an mbarrier without a fence after
 its initialisation; more registers than the block has, by setmaxnreg; tensor maps and addresses that the driver or
 hardware would refuse; accesses outside of arrays; threads of a warp that part at a branch; kernels that end with copies
-or products that nobody has waited for. What nobody has written is NaN.
+or products that were never waited for. Unwritten memory is NaN.
 
 Not modelled: time; clusters and multicast; caches, weak memory order, races in global memory; blocks that wait for
 each other; rounding of approximate instructions; one warp's threads going different ways. An instruction that is not
@@ -45,15 +45,15 @@ __all__ = ["Global", "Kernel", "TensorMap", "Trap", "run"]
 
 
 def run(function: Callable, *args, target: str = "h200", seed: int = 0) -> Any:
-    """What function(*args) gives on a GPU, by emulation of its Mosaic GPU kernels.
+    """Result of function(*args) on a GPU, by emulation of its Mosaic GPU kernels.
 
     Args:
       function: of arrays and trees of them. Kernels may be in jitted functions, not in loops or branches.
       target: GPU that is compiled for, of `aot.targets()`; a Hopper.
-      seed: of the order in which warps, copies and blocks of threads come.
+      seed: for the order of warps, copies and blocks of threads.
 
     Raises:
-      Trap: a kernel did what the hardware does not define; the message says where.
+      Trap: a kernel did something that the hardware does not define; the message says where.
       NotImplementedError: something in the program or its PTX is not modelled.
       RuntimeError: the extra aot-gpu is not installed.
     """

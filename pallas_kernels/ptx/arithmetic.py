@@ -89,7 +89,7 @@ def operation(parts: Sequence[str]) -> tuple[list[str], Function] | None:
 
 
 def _fma(x, y, z):
-    if x.dtype == np.float32:  # products are exact in float64, so that there is one rounding but for rarest cases
+    if x.dtype == np.float32:  # products are exact in float64, so they are rounded once but for rarest cases
         return (x.astype(np.float64) * y + z).astype(np.float32)
     return x * y + z
 
@@ -170,7 +170,7 @@ def _division(name: str, kind: str) -> Function:
 def _shift(left: bool, kind: str) -> Function:
     bits = int(kind[1:])
 
-    def shift(x, count):  # counts beyond the width are those of the width
+    def shift(x, count):  # counts beyond the width count as the width
         over = count >= bits
         count = np.where(over, 0, count).astype(x.dtype)
         if left:
@@ -241,7 +241,7 @@ def _conversion(parts: Sequence[str]) -> tuple[list[str], Function]:
 
         def to_integer(x):
             x = np.clip(np.nan_to_num(rounding(x.astype(np.float64)), nan=0.0), float(limits.min), float(limits.max))
-            # Of 64 bits the largest float64 is one too large.
+            # For 64 bits the largest float64 is one too large.
             return np.where(x >= float(limits.max), limits.max, x.astype(TYPES[to])).astype(TYPES[to])
 
         return [source], to_integer

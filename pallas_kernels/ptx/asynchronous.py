@@ -1,4 +1,4 @@
-"""Instructions that wait, and those that start what goes on by itself: barriers, bulk copies, wgmma, proxy fences."""
+"""Instructions that wait or start asynchronous work: barriers, bulk copies, wgmma, proxy fences."""
 
 from __future__ import annotations
 

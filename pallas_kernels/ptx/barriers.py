@@ -9,13 +9,13 @@ from pallas_kernels.ptx.order import Meeting
 
 
 class MBarrier:
-    """One mbarrier. A phase is complete when all arrivals have come and as many bytes as were announced.
+    """One mbarrier. A phase is complete when all arrivals and all announced bytes have come.
 
     Args:
       made: moment in which a warp initialises it.
-      column: of the copies that complete on it. columns: how many there are.
+      column: of the copies that complete on it. columns: number of columns.
 
-    `fenced`: whether that warp has executed a fence since, so that copies may complete on it. `loads`: moment of the
+    `fenced`: True if that warp has executed a fence since, so that copies may complete on it. `loads`: moment of the
     last copy that was issued.
     """
 
@@ -28,7 +28,7 @@ class MBarrier:
         self.phase = 0
 
     def arrive(self, told: np.ndarray, count: int, expected_bytes: int = 0) -> None:
-        """By `count` threads of a warp that was told this."""
+        """Counts arrivals of `count` threads of a warp with this knowledge."""
         self.meeting.join(told)
         self.bytes += expected_bytes
         self.missing -= count
@@ -39,14 +39,14 @@ class MBarrier:
         self._turn()
 
     def deliver(self, num_bytes: int, moment: int) -> None:
-        """The copy of a moment has written its bytes; it may be there before the threads that announce it."""
+        """The copy of a moment has written its bytes; they may arrive before the threads that announce them."""
         self.bytes -= num_bytes
         self._copies[self.column] = max(self._copies[self.column], moment)
         self.meeting.join(self._copies)
         self._turn()
 
     def passed(self, parity: int) -> bool:
-        """Whether the last phase of this parity is complete."""
+        """True if the last phase of this parity is complete."""
         return self.phase & 1 != parity
 
     def _turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs one block of threads: its warps in random order, and what goes on by itself between them."""
+"""Runs one block of threads: its warps in random order, and asynchronous work between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.ptx.barriers import MBarrier, NamedBarrier
 from pallas_kernels.ptx.memory import SHARED_BASE, Shared, Trap
 from pallas_kernels.ptx.order import Clocks, knows, owner
 
-# How soon copies and products are carried out, in shares of the moments in which they could be: drawn for each block.
+# Speed of copies and products, as shares of the moments in which they could complete: drawn for each block.
 _HASTE = (1.0, 0.3, 0.02)
 
 
@@ -45,7 +45,7 @@ class Block:
         """Runs all warps to their end.
 
         Raises:
-          Trap: what happened, and where: kernel, block, warp and line of the PTX.
+          Trap: an undefined behaviour, and its place: kernel, block, warp and line of the PTX.
         """
         running = {warp: warp.run() for warp in self.warps}
         waiting: dict[Warp, tuple] = {}
@@ -86,7 +86,7 @@ class Block:
 
 
 class Warp:
-    """32 threads. Registers that nobody has written hold NaN."""
+    """32 threads. Unwritten registers hold NaN."""
 
     def __init__(self, block: Block, index: int):
         self.block, self.index, self._position = block, index, 0
@@ -101,7 +101,7 @@ class Warp:
         self._unfenced: list[MBarrier] = []
 
     def go_on(self) -> None:
-        """Begins a new moment: those who were told of the last one know nothing of what follows."""
+        """Begins a new moment: warps that know the last one know nothing of later events."""
         self.told[self.index] = self.block.clocks.next(self.index)
 
     def make_barrier(self, address: int, count: int) -> None:
@@ -113,7 +113,7 @@ class Warp:
         self._unfenced.append(barriers[address])
 
     def barrier(self, address: int) -> MBarrier:
-        """The mbarrier at an address, of whose initialisation this warp was told."""
+        """The mbarrier at an address, of whose initialisation this warp knows."""
         if address not in self.block.barriers:
             raise Trap(f"no mbarrier at byte {address - SHARED_BASE} of shared memory")
         barrier = self.block.barriers[address]
@@ -150,8 +150,8 @@ class Warp:
         return {name: np.full(LANES, x, np.uint32) for name, x in numbers.items()}
 
     def run(self):
-        """A generator that yields wherever other warps may come first: None, or two functions: whether it can go
-        on, and what it waits for."""
+        """A generator that yields wherever other warps may come first: None, or two functions: the condition to go
+        on, and the name of the wait."""
         steps, registers, products = self.block.kernel.compiled.steps, self.registers, self.products
         random, position = self.block.random.random, 0
         try:
@@ -187,14 +187,14 @@ class Warp:
 
 @functools.cache
 def _poison(width: int) -> np.ndarray:
-    """What registers of a width hold at first: one array for all, as none is changed in place."""
+    """Initial content of registers of a width: one array for all, as none is changed in place."""
     nan = np.zeros(LANES, bool) if width == 1 else np.full(LANES, (1 << (width - 1)) - 1, UNSIGNED[width // 8])
     nan.flags.writeable = False
     return nan
 
 
 class _Groups:
-    """What a warp has issued: in groups, the oldest first, and what belongs to none yet."""
+    """Issued operations of a warp: in groups, the oldest first, and the ones that belong to none yet."""
 
     def __init__(self, warp: Warp):
         self.warp, self.groups, self.open = warp, [], []

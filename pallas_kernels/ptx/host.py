@@ -1,4 +1,4 @@
-"""Reads what Mosaic GPU does on the host before it starts a kernel: grid, parameters and tensor maps.
+"""Reads Mosaic GPU's host code before it starts a kernel: grid, parameters and tensor maps.
 
 Mosaic GPU compiles a host function for each kernel, in MLIR's LLVM dialect, and leaves its text in the log of passes of
 MOSAIC_GPU_DUMP_TO. The function has no branches: it makes tensor maps of buffers and starts the kernel. It is carried
@@ -13,9 +13,9 @@ from typing import Any
 
 from pallas_kernels.ptx.tma import TensorMap
 
-# Of mosaic_gpu_init_tma_desc: bits of an element by the number of its type.
+# Constants of mosaic_gpu_init_tma_desc: bits of an element by the number of its type.
 _ELEMENT_BITS = {8: 2, 0: 4, 1: 8, 2: 16, 3: 32, 4: 64, 5: 16, 6: 32, 7: 16, 9: 32, 10: 64}
-# Swizzles by CUtensorMapSwizzle, and by bytes, of which 16 is none.
+# Swizzles by CUtensorMapSwizzle, and by bytes, where 16 is none.
 _SWIZZLES = {0: 0, 16: 0, 1: 32, 2: 64, 3: 128, 32: 32, 64: 64, 128: 128}
 # Functions that start a kernel: up to jax 0.11, and since 0.12, where it is described first.
 _LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
@@ -64,7 +64,7 @@ class Launch:
     """How a kernel is started.
 
     Args:
-      params: of each parameter the buffer and the offset in it; None for those that hold tensor maps.
+      params: for each parameter the buffer and the offset in it; None for parameters that hold tensor maps.
       tensor_maps: by the number of a parameter and the offset in it.
     """
 
@@ -79,7 +79,7 @@ def read_launch(passes: str) -> Launch:
     """The launch in a log of Mosaic GPU's passes.
 
     Raises:
-      ValueError: none is there, or another version of Mosaic GPU wrote it in a way unknown here.
+      ValueError: the log has none, or another version of Mosaic GPU wrote it in a way unknown here.
     """
     calls = list(re.finditer(rf"llvm\.call @({'|'.join(_LAUNCHES)})\(", passes))
     start = passes.rfind("llvm.func @", 0, calls[-1].start()) if calls else -1
@@ -199,7 +199,7 @@ class _Host:
 
 def _tensor_map(base: Pointer, kind: int, shape, strides, swizzle: int, box) -> TensorMapOf:
     bits = _ELEMENT_BITS[kind]
-    packed = max(1, 8 // bits)  # the driver is given bytes of what is smaller
+    packed = max(1, 8 // bits)  # the driver gets bytes for smaller elements
     fields = {
         "shape": (*shape[:-1], shape[-1] // packed),
         "strides": (*(s // packed for s in strides[:-1]), strides[-1]),

@@ -1,7 +1,7 @@
 """Turns instructions into functions of a warp: operands, predicates, branches, arithmetic. The rest is in other files.
 
 A register is an array of 32 unsigned numbers (or booleans), one for each thread of the warp, that is never changed in
-place. A step is a function of a `Warp`; what may have to wait is a generator function, marked by `Step.waits`.
+place. A step is a function of a `Warp`; a step that may have to wait is a generator function, marked by `Step.waits`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
     kind: "plain" for run(registers), "memory" for run(warp), after which others may come first, "waits" for a
     generator function of a warp, "branch" for run(registers) that says whether to go to `target`, "exit".
-    touched: registers of products that it reads or writes, as bits; of a wgmma none, which sees to its own.
+    touched: registers of products that it reads or writes, as bits; none for a wgmma, which tracks its own.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Compiler:
     """Compiles a program; registers and special registers have places in a list.
 
     Args:
-      families: functions of (compiler, instruction) by how the instruction's name begins, for what is in other files.
+      families: functions of (compiler, instruction) by the prefix of the instruction's name, from other files.
     """
 
     def __init__(self, program: Program, families: Mapping[str, Callable[[Compiler, Instruction], Step]]):
@@ -143,7 +143,7 @@ class Compiler:
         return self.program.widths.get(name, 32)
 
     def read(self, operand: str, kind: str) -> Callable[[Registers], np.ndarray]:
-        """An operand's numbers as those of a type; [32], or [32, 2] of a packed one."""
+        """An operand's numbers in a type; [32], or [32, 2] for a packed one."""
         packed = kind.endswith("x2")
         dtype = np.dtype(TYPES[kind.removesuffix("x2")])
         size = dtype.itemsize * (2 if packed else 1)
@@ -177,7 +177,7 @@ class Compiler:
         return int(operand.rstrip("U"), 0)
 
     def mask(self, i: Instruction) -> Callable[[Registers], np.ndarray] | None:
-        """Which threads run the instruction; None for all."""
+        """Threads that run the instruction; None for all."""
         if i.predicate is None:
             return None
         place = self.place(i.predicate)
@@ -216,7 +216,7 @@ class Compiler:
         return put
 
     def address(self, operand: str) -> Callable[[Registers], np.ndarray]:
-        """Of "[%rd1+16]", int64."""
+        """Addresses of "[%rd1+16]", int64."""
         match = re.fullmatch(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
         if match is None:
             raise ValueError(f"address {operand}")

@@ -47,11 +47,11 @@ class Kernel:
         """Runs all blocks, one after another in random order.
 
         Args:
-          params: numbers; of one that is an array of bytes any.
+          params: numbers; any number for an array of bytes.
           tensor_maps: by the number of a parameter that is an array of bytes, and the offset in it.
 
         Raises:
-          Trap: a kernel did what the hardware does not define.
+          Trap: a kernel did something that the hardware does not define.
         """
         names = list(self.program.params)
         maps = {self.program.param_address(names[i]) + at: tensor for (i, at), tensor in (tensor_maps or {}).items()}

@@ -1,8 +1,8 @@
 """Memory of a GPU: global memory as arrays at addresses, shared memory that knows who may see which bytes.
 
-Shared memory follows what PTX says of proxies: what threads write (the generic proxy), wgmma and TMA (the async proxy)
-see only after the writing thread has executed `fence.proxy.async`. Accesses of two warps, of which one is a write, are
-ordered by barriers (`order`), or a trap. Bytes that nobody has written, or that a copy under way is to write, are all
+Shared memory follows PTX's proxies: wgmma and TMA (the async proxy) see bytes that threads write (the generic proxy)
+only after the writing thread has executed `fence.proxy.async`. Accesses of two warps, one of them a write, are
+ordered by barriers (`order`), or a trap. Bytes that are unwritten, or that a running copy will write, are all
 ones: NaN in every floating type, -1 in integers.
 """
 
@@ -14,13 +14,13 @@ from pallas_kernels.ptx.order import Clocks, knows, owner
 
 SHARED_BASE = 1024  # bytes that the system keeps for itself
 GLOBAL_BASE = 1 << 40
-GRANULE = 16  # bytes; what a swizzle moves as one
+GRANULE = 16  # bytes; a swizzle moves them as one
 _WORD = 4  # bytes; warps may write words of a granule each without waiting for one another
 _GUARD = 1 << 20  # between two arrays
 
 
 class Trap(Exception):
-    """A kernel did what the hardware does not define or define otherwise than was meant."""
+    """A kernel did something that the hardware does not define, or defines otherwise than intended."""
 
 
 class Global:
@@ -118,11 +118,11 @@ class Shared:
         self.unfenced[granules] |= np.uint32(1 << warp)
 
     def fence(self, warp: int) -> None:
-        """fence.proxy.async: what this warp has written becomes visible to wgmma and TMA."""
+        """fence.proxy.async: bytes written by this warp become visible to wgmma and TMA."""
         self.unfenced &= np.uint32(~(1 << warp) & 0xFFFFFFFF)
 
     def begin_read(self, granules: np.ndarray, who: str, warp: int) -> None:
-        """By the async proxy; `granules` holds each once, in order. Until `end_read` nobody may write them."""
+        """Begins an async proxy's read; `granules` holds each once, in order. No write is allowed until `end_read`."""
         if granules[-1] >= len(self.unfenced) or granules[0] < SHARED_BASE // GRANULE:
             raise Trap(f"{who} reads outside of the kernel's shared memory")
         if self.unfenced[granules].any():
@@ -140,7 +140,7 @@ class Shared:
         self.read[granules, :, warp] = self.clocks.told[warp, warp]
 
     def begin_write(self, granules: np.ndarray, who: str, warp: int, moment: int) -> None:
-        """By the async proxy, from a moment of its mbarrier on. Until the bytes are there they are all ones."""
+        """Begins an async proxy's write, from a moment of its mbarrier on. Until the bytes arrive they are all ones."""
         if granules[-1] >= len(self.unfenced) or granules[0] < SHARED_BASE // GRANULE:
             raise Trap(f"{who} writes outside of the kernel's shared memory")
         if self.readers[granules].any():
@@ -161,7 +161,7 @@ class Shared:
     def _check_order(
         self, what: str, written: np.ndarray, read: np.ndarray, told: np.ndarray, where: np.ndarray
     ) -> None:
-        """That a warp was told of the last writes and reads of words or granules before it writes them."""
+        """Checks that a warp knows of the last writes and reads of words or granules before it writes them."""
         if not knows(told, written):
             raise Trap(f"{what} {self._unknown(where, written, told)}")
         late = read > told[: self._warps]
@@ -173,7 +173,7 @@ class Shared:
             )
 
     def _unknown(self, where: np.ndarray, written: np.ndarray, told: np.ndarray) -> str:
-        """The first word whose last write a warp was not told of, and who wrote it."""
+        """The first word whose last write a warp does not know, and its writer."""
         index = next(index for index, moment in np.ndenumerate(written) if told[owner(moment)] < moment)
         column = owner(int(written[index]))
         writer = f"warp {column} has written" if column < self._warps else "a TMA load writes"
@@ -201,9 +201,9 @@ def _place(addresses: np.ndarray, marked: np.ndarray) -> str:
 
 
 def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
-    """Where bytes of shared memory at addresses really are, if rows of `span` bytes (32, 64, 128) are swizzled.
+    """Real places of bytes of shared memory at addresses, if rows of `span` bytes (32, 64, 128) are swizzled.
 
-    Bits 4 to 6 of an address, as many as tell the 16-byte parts of a row apart, are XORed with bits 7 to 9. It is the
-    absolute address that counts, for TMA and wgmma alike.
+    Bits 4 to 6 of an address, as many as distinguish the 16-byte parts of a row, are XORed with bits 7 to 9. The
+    absolute address counts, for TMA and wgmma alike.
     """
     return addresses ^ (((addresses >> 7) & (span // 16 - 1)) << 4)

@@ -1,8 +1,8 @@
 """Order between the accesses of a block of threads: vector clocks of its warps and mbarriers. Knows no memory.
 
 Two accesses are ordered if a chain of arrivals and waits leads from one to the other, however the warps happen to run.
-A moment is a number that grows with every event of the block; its last bits say whose it is: a warp's, or an
-mbarrier's, for the copies that complete on it. Each warp knows the latest moment of each that it was told of.
+A moment is a number that grows with every event of the block; its last bits name its owner: a warp, or an
+mbarrier, for the copies that complete on it. Each warp keeps the latest moment of each that it knows.
 
 Source: vector clocks, Flanagan and Freund, "FastTrack", PLDI 2009, section 2.
 """
@@ -18,9 +18,9 @@ class Clocks:
     """Moments of a block.
 
     Args:
-      num_mbarriers: how many may be initialised.
+      num_mbarriers: maximum number of initialised ones.
 
-    `told`: [warps, warps + mbarriers] the latest moment of each that a warp knows; of its own the present one.
+    `told`: [warps, warps + mbarriers] the latest moment of each that a warp knows; for itself the present one.
     """
 
     def __init__(self, num_warps: int, num_mbarriers: int):
@@ -44,15 +44,15 @@ def owner(moments):
 
 
 def knows(told: np.ndarray, moments: np.ndarray) -> bool:
-    """Whether a warp that was told this was told of all these moments; 0 is before all."""
+    """True if a warp with this knowledge knows all these moments; 0 is before all."""
     first = moments.flat[0]
-    if told[owner(first)] >= first and (moments == first).all():  # most are of one copy
+    if told[owner(first)] >= first and (moments == first).all():  # most moments belong to one copy
         return True
     return bool((told[owner(moments)] >= moments).all())
 
 
 class Meeting:
-    """What those who arrive at a barrier know, for those who wait for its phase to end."""
+    """Knowledge of the arrivals at a barrier, for the warps that wait for its phase to end."""
 
     def __init__(self, columns: int):
         self._arrived, self._told = np.zeros((2, columns), np.int32)
@@ -64,5 +64,5 @@ class Meeting:
         self._told = self._arrived.copy()
 
     def tell(self, told: np.ndarray) -> None:
-        """Adds to what a warp knows."""
+        """Adds to a warp's knowledge."""
         np.maximum(told, self._told, out=told)

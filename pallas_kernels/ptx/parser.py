@@ -82,7 +82,7 @@ class Program:
 
     @functools.cached_property
     def num_mbarriers(self) -> int:
-        """How many mbarriers it initialises, unless in a loop."""
+        """Number of mbarriers that it initialises, unless in a loop."""
         return sum(i.op.startswith("mbarrier.init") for i in self.instructions)
 
     def param_address(self, name: str) -> int:
@@ -94,7 +94,7 @@ def parse(text: str) -> Program:
     """The only kernel (.entry) in a PTX text.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the text has none.
     """
     text = re.sub(r"//[^\n]*", "", text)
     entry = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", text, re.DOTALL)
@@ -116,7 +116,7 @@ def parse(text: str) -> Program:
 
 
 class _Body:
-    """Reads statements; each block of inline assembly has registers and labels of its own, which are renamed."""
+    """Reads statements; each block of inline assembly has separate registers and labels, which are renamed."""
 
     def __init__(self, line: int):
         self.line = line
@@ -155,7 +155,7 @@ class _Body:
             position = end
 
     def _locals(self, text: str, start: int) -> dict[str, str]:
-        """Names that a block declares, and what they are called outside of it."""
+        """Names that a block declares, and their names outside of it."""
         end = _block_end(text, start)
         block = text[start:end]
         names = re.findall(r"^\s*([\w$]+):(?!:)", block, re.MULTILINE)

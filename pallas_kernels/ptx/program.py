@@ -1,7 +1,7 @@
 """Runs a jax function on the CPU with its Mosaic GPU kernels in the emulator; needs the CUDA plugin and ptxas.
 
-The function is traced. Each kernel in it is compiled for the target by itself, by the real compiler, and the PTX that
-it leaves is emulated; everything else is evaluated by jax on the CPU.
+The function is traced. Each kernel in it is compiled for the target separately, by the real compiler, and the resulting
+PTX is emulated; everything else is evaluated by jax on the CPU.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A compiled kernel and where its arrays come from and go to.
+    """A compiled kernel, and the sources and destinations of its arrays.
 
     Args:
-      operands: of each array of the call that is read, the number of the equation's input.
-      outputs: shapes and dtypes of what is written.
+      operands: for each array that the call reads, the number of the equation's input.
+      outputs: shapes and dtypes of the written arrays.
       aliases: outputs that are operands: {output: operand}.
-      results: of each result of the equation, the number of the output.
+      results: for each result of the equation, the number of the output.
     """
 
     kernel: Kernel
@@ -129,7 +129,7 @@ class _Evaluation:
         return [read(x) for x in jaxpr.outvars]
 
     def _kernel(self, equation, references, inputs: list[np.ndarray]) -> list:
-        """Results of a kernel, then what it has made of the arrays behind its references."""
+        """Results of a kernel, then the new arrays behind its references."""
         call = _compile(equation, references, inputs, self.chip)
         memory = Global()
         arrays = [_bytes(inputs[i]) for i in call.operands]
@@ -219,7 +219,7 @@ def _compile(equation, references, inputs, chip: aot.Target) -> _Call:
 
 
 def _custom_call(lowered):
-    """The call of Mosaic GPU in a lowered function, and what the function returns."""
+    """The call of Mosaic GPU in a lowered function, and the function's results."""
     module = lowered.compiler_ir("stablehlo")
     main = next(op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
     operations = list(main.regions[0].blocks[0].operations)
@@ -232,12 +232,12 @@ def _custom_call(lowered):
 
 @functools.cache
 def _dump_folder() -> tempfile.TemporaryDirectory:
-    """Creates the folder for this process's PTX; it goes when the process ends."""
+    """Creates the folder for this process's PTX; it is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ptx-")
 
 
 def _build(lowered) -> tuple[Kernel, Launch]:
-    """Compiles what calls one kernel and reads what the compiler leaves behind."""
+    """Compiles a call of one kernel and reads the compiler's files."""
     if "MOSAIC_GPU_DUMP_TO" not in os.environ:
         os.environ["MOSAIC_GPU_DUMP_TO"] = _dump_folder().name
     folder = Path(os.environ["MOSAIC_GPU_DUMP_TO"])

@@ -12,7 +12,7 @@ from pallas_kernels.ptx.memory import GRANULE, Global, Shared, Trap, swizzled
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled makes of an array; dimensions from the outermost to the innermost.
+    """A tensor map as cuTensorMapEncodeTiled makes it; dimensions from the outermost to the innermost.
 
     Args:
       address: of the array.
@@ -49,7 +49,7 @@ class TensorMap:
         return math.prod(self.box) * self.element_bytes
 
     def elements(self, corner: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Of a box at a corner: offsets of its elements in the array, in bytes, and which of them it has; flat."""
+        """Elements of a box at a corner: their offsets in the array, in bytes, and which are inside it; flat."""
         offset, inside = np.zeros((), np.int64), np.ones((), bool)
         for size, count, stride, first in zip(self.shape, self.box, self.strides, corner, strict=True):
             index = first + np.arange(count, dtype=np.int64)
@@ -63,7 +63,7 @@ class TensorCopy:
 
     Args:
       who: for messages. corner: of the box in the array. shared: address.
-      warp: that issues it. moment: of a load to shared memory, of its mbarrier; None for a store.
+      warp: issues it. moment: for a load to shared memory, of its mbarrier; None for a store.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class TensorCopy:
         _begin(memory, self.touched, who, warp, moment)
 
     def run(self, memory: Global) -> int:
-        """Moves the bytes and says how many. What a store reads must stay until `finish`."""
+        """Moves the bytes and returns their number. The source of a store must stay until `finish`."""
         tensor, size = self.tensor, self.tensor.element_bytes
         offsets, inside = tensor.elements(self.corner)
         addresses = tensor.address + offsets[inside]
-        if self.load:  # what the array does not have is zero
+        if self.load:  # elements outside of the array are zero
             values = np.zeros((len(offsets), size), np.uint8)
             values[inside] = memory.load(addresses, size)
             self.memory.data.reshape(-1, GRANULE)[self.granules] = values.reshape(-1, GRANULE)

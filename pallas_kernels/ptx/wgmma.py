@@ -22,7 +22,7 @@ def addresses(descriptor: int, rows: int, depth: int, transposed: bool, size: in
     """Addresses in shared memory [rows, depth] of the elements of an operand, swizzled.
 
     A descriptor holds, in units of 16 bytes, where the operand starts (bits 0 to 13) and two strides between atoms of
-    8 rows (16 to 29 leading, 32 to 45 stride), and which swizzle there is (62 to 63).
+    8 rows (16 to 29 leading, 32 to 45 stride), and the kind of swizzle (62 to 63).
 
     Args:
       rows: of A, or columns of B.
@@ -99,7 +99,7 @@ class Product:
     Args:
       result: names of the registers that it adds to.
       a: the 16 rows of A, or addresses of them. b: addresses of B, [n, depth].
-      keep: whether it adds to what is there.
+      keep: True if it adds to the present values.
       touched: its registers, as bits; see `Compiler.products_mask`.
     """
 

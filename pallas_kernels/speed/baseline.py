@@ -1,6 +1,6 @@
 """Predictions that are stored beside the code: a change that costs more than 5 % of them fails the compiler report.
 
-They belong to one version of jax and of ptxas; with others there is nothing to compare with.
+They belong to one version of jax and of ptxas; other versions are not compared.
 `pallas_kernels.speed.update` stores new ones.
 """
 
@@ -52,7 +52,7 @@ def key(row: Mapping[str, Any]) -> str:
 
 
 def entries(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what is stored of the rows of a report: those that have predictions."""
+    """Returns the stored part of the rows of a report: rows with predictions."""
     found: dict[str, Any] = {}
     for row in rows:
         if row.get("predictions"):
@@ -76,7 +76,7 @@ def costs(case: Mapping[str, Any]) -> dict[str, float]:
 
 
 def judge(rows: Iterable[Mapping[str, Any]], base: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns what has become more than 5 % more expensive, by case; nothing if the compilers are others."""
+    """Returns cases that have become more than 5 % more expensive; none if the compilers differ."""
     if base["versions"] != versions():
         return {}
     wrong: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What the model of speed knows of Hopper: rates, latencies and sizes, each with its source. No kernels.
+"""Facts of Hopper for the model of speed: rates, latencies and sizes, each with its source. No kernels.
 
 *Guide*: NVIDIA's CUDA programming guide, results per clock and multiprocessor of compute capability 9.0. *Hopper*:
 "Benchmarking and dissecting the NVIDIA Hopper GPU architecture", arXiv:2402.13499, measured on an H100. *Record*: the
@@ -13,7 +13,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An H200. Cycles are of a multiprocessor's clock; `pipes.py` has what instructions cost."""
+    """An H200. Cycles are of a multiprocessor's clock; `pipes.py` has the costs of instructions."""
 
     num_cores: int = 132
     # Boost clock of an H200 SXM.
@@ -29,12 +29,12 @@ class Chip:
     # Weights that products of few rows read. Record: with it the four products of a layer of Llama-8B with 8 rows are
     # computed 2 % faster than they were. XLA's product with the vocabulary, of 1.05 GB: 4.17.
     weight_bytes_per_s: float = 3.96e12
-    # Of the L2, 50 MB, for an array that the launch before has just written. Chips and Cheese, "Nvidia's H100",
+    # From the L2, 50 MB, for an array that the previous launch has just written. Chips and Cheese, "Nvidia's H100",
     # 2023: 5.5 TB/s, measured on an H100 PCIe with fewer multiprocessors.
     l2_bytes_per_s: float = 5.5e12
-    # Of it, what is kept until it is used, as both halves may have a copy.
+    # Bytes of the L2 that are kept until they are used, as both halves may have a copy.
     l2_kept_bytes: int = 25 << 20
-    # That a multiprocessor receives from the L2 per cycle, half of what its shared memory takes. Assumed.
+    # Bytes that a multiprocessor receives from the L2 per cycle, half of its shared memory's rate. Assumed.
     core_bytes_per_cycle: int = 64
     # Schedulers of a multiprocessor; each issues an instruction per cycle. Guide.
     schedulers: int = 4
@@ -50,11 +50,11 @@ class Chip:
     registers: int = 65_536
     threads: int = 2048
     blocks: int = 32
-    # Latencies in cycles. Hopper. Loads of a loop find in the L1 what earlier turns have brought: lists of work.
+    # Latencies in cycles. Hopper. Loads of a loop find data of earlier turns in the L1: lists of work.
     l1_latency: int = 41
     l2_latency: int = 263
     dram_latency: int = 479
-    # What a copy by TMA takes longer than a load. Assumed, from arXiv:2501.12084.
+    # Extra latency of a copy by TMA over a load. Assumed, from arXiv:2501.12084.
     tma_latency: int = 170
     # From a request to its data where memory is busy: 0.7 microseconds. Assumed.
     loaded_latency: int = 1400
@@ -66,7 +66,7 @@ class Chip:
     def tensor_clock_hz(self) -> float:
         """The clock at which tensor cores that are always busy would give `product_flops`.
 
-        No kernel is assumed to get more of them: what power takes and what waits take of that product is not known.
+        No kernel is assumed to get more of them: how power and waits share that loss is not known.
         """
         return self.product_flops / (self.num_cores * self.tensor_flops)
 

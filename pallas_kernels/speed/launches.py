@@ -1,4 +1,4 @@
-"""Reads what an optimised program starts on a GPU: its launches in order, and the bytes that each reads and writes.
+"""Reads the launches of an optimised program on a GPU, in order, and the bytes that each reads and writes.
 
 Knows the texts of XLA, its scheduled program and its sequence of thunks; no times.
 """
@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from pallas_kernels.aot.report import HOLDERS
 
-# Of an entry computation, what starts nothing on the device.
+# Instructions of an entry computation that start nothing on the device.
 _NOTHING = frozenset("parameter get-tuple-element bitcast constant tuple after-all partition-id".split())
-# What reads of its first operand only as much as it returns.
+# Instructions that read only as much of their first operand as they return.
 _PARTIAL = frozenset("gather dynamic-slice slice".split())
 _RESHAPES = frozenset("bitcast reshape".split())
-# What returns its first operand with an update, and which operand that is.
+# Instructions that return their first operand with an update, and the index of the update's operand.
 _UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -43,15 +43,15 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a thunk starts.
+    """A launch by a thunk.
 
     Args:
-      name: of the instruction. scope: where the model made it: layer0/attention/hopper_merge/...
-      kernel: of XLA's own machine code, as its PTX calls it; "" for a copy, and for kernels of Pallas.
+      name: of the instruction. scope: its place in the model: layer0/attention/hopper_merge/...
+      kernel: name of XLA's own machine code in its PTX; "" for a copy, and for kernels of Pallas.
       pallas: the hash of a kernel of Pallas in Mosaic GPU, else "".
-      grid, threads: blocks of threads, and threads of each; 0 where the thunk does not say.
-      argument_bytes: read of what the program was given, such as weights. passed_bytes: read of what earlier launches
-        made, and written. Those of Pallas' kernels are not what they read.
+      grid, threads: blocks of threads, and threads of each; 0 if the thunk does not say.
+      argument_bytes: read from the program's arguments, such as weights. passed_bytes: read from earlier launches'
+        results, and written. For Pallas' kernels they are not the bytes that these read.
       flops: of products of matrices, with rows in tiles of 64 as the tensor cores take them.
       type: of the result.
     """
@@ -73,12 +73,12 @@ class Launch:
 
     @property
     def alike(self) -> tuple[str, str]:
-        """What launches of the same kind in different layers have in common."""
+        """Key that launches of the same kind in different layers share."""
         return unnumbered(self.name), self.type
 
 
 def unnumbered(name: str) -> str:
-    """Returns a name without the numbers by which XLA tells its namesakes apart."""
+    """Returns a name without the numbers by which XLA distinguishes its namesakes."""
     return re.sub(r"([._]\d+)+$", "", name)
 
 
@@ -86,7 +86,7 @@ def read_launches(hlo: str, thunks: str) -> list[Launch]:
     """Returns the launches of a program in order; both texts as XLA dumps them.
 
     Raises:
-      ValueError: the thunks are not those of the program.
+      ValueError: the thunks belong to another program.
     """
     computations, entry = _read(hlo)
     values = {i.name: i for i in computations[entry]}
@@ -157,7 +157,7 @@ def _traffic(
     number, update = _updated(body)
     read = [_bytes_read(body, n) if body else num_bytes(values[name].type) for n, name in enumerate(i.operands)]
     written = num_bytes(i.type)
-    if number is not None:  # in place: what is updated is read and written, the rest is not touched
+    if number is not None:  # in place: the updated part is read and written, the rest is not touched
         read[number], written = update, update
     given = [_is_argument(values, name) for name in i.operands]
     from_arguments = sum(size for size, is_given in zip(read, given) if is_given)

@@ -1,4 +1,4 @@
-"""The shapes that the GPU script times, and what lists of work and grids make of them. Knows numbers, no jax."""
+"""The shapes that the GPU script times, with their lists of work and grids. Knows numbers, no jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of `work`.
+# As in `work`.
 TILE_KV, MIN_PIECES = 64, 4
 # Lengths of rows of the shapes of decode; `experiments.gpu` times them.
 DECODE: dict[str, tuple[int, ...]] = {

@@ -12,8 +12,8 @@ from pallas_kernels.speed.sass import Instruction
 def find_meetings(turn: Sequence[Instruction]) -> dict[int, str]:
     """Returns the barrier of each arrival and wait at which warpgroups meet, by its place in the turn.
 
-    A barrier is known by the register that holds its address and by what has been added to it. Where a turn waits as
-    often as it arrives, warpgroups meet; barriers of copies have waits alone, those of places to copy to have arrivals
+    A barrier is known by the register that holds its address and by the sum added to it. If a turn waits as
+    often as it arrives, warpgroups meet; barriers of copies have waits alone, barriers of free buffers have arrivals
     alone.
     """
     added: dict[str, str] = {}
@@ -39,7 +39,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def waits(instruction: Instruction) -> bool:
-    """Whether an instruction waits for a barrier in shared memory."""
+    """True if an instruction waits for a barrier in shared memory."""
     return instruction.name == "SYNCS" and "PHASECHK" in instruction.opcode
 
 

@@ -1,4 +1,4 @@
-"""Which model of speed belongs to which case of the compiler report. Knows the options of cases, no machine code."""
+"""The model of speed for each case of the compiler report. Knows the options of cases, no machine code."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pallas_kernels.speed.steps import (
     Rows,
 )
 
-# Of codes, by name: bytes of a number and of the scales of a token; of int4, 4.5 bits in all.
+# Codes by name: bytes of a number and of the scales of a token; for int4, 4.5 bits in all.
 _CODES = {None: (2.0, 0), "int8": (1.0, 4), "float8_e4m3fn": (1.0, 4), "int4": (4.5 / 8, 0)}
 
-# The products of a layer of Llama-8B, with what stands beside them.
+# The products of a layer of Llama-8B, with their fused neighbours.
 LAYER: dict[str, dict[str, Any]] = {
     "qkv": {"d": 4096, "f": 6144, "norm": True},
     "output": {"d": 4096, "f": 4096, "residual": True},
@@ -40,14 +40,14 @@ LAYER: dict[str, dict[str, Any]] = {
 # Kernels that update their arguments; jax 0.10 names all of them after a function of its own.
 _NAMED = jax.__version_info__ >= (0, 11)
 _MERGE, _WRITE = ("hopper_merge", "kv_write") if _NAMED else ("new_body", "new_body")
-# Stretches of the list of work of Triton's decode: what its tuning says, each a program.
+# Stretches of the list of work of Triton's decode: from its tuning, each a program.
 _TRITON_WORKERS = 512
 
 
 def decode(config: dict[str, Any]) -> Attention | None:
     """Returns the model of decode, for the shapes of the GPU script: 8 kv heads of 4 queries; None for other cases.
 
-    One option at a time is enough to see what it costs.
+    One option at a time is enough to see its cost.
     """
     if len(config) > 1 or not config.keys() <= {"h", "b", "codes"} or config.get("b") == 128:
         return None
@@ -104,10 +104,10 @@ def _product_of_step(rows: int, name: str) -> Product:
     return dataclasses.replace(found, ahead_bytes=ahead_bytes if asks else 0)
 
 
-# What the host takes for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200
-# steps on two cores of a busy EPYC; what starting programs on a GPU costs it is not in it.
+# The host's time for a step, in microseconds, by rows: `ksana bench host --rows 1,64`, CPU time, medians of 200
+# steps on two cores of a busy EPYC; its cost of starting programs on a GPU is not included.
 HOST_US = {8: 25.5, 64: 37.3}
-# Of 64 rows, an H200 missed the aim of 9.0: 9.32 measured (`experiments/gpu/README.md`), so that none is judged here.
+# With 64 rows, an H200 missed the aim of 9.0: 9.32 measured (`experiments/gpu/README.md`), so that none is judged here.
 AIMS_MS = {8: 4.4}
 # Visible tokens of a long row in a window of 4k with sinks: of the blocks that the window touches, and one of sinks.
 WINDOWED = 4096 + 2 * TILE_KV
@@ -126,10 +126,10 @@ SHARING, WEIGHING = "64 rows of 6k, 4k shared by groups of {group}", "64 rows of
 
 
 def step(rows: int, tiles: int, *, group: int = 0, mass: bool = False) -> Program | None:
-    """Returns the model of a decode step with 8 kv heads of 4 queries, in bfloat16; None of other shapes.
+    """Returns the model of a decode step with 8 kv heads of 4 queries, in bfloat16; None for other shapes.
 
     Args:
-      group: rows that share blocks; 0 for none. mass: whether the attention returns the weight of each slot.
+      group: rows that share blocks; 0 for none. mass: True if the attention returns the weight of each slot.
     """
     if rows not in STEPS or tiles:
         return None

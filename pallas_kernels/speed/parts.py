@@ -1,4 +1,4 @@
-"""The parts that a kernel's time is made of: what comes before its inner loop, one turn of it, what comes after."""
+"""The parts of a kernel's time: the code before its inner loop, one turn of it, the code after it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Parts:
     """Instructions of a warp, in order, on paths that ask for as many copies as possible and take no masks.
 
     Args:
-      before: from the beginning to the inner loop, or to the end where there is no loop. turn: of the inner loop.
-      around: one turn of the loop around it, with one of the inner loop; empty where there is none. after: to the end.
-      masked: one turn of another loop with products of matrices; empty where there is none.
-      beside: one turn of the loop of a warpgroup that stores what the inner loop multiplies; empty where copies do.
+      before: from the beginning to the inner loop, or to the end without one. turn: of the inner loop.
+      around: one turn of the loop around it, with one of the inner loop; empty without one. after: to the end.
+      masked: one turn of another loop with products of matrices; empty without one.
+      beside: one turn of the loop of a warpgroup that stores the factors of the inner loop; empty where copies do.
     """
 
     before: Code
@@ -45,7 +45,7 @@ def copying(block: Block) -> Rank:
 
 
 def working(block: Block) -> Rank:
-    """The cost of a block where a path loads and stores as much as possible: it leaves out what has nothing to do."""
+    """The cost of a block where a path loads and stores as much as possible: it avoids idle branches."""
     return -sum(i.name in ("LDG", "STG") for i in block.code), len(block.code)
 
 
@@ -89,18 +89,18 @@ def count_copies(code: Sequence[Instruction]) -> int:
 
 
 def _count_async(code: Sequence[Instruction]) -> int:
-    """Copies by cp.async, of which each thread makes its part."""
+    """Copies by cp.async, where each thread copies its part."""
     return sum(i.name == "LDGSTS" for i in code)
 
 
 def _flops(code: Sequence[Instruction]) -> int:
-    """Of products of matrices, a warpgroup's or a warp's."""
+    """Operations of products of matrices, a warpgroup's or a warp's."""
     shapes = [pipes.wgmma(i) for i in code]
     return sum(shape.flops for shape in shapes if shape) + sum(2 * 16 * 8 * 16 for i in code if i.name == "HMMA")
 
 
 def _makes(code: Sequence[Instruction]) -> bool:
-    """Whether a turn makes operands of products that others compute: it stores them and hands them over."""
+    """True if a turn makes operands of products that others compute: it stores them and hands them over."""
     names = Counter(i.name for i in code)
     return names["STS"] > 8 and names["FENCE"] > 1 and not _flops(code)
 
@@ -128,11 +128,11 @@ _PIPES = {pipes.MUFU: "mufu", pipes.FMA: "fma", pipes.ALU: "alu", pipes.UNIFORM:
 
 
 def count(code: Sequence[Instruction]) -> dict[str, Any]:
-    """Counts the instructions of a warp by what they need.
+    """Counts the instructions of a warp by kind.
 
     Returns:
       numbers by kind; "wgmma" by shape; "stalls", the sum of the fixed stalls in cycles; "shared_bytes", read and
-      written by a warpgroup, operands of its products among them.
+      written by a warpgroup, including operands of its products.
     """
     names = Counter(i.name for i in code)
     found: dict[str, Any] = {"instructions": len(code), "stalls": sum(i.stall for i in code)}

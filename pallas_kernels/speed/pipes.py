@@ -1,4 +1,4 @@
-"""What a machine instruction of Hopper occupies, and for how long. Knows opcodes and the chip's rates, no kernels."""
+"""Pipes that a machine instruction of Hopper occupies, and for how long. Knows opcodes and rates, no kernels."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _CONTROL = frozenset(
     "NOP BRA BAR SYNCS DEPBAR WARPGROUP WARPSYNC EXIT BSSY BSYNC ELECT MEMBAR FENCE S2R CS2R LDC ULDC LDGDEPBAR ERRBAR "
     "UTMALDG UTMASTG UTMACMDFLUSH UTMAPF USETMAXREG NANOSLEEP CALL RET YIELD CCTL UBLKCP".split()
 )
-# Cycles until a result is there, of instructions that say so by a scoreboard. Shared memory: Hopper. Others assumed,
+# Cycles until a result is ready, for instructions that signal it by scoreboard. Shared memory: Hopper. Others assumed,
 # from measurements of earlier architectures: arXiv:1804.06826 and arXiv:2208.11174.
 _LATENCY = {"MUFU": 23, "SHFL": 24, "LDS": 29, "LDSM": 33, "LDC": 30, "S2R": 20, "S2UR": 20, "SYNCS": 20, "R2UR": 10}
 _LATENCY |= {"MEMBAR": 20, "FENCE": 20}
 OTHER_LATENCY = 20
 # Until operands in registers are read, or an order is taken.
 READ_LATENCY = 12
-# Of a barrier of threads that all have reached, and from the end of a wgmma until a warp goes on. Assumed.
+# Latency of a barrier that all threads have reached, and from the end of a wgmma until a warp goes on. Assumed.
 BARRIER_LATENCY, WGMMA_LATENCY = 20, 40
 
 
 class Use(NamedTuple):
-    """What one instruction of a warp occupies.
+    """Cost of one instruction of a warp.
 
     cycles: of a pipe of its scheduler. shared: of shared memory, if each of the four schedulers has a warp that does
-    the same. latency: from its end until its result is there.
+    the same. latency: from its end until its result is ready.
     """
 
     pipe: str
@@ -104,7 +104,7 @@ _CYCLES = {FMA: 1, MUFU: 8, CONTROL: 0, UNIFORM: 2, ALU: 2}
 
 
 def use(instruction: Instruction, chip: Chip, load_latency: float) -> Use:
-    """Returns what an instruction occupies. load_latency: cycles of a load from global memory."""
+    """Returns the cost of an instruction. load_latency: cycles of a load from global memory."""
     name, where = instruction.name, pipe(instruction)
     latency = _LATENCY.get(name, _LATENCY["MUFU"] if where == MUFU else OTHER_LATENCY)
     if shape := wgmma(instruction):

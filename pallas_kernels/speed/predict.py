@@ -1,7 +1,7 @@
 """Predicts how long kernels take on shapes of the GPU script, from the machine code of their parts.
 
 A multiprocessor's time is the longest of several terms, each in cycles: `compute`, turns of the inner loop as `warp`
-simulates them; `memory`, bytes at the bandwidth of the chip. To it are added what does not overlap: the start of a
+simulates them; `memory`, bytes at the bandwidth of the chip. Time that does not overlap is added: the start of a
 kernel, its end, other kernels, and the gaps between launches.
 """
 
@@ -32,7 +32,7 @@ class Machine:
         return self.simulated("turn", chip, blocks, chip.l1_latency)
 
     def once(self, part: str, chip: Chip, blocks: int, load_latency: float) -> float:
-        """Cycles of a part that runs once, beside other blocks that run the same; 0 where there is none."""
+        """Cycles of a part that runs once, beside other blocks that run the same; 0 without it."""
         return self.simulated(part, chip, blocks, load_latency).cycles if getattr(self.parts, part) else 0.0
 
     def simulated(self, part: str, chip: Chip, blocks: int, load_latency: float) -> Timing:
@@ -54,13 +54,13 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a call takes on one shape.
+    """Predicted time of a call on one shape.
 
     Args:
-      terms: microseconds by what takes them: memory and compute overlap, and only the longer one counts; the others are
+      terms: microseconds by cause: memory and compute overlap, and only the longer one counts; the others are
         added.
-      limit: what would have to become faster first.
-      share: of the bandwidth of a copy; 0 where arithmetic is what counts. tflops: rate of arithmetic, or 0.
+      limit: the part to speed up first.
+      share: of the bandwidth of a copy; 0 where arithmetic counts. tflops: rate of arithmetic, or 0.
     """
 
     shape: str
@@ -78,7 +78,7 @@ class Prediction:
 
 
 def limit_of(terms: Mapping[str, float], timing: Timing) -> str:
-    """Names what is slowest: memory, launches, or what the inner loop waits for."""
+    """Names the slowest part: memory, launches, or the inner loop's wait."""
     overlapping = max(terms["memory"], terms["compute"])
     rest = {name: us for name, us in terms.items() if name not in ("memory", "compute")}
     if sum(rest.values()) > overlapping:
@@ -94,7 +94,7 @@ def limit_of_turn(timing: Timing) -> str:
 
 
 def sum_of(terms: Mapping[str, float]) -> float:
-    """Returns what terms take together: memory and compute overlap."""
+    """Returns the time of terms together: memory and compute overlap."""
     rest = sum(us for name, us in terms.items() if name not in ("memory", "compute"))
     return max(terms["memory"], terms["compute"]) + rest
 
@@ -104,8 +104,8 @@ class Merge:
     """How segments of pairs are merged.
 
     Args:
-      segments: that one turn of its loop reads. shares: blocks of threads that share a pair.
-      idle_blocks: of the grid, where only split pairs are merged; 0 where all are, each by blocks of its own.
+      segments: read by one turn of its loop. shares: blocks of threads that share a pair.
+      idle_blocks: of the grid, if only split pairs are merged; 0 if all are, each by separate blocks.
       loops: how often a block of threads runs this loop for a pair.
     """
 
@@ -176,7 +176,7 @@ def walk(machine: Machine, work: lists.Stretches, chip: Chip) -> tuple[Timing, f
     turn = max(timing.cycles, (chip.loaded_latency + timing.held) / parts.stages)
     start = machine.once("before", chip, blocks, chip.dram_latency) + chip.dram_latency + chip.tma_latency
     end = machine.once("after", chip, blocks, chip.l1_latency)
-    # Without a loop around it, each segment has a block of threads of its own.
+    # Without a loop around it, each segment has a separate block of threads.
     around = machine.once("around", chip, blocks, chip.l1_latency) - timing.cycles if parts.around else start + end
     each = (n * turn + segments * max(around, 0) for n, segments in zip(work.pieces, work.segments))
     return timing, start, lists.makespan(each, blocks * chip.num_cores), end

@@ -1,7 +1,7 @@
 """Predicts products of few rows with a matrix, `hopper.product`: a block of threads for some columns of the result.
 
-Beside the weights, which come from memory once, each block of threads reads all rows from the L2, where the launch
-before has left them.
+Beside the weights, which come from memory once, each block of threads reads all rows from the L2, where the previous
+launch has left them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Product:
 
     @property
     def plan(self) -> Plan:
-        """How the kernel runs."""
+        """The kernel's plan."""
         return Plan.of(self.rows, self.depth, self.width, self.parts)
 
     @property
@@ -73,7 +73,7 @@ class Product:
         return Prediction(f"{self.rows} rows", us, limit, terms, share)
 
     def start_us(self, machine: Machine, chip: Chip) -> float:
-        """Returns the microseconds until the first bytes are there."""
+        """Returns the microseconds until the first bytes arrive."""
         before = machine.once("before", chip, self._resident(machine, chip), chip.l2_latency)
         return chip.us(before + chip.dram_latency + chip.tma_latency)
 
@@ -87,9 +87,9 @@ class Product:
 
 
 class Ahead:
-    """What one product has asked the L2 for of the next one's weights: it comes while memory has nothing to do.
+    """Bytes of the next product's weights that a product prefetches into the L2, while memory would be idle.
 
-    That it is kept, and that kernels do not wait at their end for what they have asked for, is assumed.
+    It assumes that they are kept, and that kernels do not wait at their end for their prefetches.
     """
 
     def __init__(self, chip: Chip):
@@ -109,8 +109,8 @@ class Ahead:
         self._read += num_bytes
 
     def take(self, start_us: float) -> float:
-        """Returns the bytes that a product finds in the L2 when it has started: none if so much was read meanwhile that
-        they are gone."""
+        """Returns the bytes that a product finds in the L2 when it has started: none if enough was read meanwhile to
+        replace them."""
         came = (self._idle_us + start_us) * self._bytes_per_us
         found = min(self._asked, came) if self._read + self._asked <= self.chip.l2_kept_bytes else 0.0
         self._asked = 0.0

@@ -1,8 +1,8 @@
-"""Predictions of kernels that others have timed, beside what they have published: how wrong the model is.
+"""Predictions of kernels that others have timed, beside the published times: the error of the model.
 
     python -m pallas_kernels.speed.published
 
-jax's own attention for Hopper, attention_mgpu, in the two settings of which times of a close relative are public. The
+jax's own attention for Hopper, attention_mgpu, in the two settings with public times of a close relative. The
 relative also makes its mask, which its time includes, so the published rates are lower bounds of this kernel's.
 """
 
@@ -25,7 +25,7 @@ NAME = "jax attention_mgpu"
 
 
 class Published(NamedTuple):
-    """A published rate in TFLOP/s, of what, and where."""
+    """A published rate in TFLOP/s, its setting, and its source."""
 
     tflops: float
     of: str

@@ -11,7 +11,7 @@ from pallas_kernels.speed import parts, predict, sass
 from pallas_kernels.speed.chip import H200, Chip
 from pallas_kernels.speed.predict import Machine, Model
 
-# Of targets whose chip the model knows.
+# Targets whose chip the model knows.
 CHIPS = {"h200": H200}
 
 
@@ -51,11 +51,11 @@ def read_machines(folder: Path, kernels: Sequence[Any], arch: str, ptxas: str, n
 
 
 def describe(machine: Machine, chip: Chip) -> dict[str, Any]:
-    """Returns what a row says of a kernel: its inner loop, or all of it where it has none.
+    """Returns the columns of a kernel's row: its inner loop, or all of it without one.
 
     Returns:
       "turn": instructions of a warp by kind. "cycles": of a turn of all blocks of a multiprocessor.
-      "blocks": that fit one. "limit": of a turn, whatever memory takes. "stages": turns whose data is asked for ahead.
+      "blocks": that fit one. "limit": of a turn, apart from memory. "stages": turns whose data is requested ahead.
     """
     own = machine.parts
     part = "turn" if own.turn else "before"
@@ -71,7 +71,7 @@ def describe(machine: Machine, chip: Chip) -> dict[str, Any]:
 
 
 def examine(machines: Mapping[str, Machine], model: Model, chip: Chip) -> dict[str, Any]:
-    """Returns what rows say of a program: "predictions" of each shape, and the first one's share, TFLOP/s and limit."""
+    """Returns a program's columns: "predictions" of each shape, and the first one's share, TFLOP/s and limit."""
     found = [prediction.plain() for prediction in model.predict(machines, chip)]
     first = found[0]
     return {

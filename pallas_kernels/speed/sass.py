@@ -21,13 +21,13 @@ class Instruction:
     """One machine instruction.
 
     Args:
-      predicate: under which it runs, such as @!P0; empty where always.
+      predicate: condition under which it runs, such as @!P0; empty for always.
       opcode: with its modifiers: HGMMA.64x64x16.F32.BF16.
       target: label that a branch goes to, or None.
       stall: cycles until the same warp may issue its next instruction.
-      writes, reads: scoreboard that is released when its result is there, or its operands are read; None without.
+      writes, reads: scoreboard that is released when its result is ready, or its operands are read; None without.
       waits: scoreboards that must be free before it is issued, one bit each.
-      marks: one character for each register: "^" where it is written, "v" read, "x" both. Empty if `disassemble` was
+      marks: one character for each register: "^" written, "v" read, "x" both. Empty if `disassemble` was
         not asked for registers.
     """
 
@@ -57,7 +57,7 @@ class Instruction:
 
     @property
     def ends(self) -> bool:
-        """Whether what follows is reached only by a jump."""
+        """True if the next instruction is reached only by a jump."""
         return not self.predicate and (self.branches or self.name in ("EXIT", "RET", "BRX"))
 
 
@@ -74,13 +74,13 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ )?(\S+)(?: ([^;]*?)
 _UPPER = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"^\.(L_\w+):")
 _TARGET = re.compile(r"`\(\.(L_\w+)\)")
-# What is done to registers, one column each: the header numbers the columns, and so says where the first one is.
+# Uses of registers, one column each: the header numbers the columns, and so shows the first one's place.
 _HEADER = re.compile(r"// \|( +# )0")
 _MARKS = re.compile(r"// \|(.*?)\|")
 
 
 def parse(text: str) -> dict[str, Function]:
-    """Returns the functions of a text of `nvdisasm -c -hex`, by name; with `-lrm narrow` also what uses registers.
+    """Returns the functions of a text of `nvdisasm -c -hex`, by name; with `-lrm narrow` also uses of registers.
 
     Raises:
       ValueError: an instruction without the second half of its encoding.
@@ -135,7 +135,7 @@ def _instruction(match: re.Match[str], upper: int, marks: str) -> Instruction:
 
 
 def find_nvdisasm() -> str | None:
-    """Returns the path of nvdisasm: that of the package nvidia-cuda-nvdisasm, or another on the PATH."""
+    """Returns the path of nvdisasm: from the package nvidia-cuda-nvdisasm, or another on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*/bin/nvdisasm")):
@@ -147,7 +147,7 @@ def disassemble(cubin: Path, nvdisasm: str, *, registers: bool = False) -> dict[
     """Returns the functions of a cubin.
 
     Args:
-      registers: also what each instruction does to registers, for which nvdisasm takes twice as long.
+      registers: also return each instruction's use of registers, for which nvdisasm takes twice as long.
 
     Raises:
       ValueError: nvdisasm cannot read it.

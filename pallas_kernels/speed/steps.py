@@ -1,7 +1,7 @@
 """Predicts whole programs, such as a step of a model: each of their launches, and the gaps between them.
 
-Kernels of Pallas take what `predict`, `grids` and `products` say, XLA's own small kernels what their machine code
-takes, XLA's products of matrices their bytes or their operations: which kernels it takes for these, it finds out on a
+Kernels of Pallas take the times of `predict`, `grids` and `products`, XLA's own small kernels the time of their machine
+code, XLA's products of matrices their bytes or their operations: XLA chooses kernels for these on a
 GPU, by timing them.
 """
 
@@ -23,15 +23,15 @@ from pallas_kernels.speed.launches import Launch, num_bytes, read_launches
 from pallas_kernels.speed.predict import Attention, Machine, Prediction, sum_of
 from pallas_kernels.speed.products import Ahead, Product
 
-# Terms of a step, of which the first ones are kernels of Pallas. Shared: over blocks that rows have in common.
+# Terms of a step, the first of which are kernels of Pallas. Shared: over blocks that rows have in common.
 ATTENTION, MERGE, WRITE, MASS = "attention", "merge", "write", "mass"
 SHARED_ATTENTION, SHARED_MERGE = "shared attention", "shared merge"
 PRODUCTS, SMALL, WORK_LIST, GAPS = "products", "small kernels of layers", "work list", "gaps"
 # Products of few rows in a kernel of ours, of the term PRODUCTS.
 OWN_PRODUCTS = {f"product {name}": f"{name}/hopper_product" for name in ("qkv", "output", "gate_up", "down")}
-# The product with the vocabulary, and what chooses tokens by it. Embedding, angles of the rope, last norm.
+# The product with the vocabulary, and the choice of tokens by it. Embedding, angles of the rope, last norm.
 LM_HEAD, CHOICE, ONCE = "LM head", "choice of tokens", "others of a step"
-# Of kernels, by what stands in their scope.
+# Terms of kernels, by a part of their scope.
 _SCOPES = {
     "shared/hopper_attention": SHARED_ATTENTION,
     "shared/hopper_merge": SHARED_MERGE,
@@ -43,7 +43,7 @@ _SCOPES = {
 
 
 class Rows(NamedTuple):
-    """Rows of one query each in a step. lengths: visible tokens of each, beside those that it shares.
+    """Rows of one query each in a step. lengths: visible tokens of each, without its shared ones.
     shared: visible tokens that each group of rows shares."""
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Program:
       shapes: by their names; the program is compiled for all of them.
       attention, write, shared, mass: models of its kernels, named after their terms; None where it has none.
       products: models of products, by their names in OWN_PRODUCTS.
-      host_us: what the host takes for a step, in microseconds, measured. aim_ms: of the first shape, of a whole step.
+      host_us: the host's time for a step, in microseconds, measured. aim_ms: for the first shape, of a whole step.
     """
 
     shapes: Mapping[str, Rows]
@@ -139,7 +139,7 @@ class Code:
 
     @functools.cached_property
     def num_layers(self) -> int:
-        """How often the kernels of Pallas run."""
+        """Number of runs of Pallas' kernels."""
         return max(Counter(launch.pallas for launch in self.launches if launch.pallas).values(), default=1)
 
     @functools.cached_property
@@ -167,18 +167,18 @@ class Code:
 
 
 def product_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
-    """Microseconds of a product of matrices at its bound, and until its first bytes are there.
+    """Microseconds of a product of matrices at its bound, and until its first bytes arrive.
 
     Args:
-      cached_bytes: of its weights that are in the L2.
+      cached_bytes: bytes of its weights in the L2.
     """
     flops = launch.flops / chip.product_flops * 1e6
     return max(memory_us(launch, chip, cached_bytes), flops) + chip.us(chip.dram_latency)
 
 
 def memory_us(launch: Launch, chip: Chip, cached_bytes: float = 0.0) -> float:
-    """Microseconds of a launch's bytes: what an earlier launch has just written comes from the L2, as do cached bytes
-    of its arguments."""
+    """Microseconds of a launch's bytes: bytes that an earlier launch has just written come from the L2, as do cached
+    bytes of its arguments."""
     of_memory = (launch.argument_bytes - cached_bytes) / chip.weight_bytes_per_s
     return max(of_memory, (launch.argument_bytes + launch.passed_bytes) / chip.l2_bytes_per_s) * 1e6
 
@@ -197,7 +197,7 @@ def own_us(launch: Launch, machine: Machine | None, chip: Chip) -> float:
 
 
 def _kind(launch: Launch) -> str:
-    # Functions under jit of their own are no scopes.
+    # Functions with a separate jit are no scopes.
     scopes = "/".join(part for part in launch.scope.split("/") if "(" not in part)
     for scope, name in _SCOPES.items():
         if f"/{scope}/" in f"/{scopes}":
@@ -220,7 +220,7 @@ def read_code(folder: Path, hlo: str, thunks: str, arch: str, ptxas: str, nvdisa
             machines[name] = _machine(path, arch, ptxas, nvdisasm, threads[name])
     if missing := threads.keys() - machines:
         raise ValueError(f"no PTX of {', '.join(sorted(missing))}")
-    # Mosaic GPU numbers what it dumps in the order in which it meets kernels; some share a name.
+    # Mosaic GPU numbers its dumps in the order in which it meets kernels; some share a name.
     dumped = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[-1]))
     met = {launch.pallas: _kind(launch) for launch in launches if launch.pallas}
     if len(dumped) != len(met):
@@ -237,7 +237,7 @@ def _entry(ptx: Path) -> str:
 
 
 def _machine(ptx: Path, arch: str, ptxas: str, nvdisasm: str, threads: int = 0) -> Machine:
-    """threads: of a block of a kernel of XLA's own; those of Mosaic GPU are in the log of its passes."""
+    """threads: of a block of a kernel of XLA's own; Mosaic GPU's are in the log of its passes."""
     cubin = ptx.with_suffix(".cubin")
     done = subprocess.run([ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(cubin)], capture_output=True, text=True)
     if done.returncode:
@@ -258,7 +258,7 @@ def _machine(ptx: Path, arch: str, ptxas: str, nvdisasm: str, threads: int = 0) 
 
 
 def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
-    """Returns what rows say of a whole step: "predictions", "launches" in all and per layer, the model's "host_us" and
+    """Returns the columns of a whole step: "predictions", "launches" in all and per layer, the model's "host_us" and
     "aim_ms"."""
     found = [prediction.plain() for prediction in model.predict(code, chip)]
     return {
@@ -274,9 +274,9 @@ def examine(code: Code, model: Program, chip: Chip) -> dict[str, Any]:
 
 
 def whole_steps(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what steps take: of each shape its terms in microseconds, "ms", "launches", "host_us", and "aim_ms" of
-    the first one. One step ahead, the host prepares a step while the device computes the one before it: a step takes as
-    long as the longer of the two.
+    """Returns the times of steps: for each shape its terms in microseconds, "ms", "launches", "host_us", and "aim_ms"
+    of the first one. One step ahead, the host prepares a step while the device computes the previous one: a step takes
+    the longer time of the two.
 
     Args:
       cases: a row of each program.

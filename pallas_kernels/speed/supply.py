@@ -1,4 +1,4 @@
-"""A warpgroup that makes what others multiply, beside them: what it makes, and when each side waits for the other."""
+"""A warpgroup that makes operands for the others of its block, and when each side waits for the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Supply:
 
     A turn of it makes the keys of piece n + 1, then the values of piece n, each of which ends with a fence; a turn of
     the others multiplies the keys of piece n and the values of piece n - 1, and has read them when it has waited for
-    its first and its last product. There is room for STAGES of each.
+    its first and its last product. STAGES of each fit.
     """
 
     def __init__(self, turn: Sequence[Instruction], made: Sequence[Instruction]):
@@ -24,7 +24,7 @@ class Supply:
         self._begins_values = fences[-2] + 1 if len(fences) > 1 else 0
 
     def may_make(self, at: int, turns: int, others: Sequence[tuple[int, int]]) -> bool:
-        """Whether the instruction `at` may follow after so many whole turns; others: at, turns of each of them."""
+        """True if the instruction `at` may follow after `turns` whole turns; others: at, turns of each of them."""
         if at not in (0, self._begins_values):
             return True
         keys = at == 0
@@ -33,5 +33,5 @@ class Supply:
         return done > turns - STAGES
 
     def may_read(self, at: int, turns: int, maker: tuple[int, int]) -> bool:
-        """Whether the instruction `at` of another one may follow after so many whole turns; maker: its at, turns."""
+        """True if the instruction `at` of another one may follow after `turns` whole turns; maker: its at, turns."""
         return at != 0 or maker[1] >= turns

@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.speed.update [--show]
 
-Compiles the cases that have a model, about a minute, and shows each number before and after. Whole steps are those of
-the engine; it has to be installed beside the kernels.
+Compiles the cases that have a model, about a minute, and shows each number before and after. Whole steps are the
+engine's; it has to be installed beside the kernels.
 """
 
 from __future__ import annotations

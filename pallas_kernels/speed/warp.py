@@ -1,8 +1,8 @@
 """Runs the instructions of one turn over and over on a scheduler of a multiprocessor, in order, and counts cycles.
 
 A warpgroup has one warp on each of the four schedulers, and all four do the same: so one scheduler is simulated, with a
-warp of each warpgroup. Fixed latencies are the compiler's own stall counts. Variable ones are those of `pipes`, awaited
-by scoreboards as the code says. Data from memory is always there: what memory takes is another term of the model.
+warp of each warpgroup. Fixed latencies are the compiler's own stall counts. Variable ones are from `pipes`, awaited
+by scoreboards as in the code. Data from memory is always ready: memory time is another term of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Timing:
 
 @dataclasses.dataclass
 class _Warp:
-    """A warp on its way: its next instruction and turn, when it may go on, and what it waits for."""
+    """A warp on its way: its next instruction and turn, when it may go on, and its wait."""
 
     block: int
     number: int  # of the block's warps
@@ -64,10 +64,10 @@ def simulate(
     """Simulates turns until they are steady.
 
     Args:
-      beside: turn of one more warp of each block, which makes what the others multiply; none where a copy does.
+      beside: turn of one more warp of each block, which makes operands for the others; none where a copy does.
       warps: of a block of threads on one scheduler. blocks: of threads on the multiprocessor.
-      turns: to simulate; the first third of them does not count.
-      load_latency: of loads from global memory; by default as if they were found in the L1.
+      turns: number of simulated turns; the first third of them does not count.
+      load_latency: of loads from global memory; by default as if found in the L1.
     """
     load = chip.l1_latency if load_latency is None else load_latency
     programs = [turn] * warps + ([beside] if beside else [])
@@ -132,7 +132,7 @@ def simulate(
 
 
 def _meets_others(instruction: Instruction) -> bool:
-    """Whether an instruction is a barrier of more threads than those of a warpgroup."""
+    """True if an instruction is a barrier of more threads than one warpgroup's."""
     if not instruction.opcode.startswith("BAR.SYNC"):
         return False
     threads = re.search(r", 0x([0-9a-f]+)$", instruction.operands.strip())

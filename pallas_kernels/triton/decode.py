@@ -1,7 +1,7 @@
 """Paged attention in Pallas-Triton for few queries to a row and many keys: decode. Bound by memory.
 
 The stretches of `work.schedule` are programs: each walks some pieces of one (query tile, kv head) with `parts`'
-loop and leaves a partial result; a second kernel merges those of a pair by their log-sum-exp. So the time follows all
+loop and leaves a partial result; a second kernel merges a pair's results by their log-sum-exp. So the time follows all
 visible tokens together, however they are spread over rows.
 
 Source: split keys, Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
@@ -27,8 +27,8 @@ def attend(call: Call, work: None = None, *, tuning: parts.Tuning) -> Result:
     """Attends a call; `pallas_kernels.contract` has the arguments.
 
     Raises:
-      NotImplementedError: the dtype, head dim, block size or an option is not one of these kernels', or more than 64
-        query heads share a kv head (32 with q_sink, 16 with a head dim of 256 besides).
+      NotImplementedError: these kernels do not support the dtype, head dim, block size or an option, or more than 64
+        query heads share a kv head (32 with q_sink, 16 if the head dim is 256, too).
     """
     whole, call = call, parts.narrow(call, max_rows=64)
     shape = parts.shape_of(call)

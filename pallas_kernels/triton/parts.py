@@ -1,6 +1,6 @@
 """Shared parts of the Pallas-Triton attention kernels: the loop over keys and values, and the arrays that it reads.
 
-jax has deprecated its Triton back end: the day it goes, this folder goes.
+jax has deprecated its Triton back end: this folder will go with it.
 
 Source: online softmax, FlashAttention-2, arXiv:2307.08691, algorithm 1.
 """
@@ -32,8 +32,8 @@ NUM_NUMBERS = len(Pattern._fields) + 1
 class Tuning:
     """How a kernel runs.
 
-    num_workers: of decode, equal stretches that the work is cut into, a few times the multiprocessors. As many programs
-      again as there are (query tile, kv head) pairs run.
+    num_workers: for decode, equal stretches that the work is cut into, a few times the multiprocessors. One more
+      program runs for each (query tile, kv head) pair.
     num_warps, num_stages: of each program.
     interpret: run it with jax operations on any device.
     """
@@ -45,7 +45,7 @@ class Tuning:
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for. rows, columns: of its matrices, powers of two that hold [Q * G, H]."""
+    """The shape that a kernel is compiled for. rows, columns: of its matrices, powers of two that hold [Q * G, H]."""
 
     q_tile: int
     group: int
@@ -99,7 +99,7 @@ def narrow(call: Call, max_rows: int) -> Call:
 
 
 def shape_of(call: Call) -> Shape:
-    """What the kernels are compiled for."""
+    """The shape that the kernels are compiled for."""
     num_kv_heads, block_size, head_dim = call.pool.kv.shape[3:]
     q_tile = call.q.shape[1]
     return Shape(q_tile, call.group, num_kv_heads, head_dim, block_size, call.num_sink_queries, call.options.soft_cap)
@@ -121,10 +121,10 @@ def schedule(call: Call, num_workers: int) -> work.Work:
 
 
 class Inputs(NamedTuple):
-    """What `attend` reads: arrays, or inside of a kernel references to them.
+    """Inputs of `attend`: arrays, or inside a kernel references to them.
 
     pool: a view [rows, H]. num_repositioned: [S] pieces with repositioned sinks. numbers: of the pattern, then the
-    layer. q_sink: a placeholder where no sinks are repositioned. Others as in Call and Work.
+    layer. q_sink: a placeholder if no sinks are repositioned. Others as in Call and Work.
     """
 
     q: Any
@@ -159,13 +159,13 @@ class Inputs(NamedTuple):
 
 
 def sinks_of(call: Call):
-    """[N] learned sink logits; -inf where there are none."""
+    """[N] learned sink logits; -inf without any."""
     sinks = call.options.sinks
     return jnp.full(call.q.shape[2], -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
 
 def result_of(call: Call, out, lse) -> Result:
-    """Of what a kernel gave for a narrowed call, the result of the call as it was."""
+    """The result of a call, from a kernel's output for the narrowed call."""
     out = out.reshape(call.q.shape)
     return Result(out, lse.reshape(call.q.shape[:3]) if call.options.return_lse else None)
 
@@ -238,7 +238,7 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     )
     begin = 0
     if shape.sink_queries:
-        # Sinks are in the first pieces. Their loop is one of its own as the others' would not be pipelined with it.
+        # Sinks are in the first pieces. Their separate loop keeps the others' loop pipelined.
         begin = jnp.clip(refs.num_repositioned[tile] - first_piece, 0, num_pieces)
         carry = lax.fori_loop(0, begin, functools.partial(body, with_sinks=True), carry)
     return lax.fori_loop(begin, num_pieces, body, carry)[:3]
@@ -255,7 +255,7 @@ def _piece_loader(pool, shape: Shape, layer, head, newest):
 
     def load(row, kv_pos):
         row = row + keys * shape.size
-        # A weight of 0 does not silence a NaN in a slot that nobody has written.
+        # A weight of 0 does not silence a NaN in an unwritten slot.
         mask = _along(kv_pos <= newest, 0, shape.columns)
         if shape.columns != shape.head_dim:
             mask &= column < shape.head_dim
@@ -325,7 +325,7 @@ def store_result(out_ref, lse_ref, logits_ref, pos_ref, tile, head, acc, top, to
 
 
 def matrix_places(shape: Shape, head):
-    """Row, column, query head and whether there is one, of each element of a matrix [rows, columns]."""
+    """Row, column, query head and its existence, for each element of a matrix [rows, columns]."""
     row = _along(jnp.arange(shape.rows, dtype=jnp.int32), 0, shape.columns)
     column = _along(jnp.arange(shape.columns, dtype=jnp.int32), 1, shape.rows)
     mask = (row < shape.q_tile * shape.group) & (column < shape.head_dim)
@@ -333,7 +333,7 @@ def matrix_places(shape: Shape, head):
 
 
 def _positions(pos_ref, tile, shape: Shape):
-    """[rows] text positions of the queries; -1 where there is none."""
+    """[rows] text positions of the queries; -1 without one."""
     row = jnp.arange(shape.rows, dtype=jnp.int32)
     return plt.load(pos_ref.at[tile, row // shape.group], mask=row < shape.q_tile * shape.group, other=-1)
 
