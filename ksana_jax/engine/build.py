@@ -69,7 +69,7 @@ def build_engine(
       clock: seconds, rising.
       buckets: shapes of the steps; None takes `Buckets.of`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
-      workers: the other processes that divide the model, with config.distributed; see `engine.leading`.
+      workers: the other processes that divide the model, with config.distributed; see `engine.distributed.driver`.
       placement: on the devices; None takes jax's first ones.
       memory: arguments of `KVMemory` that replace those which follow from model and config.
 

@@ -30,7 +30,7 @@ PATIENCE_S = 30.0  # before a warning that no worker has started
 
 @dataclasses.dataclass(frozen=True)
 class OnRay:
-    """A cluster to run trials on. address: see `cluster.connection.connected`. resources: of one trial."""
+    """A cluster to run trials on. address: see `ray_connection.connected`. resources: of one trial."""
 
     address: str = AUTO
     resources: Resources = dataclasses.field(default_factory=Resources)
@@ -84,7 +84,7 @@ class RayTrials:
     worker runs it. Nodes that join are used.
 
     Args:
-      ray: the module, connected; see `cluster.connection.connected`.
+      ray: the module, connected; see `engine.distributed.ray_connection.connected`.
       resources: of one trial.
       debug: raise the error of a trial.
     """
