@@ -239,7 +239,7 @@ class EngineConfig:
         `ksana doctor` lists them.
       tensor_parallel_size: devices that divide each matrix and the KV heads among them (`ksana_jax.sharding`). Sizes in
         bytes and fractions of memory are per device.
-      data_parallel_size: replicas of the engine, each on tensor_parallel_size devices; a request goes to the one that
+      data_parallel_size: engine replicas, each on its own tensor_parallel_size devices; a request goes to the one that
         has served the longest part of its prompt before, or has the least work (`engine.distributed.replicas`). Sizes
         in bytes, of host memory too, are per replica. Not together with a disk tier or several processes.
       seed: seed for requests without a seed.
