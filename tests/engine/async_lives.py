@@ -33,7 +33,7 @@ class AsyncLife:
     """An AsyncLLM around a simulation's engine, and its clients.
 
     Args:
-      rng: decides what the engine is and what clients want; how their tasks and the engine's steps interleave varies.
+      rng: decides the engine and the clients' wishes; how their tasks and the engine's steps interleave varies.
     """
 
     def __init__(self, rng: random.Random):
@@ -137,7 +137,7 @@ class AsyncLife:
     async def _read(
         self, llm: AsyncLLM, stream: RequestStream, how: str, most: int, dawdle: int
     ) -> list[RequestOutput]:
-        """Reads a stream to its end, or so many outputs before the client leaves or aborts."""
+        """Reads a stream to its end, or up to a number of outputs before the client leaves or aborts."""
         pieces: list[RequestOutput] = []
         async for piece in stream:
             pieces.append(piece)
@@ -156,7 +156,7 @@ class AsyncLife:
         return pieces
 
     def _check(self, output: RequestOutput, expected: Expected, aborts: bool) -> None:
-        """What a request has given is the beginning of what its prompt gives alone, and its end the right one."""
+        """A request's output is the beginning of its prompt's output alone, and its end the right one."""
         for completion, tokens in zip(output.outputs, expected.tokens, strict=True):
             assert completion.token_ids == tokens[: len(completion.token_ids)]
             match completion.finish_reason:

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` around the real engine and a fake executor, and what is left of its requests at the end."""
+"""An `AsyncLLM` around the real engine and a fake executor, and checks for leftovers of its requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slow(engine, seconds: float = 0.002):
 
 
 def serving(engine: Engine | None = None, **settings: Any) -> AsyncLLM:
-    """Eight rows, and blocks for all of them, unless told otherwise."""
+    """Eight rows, and blocks for all of them, by default."""
     settings = {"num_blocks": 256, "max_num_seqs": 8, "max_model_len": 128, **settings}
     return AsyncLLM.around(engine or make_engine(**settings))
 

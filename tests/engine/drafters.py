@@ -1,4 +1,4 @@
-"""Draft models for the tiny model of `tests.engine.small`, from the target itself to a model of nothing in common."""
+"""Draft models for the tiny model of `tests.engine.small`, from the target itself to an unrelated model."""
 
 import dataclasses
 import functools

@@ -144,7 +144,7 @@ def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | 
 
 
 def forget_programs() -> None:
-    """Frees the programs that engines share, once these have gone."""
+    """Frees the programs that engines share, after these are closed."""
     _programs.clear()
 
 
@@ -163,7 +163,7 @@ def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
 
 
 def expect_dense(llm: LLM, config: ModelConfig, params, texts, pattern=None) -> None:
-    """Log-probabilities of texts and of what is generated after them are those of the float64 model; so are tokens."""
+    """Log-probabilities of texts and of their continuations equal the float64 model's; so do tokens."""
     llm.set_pattern(pattern)
     asked = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": t} for t in texts], asked)

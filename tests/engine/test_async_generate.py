@@ -1,4 +1,4 @@
-"""`AsyncLLM` gives what `LLM.generate` gives: tokens, texts, scores, stop strings; with a model and a tokenizer."""
+"""`AsyncLLM` gives the same as `LLM.generate`: tokens, texts, scores, stop strings; with a model and a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def llm() -> LLM:
 
 
 def both(llm: LLM, prompts: list, params: SamplingParams) -> tuple[list[RequestOutput], list[list[RequestOutput]]]:
-    """What `LLM.generate` gives for prompts, and the deltas of as many streams at once."""
+    """Results of `LLM.generate` for prompts, and the deltas of as many streams at once."""
     expected = llm.generate(prompts, params)
 
     async def main() -> list[list[RequestOutput]]:

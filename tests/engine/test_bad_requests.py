@@ -1,4 +1,4 @@
-"""What can never be served is refused with the numbers; requests that run go on, and no block leaks."""
+"""Requests that can never be served are refused with the numbers; running ones go on, and no block leaks."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def engine():
 
 @pytest.fixture
 def llm(engine):
-    """An engine in which a request runs, which must come out as if nothing had happened."""
+    """An engine with a running request, which must come out as if nothing had happened."""
     alone = engine.generate("x.y", GREEDY)[0].outputs[0]
     request = engine.engine.add_request(np.array(engine.tokenizer.encode("x.y")), GREEDY)
     engine.engine.step()

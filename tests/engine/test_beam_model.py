@@ -1,4 +1,4 @@
-"""Beams of the paged network are those of the dense one, and of transformers."""
+"""Beams of the paged network equal the dense network's, and transformers'."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ LONGEST = 32
 
 
 def dense_beams(config, params, prompts, asked):
-    """Of each prompt, over the unpaged network; texts are padded to one length, which a causal network does not see."""
+    """Beams of each prompt, over the unpaged network; texts are padded to one length, as a causal network allows."""
     scores = jax.jit(lambda text: jax.nn.log_softmax(dense_logits(params, text, config=config)))
 
     def continuations(prompt, text):

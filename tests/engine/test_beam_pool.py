@@ -1,4 +1,4 @@
-"""Beams on the fake device are those of the plain search whatever the pool, and leave nothing behind."""
+"""Beams on the fake device equal the plain search's whatever the pool, and leave nothing behind."""
 
 import pytest
 

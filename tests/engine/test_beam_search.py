@@ -1,4 +1,4 @@
-"""The rules of beam search, on toy languages in which the last token and its place decide."""
+"""The rules of beam search, on toy languages decided by the last token and its place."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from tests.fakes import asking
 
 
 class Toy:
-    """What `advance` needs of a scheduler; nothing runs in rows."""
+    """The part of a scheduler that `advance` needs; nothing runs in rows."""
 
     rows = None
 
@@ -101,7 +101,7 @@ def test_beams_of_a_toy_language_are_those_of_the_plain_search(vocab, seed, widt
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize(("vocab", "max_tokens"), [(2, 5), (3, 4), (4, 3)])
 def test_with_as_many_beams_as_there_are_texts_the_best_of_all_texts_are_found(vocab, max_tokens, penalty):
-    """By counting all of them out: no search at all."""
+    """By enumerating all of them: no search at all."""
     for seed in range(5):
         table, first = toy_table(max_tokens, vocab, seed), vocab - 1
         texts = {}

@@ -27,7 +27,7 @@ def setting(drafter: str, fallback: float | None = 0.3, rollback: float | None =
 
 @pytest.fixture(scope="module")
 def bild(drafters):
-    """Returns engines by draft model and settings, with thresholds as given and nothing counted."""
+    """Returns engines by draft model and settings, with the given thresholds and no counts."""
 
     @functools.cache
     def engine(name: str, **settings) -> LLM:
@@ -97,7 +97,7 @@ def test_preemption_prefix_hits_and_blocks_change_no_token_either(plain, bild, s
 
 @functools.cache
 def logprobs_after(text: tuple[int, ...], name: str | None) -> np.ndarray:
-    """Log-probabilities of what follows a text, by a draft model or the target, in float64 and without a cache."""
+    """Log-probabilities after a text, by a draft model or the target, in float64 and without a cache."""
     config, params = model() if name is None else draft_model(name)
     return reference_logprobs(params, config, np.array(text))[-1]
 
@@ -123,7 +123,7 @@ def big_little_decoding(prompt, count: int, name: str, fallback: float, rollback
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How many draft tokens a step has asked for after a text: {text: most}."""
+    """Maximum draft tokens that a step has requested after a text: {text: most}."""
     found, propose = {}, BildProposer.propose
 
     def noting(self, texts, rows, most):
@@ -175,7 +175,7 @@ def test_rows_that_sample_have_no_drafts_and_the_tokens_of_plain_decoding(plain,
 
 
 def test_drafts_are_as_long_as_the_draft_model_is_sure(plain, bild):
-    """A model that drafts for itself has all drafts accepted: the surer it must be, the more of them there are."""
+    """A model that drafts for itself has all drafts accepted: the surer it must be, the fewer tokens it drafts."""
     num_tokens = []
     for fallback in (0.0, 0.2, 0.6, 1.0):
         llm = bild("itself", fallback)

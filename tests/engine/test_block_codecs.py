@@ -1,4 +1,4 @@
-"""Engines that store tokens as codes of whole blocks, and recent ones exactly (KIVI and the like)."""
+"""Engines that store tokens as codes of whole blocks, and recent ones exactly (such as KIVI)."""
 
 import dataclasses
 import functools
@@ -28,9 +28,9 @@ TIGHT = {"block_size": SIZE, "num_blocks": 40, "max_num_batched_tokens": 7, "que
 
 
 class Definition:
-    """Block codecs in float64, on the full blocks of a text; notes whether float32 could round a number another way.
+    """Block codecs in float64, on the full blocks of a text; records whether float32 could round a number another way.
 
-    What is left of a text, less than a block, stays as it is: queries read it exactly.
+    The rest of a text, less than a block, stays as it is: queries read it exactly.
     """
 
     def __init__(self, setting: dict):
@@ -56,7 +56,7 @@ class Definition:
 
 
 def read_exactly(setting: dict, length: int) -> np.ndarray:
-    """[T, T]: a query reads exactly the tokens from a block on that leaves it at least `residual` of them."""
+    """[T, T]: a query reads exactly the tokens from the last block on that leaves it at least `residual` of them."""
     residual, first = setting["residual"], setting.get("first", 0)
     exact = np.zeros((length, length), bool)
     for query in range(length):

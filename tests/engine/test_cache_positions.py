@@ -1,5 +1,5 @@
-"""Text positions and cache positions are two numbers: a toy that evicts tokens, against the dense float64 model in
-which later queries do not see them. The text goes on where it was; slots and blocks are used again."""
+"""Text positions and cache positions are two numbers: a toy that evicts tokens, against the dense float64 model whose
+later queries do not see them. The text goes on where it was; slots and blocks are used again."""
 
 import itertools
 
@@ -44,7 +44,7 @@ class Evicting:
                 self.evict(request, row, computed)
 
     def evict(self, request: str, row: int, computed: int) -> None:
-        """What a method of eviction does: moves the keys and values that are kept, on the device, and says so."""
+        """Evicts as a method does: moves the kept keys and values on the device, and records it."""
         scheduler, cache = self.llm.engine.scheduler, self.llm.runner.cache
         before = np.asarray(cache.kv)
         after, cached = before.copy(), self.cached[request]

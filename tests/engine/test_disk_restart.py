@@ -1,4 +1,4 @@
-"""An engine that finds its prefixes on disk says the same as one that computes them, whatever became of the files."""
+"""An engine that finds prefixes on disk gives the same as one that computes them, whatever happened to the files."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ def engine(folder, write="through", dtype="f32", **settings):
 
 @functools.cache
 def cold(dtype: str = "f32") -> list[list[int]]:
-    """What each prompt gives alone in an engine without any cache."""
+    """Output of each prompt alone in an engine without any cache."""
     llm = make_llm(dtype=dtype, **SIZES)
     return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
 

@@ -109,7 +109,7 @@ def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
 
 
 class Swapped(Letters):
-    """A tokenizer of as many ids, two of which stand for each other's pieces."""
+    """A tokenizer with as many ids, two of which have swapped pieces."""
 
     def piece(self, token_id: int) -> Piece:
         return super().piece({5: 6, 6: 5}.get(token_id, token_id))
@@ -159,7 +159,7 @@ def test_other_rules_are_greedy_where_rows_are_and_accept_all_of_the_target_itse
 
 
 def pairs(llm: LLM, seeds: range) -> np.ndarray:
-    """How often each token came second and third after one prompt: [2, V]."""
+    """Counts of each token in second and third place after one prompt: [2, V]."""
     params = [SamplingParams(temperature=0.7, top_k=12, seed=seed, max_tokens=3, ignore_eos=True) for seed in seeds]
     outputs = [o.outputs[0].token_ids for o in llm.generate(["the cat"] * len(params), params)]
     return np.array([np.bincount([ids[at] for ids in outputs], minlength=VOCAB) for at in (1, 2)])

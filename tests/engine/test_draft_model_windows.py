@@ -62,7 +62,7 @@ def test_all_drafts_of_the_target_itself_are_accepted(drafters, pattern):
 
 
 def test_drafts_are_rejected_if_the_draft_model_does_not_keep_up(drafters, monkeypatch):
-    """It then reads what is left of a prompt, whose beginning it has not seen: worse guesses, and the same tokens."""
+    """It then reads the rest of a prompt whose beginning it has not seen: worse guesses, and the same tokens."""
     monkeypatch.setattr(DraftModelProposer, "keep_up", lambda *given: None)
     plain, llm = pair(drafters["itself"], PATTERNS["window"])
     assert outputs_of(llm, GREEDY) == outputs_of(plain, GREEDY)
@@ -87,7 +87,7 @@ def test_keys_follow_the_blocks(drafters, pattern, settings):
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_preempted_rows_go_on(drafters, preempt):
-    """Blocks that come back from the host are others, and what was in them is not all there to read again."""
+    """Blocks that come back from the host are others, and not all of their content can be read again."""
     settings = {"num_blocks": 12, "preempt": preempt, "host_cache_bytes": 1 << 20 if preempt == "swap" else 0}
     plain, llm = pair(drafters["itself"], {"window": 16}, **settings)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

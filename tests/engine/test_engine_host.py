@@ -1,5 +1,5 @@
-"""The engine's loop around a fake executor: what is reported when, what a bad request or a failing step leaves behind,
-and what a decode step costs."""
+"""The engine's loop around a fake executor: reports and their times, the traces of a bad request or a failing step,
+and the cost of a decode step."""
 
 import functools
 import gc
@@ -251,7 +251,7 @@ def test_a_step_that_fails_takes_its_requests_along_and_nothing_else():
 
 
 class ComputedLate:
-    """A pending step: nothing of it, its moves included, happens before its result is asked for."""
+    """A pending step: nothing of it, not even its moves, happens before its result is requested."""
 
     def __init__(self, submit, step):
         self.result = lambda: submit(step).result()

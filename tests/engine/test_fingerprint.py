@@ -1,4 +1,4 @@
-"""Digests that tell engines apart whose keys and values differ though their weights are the same."""
+"""Digests that distinguish engines whose keys and values differ though their weights are the same."""
 
 import dataclasses
 

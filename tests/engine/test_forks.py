@@ -1,5 +1,5 @@
-"""Forked children of a process with an engine: one that uses the engine is told why it cannot, one that ends leaves
-everything to its parent."""
+"""Forked children of a process with an engine: one that uses the engine gets the reason why it cannot, one that ends
+leaves everything to its parent."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A GGUF file is a model by itself: weights, configuration, tokenizer, chat template."""
+"""A GGUF file alone is a model: weights, configuration, tokenizer, chat template."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Every family through the paged engine, against what transformers computed (files in tests/golden)."""
+"""Every family through the paged engine, against transformers' results (files in tests/golden)."""
 
 import numpy as np
 import pytest

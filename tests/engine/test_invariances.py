@@ -1,4 +1,4 @@
-"""Greedy and seeded tokens stay the same when only this changes: who shares the batch, chunks, blocks, the pool, the
+"""Greedy and seeded tokens stay the same when only this changes: batch composition, chunks, blocks, the pool, the
 order of arrival, query tiles, rows, policy; and recomputation equals the dense model on the last window."""
 
 import functools
@@ -51,7 +51,7 @@ def engine(variant: str):
 
 @functools.cache
 def greedy_alone(pattern: str) -> list[list[int]]:
-    """Each request by itself, and what the dense model says to that."""
+    """Each request alone, compared with the dense model."""
     llm = engine("as it is")
     llm.set_pattern(PATTERNS[pattern])
     alone = [tokens_of(llm, [p], GREEDY)[0] for p in PROMPTS]
@@ -132,7 +132,7 @@ def test_greedy_tokens_do_not_depend_on_the_pool_down_to_one_request_at_a_time(b
 
 
 def test_preempted_request_continues_with_the_same_tokens():
-    """A pool of one block short of two requests: the later one is thrown out."""
+    """A pool of one block short of two requests: the later one is preempted."""
     expected = greedy_alone("full")
     llm = make_llm(block_size=4, num_blocks=14)
     order = [7, 6, 5, 4]

@@ -57,7 +57,7 @@ def bits(completion) -> bytes:
 
 
 def under_load(llm: LLM, count: int, prompt, asked=ASKED, seed: int = 0) -> list:
-    """Serves one request `count` times among random others, some of which begin like it, and some of which are aborted;
+    """Serves one request `count` times among random others, some with the same beginning, and some that are aborted;
     returns the requests. At times the load stops, so that steps of all sizes occur."""
     rng, engine, vocab = np.random.default_rng(seed), llm.engine, llm.model_config.vocab_size
     longest = llm.engine.max_model_len
@@ -122,8 +122,8 @@ def test_a_request_has_one_result_under_any_load():
 
 
 def expect_one_result_from_tiers(folder, write: str, count: int, **given) -> collections.Counter:
-    """An engine without a cache, and three one after the other over one folder: the second and third begin with what
-    those before them have left on disk. Returns what the memory of these three has counted."""
+    """An engine without a cache, and three one after the other over one folder: the second and third begin with the
+    blocks of the previous ones on disk. Returns the counters of these three's memory."""
     requests, found = under_load(invariant_llm(**given), count, PROMPT), collections.Counter()
     for seed in range(3):
         with invariant_llm(**given, **TIERS, disk_cache_dir=str(folder), cache_write=write) as llm:

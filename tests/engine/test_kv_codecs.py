@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokeniz
 
 
 class Definition:
-    """Codecs in float64, one rounding. Notes whether float32 could round a number the other way."""
+    """Codecs in float64, one rounding. Records whether float32 could round a number the other way."""
 
     def __init__(self, name: str, exact: tuple[int, ...] = ()):
         self.name, self.exact, self.certain, self.num_calls = name, exact, True, 0

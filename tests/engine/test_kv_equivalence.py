@@ -1,4 +1,4 @@
-"""Where keys and values have been since they were computed does not change a token: found again, chunked, swapped,
+"""The path of keys and values since their computation does not change a token: found again, chunked, swapped,
 computed again, brought back from the host, copied on write, attended to in groups."""
 
 import dataclasses
@@ -49,7 +49,7 @@ def plain():
 
 @functools.cache
 def cold_solo(pattern: str) -> list[list[int]]:
-    """Each prompt by itself on an engine that keeps nothing, and what the dense model says to that."""
+    """Each prompt alone on an engine that keeps nothing, compared with the dense model."""
     llm = plain()
     llm.set_pattern(PATTERNS[pattern])
     alone = [tokens_of(llm, [p], asked())[0] for p in PROMPTS]
@@ -89,7 +89,7 @@ def test_prefixes_found_within_chunks_of_any_size(pattern):
 
 @pytest.fixture(params=["none", "pinned_host"])
 def staging(request, monkeypatch) -> str:
-    """What blocks cross between device and host; "auto" would choose "none" on a CPU, "pinned_host" on CUDA and TPU."""
+    """Memory that blocks cross between device and host; "auto" is "none" on a CPU, "pinned_host" on CUDA and TPU."""
     found = dataclasses.replace(movers.capabilities(), staging=request.param)
     monkeypatch.setattr(movers, "capabilities", lambda: found)
     return request.param

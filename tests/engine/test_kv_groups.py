@@ -1,6 +1,6 @@
-"""Layers that keep other positions than their neighbours have blocks of their own: half of the layers of this model see
-all, half a window, and the pool holds no more than that. Tokens are those of the dense float64 model, whatever became
-of the blocks."""
+"""Layers that keep other positions than their neighbours have separate blocks: half of the layers of this model see
+all, half a window, and the pool holds no more than that. Tokens equal the dense float64 model's, whatever happened to
+the blocks."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Live blocks of a step: what the pool would hold for the next token of a text, whether or not the text ends."""
+"""Live blocks of a step: the pool's content for the next token of a text, whether or not the text ends."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The front door: what goes into `LLM.generate` and what comes out."""
+"""The front door: inputs and outputs of `LLM.generate`."""
 
 import dataclasses
 import warnings

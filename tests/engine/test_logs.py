@@ -1,4 +1,4 @@
-"""What the engine logs at INFO: what it loaded, the size of its pool, what it compiled and how long that took."""
+"""The engine's log at INFO: the model loaded, the size of its pool, its compilations and their seconds."""
 
 import logging
 import re

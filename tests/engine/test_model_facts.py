@@ -1,4 +1,4 @@
-"""`ksana doctor MODEL`: what decides a model's answers, with the file that says it."""
+"""`ksana doctor MODEL`: facts that decide a model's answers, with their files."""
 
 import dataclasses
 import json

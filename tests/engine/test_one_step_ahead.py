@@ -1,5 +1,5 @@
-"""A step that is submitted before the tokens of the one before it are known: it decodes them on the device, and what
-they end leaves nothing behind."""
+"""A step that is submitted before the previous one's tokens are known: it decodes them on the device, and requests
+that they end leave nothing behind."""
 
 import functools
 

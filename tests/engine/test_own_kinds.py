@@ -1,4 +1,4 @@
-"""Every weight and every kind of MLP and norm, own ones too, with every setting that treats them in a way of its own.
+"""Every weight and every kind of MLP and norm, own ones too, with every setting that treats them differently.
 An engine has the tokens of the model without a cache, or one ConfigError names the kind before weights are read."""
 
 import dataclasses

@@ -38,7 +38,7 @@ def make_model(heads: str = "GQA"):
 
 @pytest.fixture(scope="module", autouse=True)
 def several_pieces():
-    """These texts are short: let them be looked at in several pieces all the same."""
+    """Reads these short texts in several pieces all the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "PIECE_TOKENS", 24)
         yield

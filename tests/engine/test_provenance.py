@@ -1,4 +1,4 @@
-"""Where a request's blocks come from: computed, found on a tier, shared, copied, swapped."""
+"""The origins of a request's blocks: computed, found on a tier, shared, copied, swapped."""
 
 from collections import Counter
 from concurrent.futures import Executor, Future
@@ -54,7 +54,7 @@ def test_blocks_that_were_evicted_are_found_on_the_host():
 
 
 class AtOnce(Executor):
-    """Runs what it is given before it returns."""
+    """Runs its tasks before it returns."""
 
     def submit(self, fn, /, *args, **kwargs):
         future = Future()

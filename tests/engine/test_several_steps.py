@@ -1,4 +1,4 @@
-"""Several decode steps in one call give the tokens of single steps, and what ends within a call leaves nothing."""
+"""Several decode steps in one call give the tokens of single steps, and requests that end within leave nothing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention over blocks that rows share runs once for all of them, and nobody can tell but the clock."""
+"""Attention over blocks that rows share runs once for all of them, and only the clock shows it."""
 
 import dataclasses
 

@@ -22,7 +22,7 @@ def guessing(guesses: str, count: int = 5, adaptive: str = "off", **settings):
 
 
 def counts_of(llm) -> SpeculationCounts:
-    """What the engine has counted of drafts."""
+    """The engine's counts of drafts."""
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None
     return speculation.counts

@@ -1,4 +1,4 @@
-"""What the record of a step says about its time and size."""
+"""Times and sizes in the record of a step."""
 
 import itertools
 

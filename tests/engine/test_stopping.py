@@ -1,4 +1,4 @@
-"""Where an output ends: ids, strings, min_tokens; and that its text is cut there."""
+"""The end of an output: ids, strings, min_tokens; and that its text is cut there."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Streams: what was given out is never taken back, and a reader who leaves frees everything."""
+"""Streams: output is never taken back, and a reader that leaves frees everything."""
 
 import copy
 
@@ -29,7 +29,7 @@ ASKED = {
 
 
 def rest(output):
-    """What does not depend on the number of the request and on time."""
+    """The part that does not depend on the number of the request and on time."""
     return output.prompt, output.prompt_token_ids, output.outputs, output.prompt_logprobs
 
 

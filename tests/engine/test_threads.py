@@ -27,13 +27,13 @@ def slowed(engine, seconds=0.001):
 
 
 def serve(engine, requests) -> list[list[int]]:
-    """What generate does."""
+    """Serves requests as `LLM.generate` does."""
     outputs = {o.request_id: o for o in engine.serve(requests) if o.finished}
     return [[c.token_ids for c in outputs[r.request_id].outputs] for r in requests]
 
 
 def in_threads(work, count=NUM_THREADS) -> list:
-    """Results of work(0), work(1), ..., or what they raised, from as many threads that begin together."""
+    """Results of work(0), work(1), ..., or their exceptions, from as many threads that begin together."""
     barrier = threading.Barrier(count)
 
     def begin(index):

@@ -1,4 +1,4 @@
-"""Threads for text run calls, tell their failures, and hold up no end."""
+"""Threads for text run calls, report their failures, and delay no shutdown."""
 
 import asyncio
 import gc

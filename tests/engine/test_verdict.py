@@ -1,4 +1,4 @@
-"""prefer: which implementations an engine takes by a verdict, and what it says where there is none. No step runs."""
+"""prefer: implementations that an engine takes by a verdict, and its message without one. No step runs."""
 
 import dataclasses
 import json

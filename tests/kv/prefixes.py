@@ -1,4 +1,4 @@
-"""Sequences by themselves, and a prefix cache asked on their behalf, as the scheduler does."""
+"""Single sequences, and a prefix cache asked on their behalf, as the scheduler does."""
 
 import numpy as np
 

@@ -39,7 +39,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data(), count=st.integers(1, 3))
     def release(self, data, count):
-        """Up to three owners at once, who may hold the same blocks."""
+        """Up to three owners at once, which may hold the same blocks."""
         ids: list[int] = []
         for _ in range(min(count, len(self.owned))):
             ids += self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))

@@ -1,4 +1,4 @@
-"""What is cheaper is decided by medians of what was measured."""
+"""Medians of measured costs decide between moving and recomputing."""
 
 import dataclasses
 

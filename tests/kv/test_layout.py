@@ -1,4 +1,4 @@
-"""What one of several devices holds of a pool that they share by kv head."""
+"""The part of a pool on one of several devices that share it by kv head."""
 
 import pytest
 

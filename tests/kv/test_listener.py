@@ -1,4 +1,4 @@
-"""What a listener of the tiers hears adds up to what the tiers have."""
+"""Events that a listener of the tiers hears add up to the tiers' content."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.simulation import Simulation
 
 
 class Mirror:
-    """The blocks of each tier, from what is heard alone."""
+    """The blocks of each tier, from events alone."""
 
     def __init__(self):
         self.blocks, self.num_heard = {DEVICE: set(), HOST: set()}, 0
@@ -41,7 +41,7 @@ class Mirror:
 
 
 class Listening(Simulation):
-    """A life in which somebody listens."""
+    """A life with a listener."""
 
     num_heard = 0
 

@@ -1,4 +1,4 @@
-"""Blocks between device, host and disk: which moves a decision becomes, and who owns a slot meanwhile."""
+"""Blocks between device, host and disk: the moves of a decision, and the owner of a slot meanwhile."""
 
 import numpy as np
 import pytest

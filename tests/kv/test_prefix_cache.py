@@ -1,4 +1,4 @@
-"""What a prompt may take over, under which pattern, and what becomes findable when."""
+"""The cached blocks that a prompt may reuse, under each pattern, and when blocks become findable."""
 
 import functools
 
@@ -44,7 +44,7 @@ def memory_of(
 
 @functools.cache
 def needed(name: str, layers: tuple[int, ...], count: int) -> frozenset[int]:
-    """Blocks before `count` of which a later query of some layers sees a token, by the definition of the pattern."""
+    """Blocks before `count` with a token that a later query of some layers sees, by the definition of the pattern."""
     queries = np.arange(count * SIZE, count * SIZE + 80)[:, None]
     keys = np.arange(count * SIZE)[None]
     seen = np.any([literal(PATTERNS[name][layer], queries, keys)[0] for layer in layers], axis=(0, 1))

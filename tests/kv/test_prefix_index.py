@@ -1,4 +1,4 @@
-"""Keys are those computed by hand; what is another content is never found, whatever its key."""
+"""Keys equal a computation by hand; other content is never found, whatever its key."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Each policy's order on one worked example, and what ageing does."""
+"""Each policy's order on one worked example, and the effect of ageing."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which cached block goes next: by policy, leaves before parents, never one that is owned."""
+"""The next cached block to replace: by policy, leaves before parents, never an owned one."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ class Tree:
         self.now = 0
 
     def put(self, name: str, parent: str | None = None, cost: float = 1.0) -> Node:
-        """A node in a block of its own, which is owned until `release`."""
+        """A node in a separate block, which is owned until `release`."""
         self.now += 1
         above = self.nodes.get(parent) if parent else Node(b"root", None, b"", -1)
         node = Node(name.encode(), above, b"", above.depth + 1, cost, self.now, self.now, known=True)

@@ -113,7 +113,7 @@ def permuted(values: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors under GGUF names, as the converter stores them: norms in float32, those of Gemma plus one."""
+    """Tensors under GGUF names, as the converter stores them: norms in float32, Gemma's plus one."""
     found = {}
     for name, values in tensors.items():
         if values.ndim == 1:

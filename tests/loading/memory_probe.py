@@ -1,5 +1,5 @@
-"""Prints how many bytes of resident memory loading a checkpoint took at its highest, how many bytes the weights have on
-all devices, and how many were read of the files; run in a process of its own.
+"""Prints the peak of resident memory while loading a checkpoint, the bytes of the weights on all devices, and the bytes
+read from the files; run in a separate process.
 
 python memory_probe.py MODEL_DIR DTYPE NUM_DEVICES
 """

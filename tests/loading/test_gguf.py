@@ -33,7 +33,7 @@ from tests.loading.models_on_disk import TINY, random_tensors, write_model
 
 
 def tensors_of_twin(config, stored="BF16", seed=0):
-    """Weights of 8 bits, whose norms plus one are exact in float32, as those of a real bfloat16 checkpoint."""
+    """Weights of 8 bits, whose norms plus one are exact in float32, as in a real bfloat16 checkpoint."""
     return random_tensors(config, stored, seed)
 
 
@@ -67,7 +67,7 @@ QUANTISED = dataclasses.replace(TINY, d_model=512, num_heads=8, head_dim=32, d_f
 
 
 def write_quantised(path, seed=0):
-    """A model whose matrices have all types in turn; also the float32 values of all tensors, by Hugging Face name."""
+    """A model whose matrices cycle through all types; and all tensors' float32 values, by Hugging Face name."""
     rng = np.random.default_rng(seed)
     stored, values = {}, {}
     kinds = itertools.cycle(kind for kind in TYPES.values() if kind.num_values > 1)
@@ -106,7 +106,7 @@ def test_every_type_is_decoded_where_it_is_stored(tmp_path, monkeypatch, chunk_b
 
 
 def test_parts_of_quantised_matrices_are_read_alone(tmp_path):
-    """Also where columns begin and end within a block, as those of several devices may."""
+    """Also where columns begin and end within a block, as on one of several devices."""
     path, values = write_quantised(tmp_path / "model.gguf")
     found = find_gguf_tensors(read_gguf(path), QUANTISED)
     for name, tensor in values.items():

@@ -1,4 +1,4 @@
-"""Metadata of GGUF files as model configurations: what keys mean, and that no key that matters is ignored."""
+"""Metadata of GGUF files as model configurations: the meaning of keys, and that no key that matters is ignored."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Folders and files that are no model by themselves are told apart, and the error says what to do."""
+"""Folders and files that are no complete model are told apart, and the error says what to do."""
 
 import json
 

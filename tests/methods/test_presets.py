@@ -1,4 +1,4 @@
-"""Where queries look at sinks by default, and the forms in which a user may give an attention pattern."""
+"""Default positions from which queries score sinks, and the forms in which a user may give an attention pattern."""
 
 import re
 

@@ -22,14 +22,14 @@ from ksana_jax.models.weight import matrix
 
 @flax.struct.dataclass
 class Unstated(LayerParams):
-    """A field more, which states nothing."""
+    """Adds a field without a statement."""
 
     w_new: jax.Array | None = None  # [F, D]
 
 
 @flax.struct.dataclass
 class Stated(LayerParams):
-    """A field more, with its statement."""
+    """Adds a field with its statement."""
 
     w_new: jax.Array | None = flax.struct.field(default=None, metadata=matrix("rows"))  # [F, D]
 
@@ -53,7 +53,7 @@ def without_linear(x, p, linear, spec):
 
 
 def bounded(x, weight, eps):
-    """Dynamic tanh without its scale (arXiv:2503.10622): of single numbers, so each row by itself."""
+    """Dynamic tanh without its scale (arXiv:2503.10622): a function of single numbers, so rows are independent."""
     return weight * jnp.tanh(x)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face configs as ModelConfig: what is read and what is assumed."""
+"""Hugging Face configs as ModelConfig: fields read and defaults assumed."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every family, attention kind and rope kind against what transformers computed, from the committed files."""
+"""Every family, attention kind and rope kind against transformers' results, from the committed files."""
 
 import dataclasses
 import functools

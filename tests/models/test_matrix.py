@@ -1,4 +1,4 @@
-"""A form of weights that the package does not know, in the places that treat each form in a way of its own."""
+"""A form of weights that the package does not know, in the places that treat forms differently."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A family and a kind of feed-forward part added from outside, through the public registries alone."""
+"""A family and a kind of feed-forward part added from outside, only through the public registries."""
 
 import dataclasses
 import json

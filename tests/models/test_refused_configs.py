@@ -1,4 +1,4 @@
-"""Configs that cannot be are refused with file, field and what is supported."""
+"""Invalid configs are refused with file, field and supported values."""
 
 import math
 

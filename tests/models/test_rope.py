@@ -1,4 +1,4 @@
-"""Heads of which a part is rotated, or whose neighbours are, against rotations in the order of a checkpoint."""
+"""Heads that rotate a part, or rotate neighbours, against rotations in the order of a checkpoint."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from ksana_jax.models.frequencies import make_rope, row_order
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, dims: int, neighbours: bool, scale: float, freq) -> np.ndarray:
-    """x [T, H] with its first dims numbers rotated in pairs; the others as they are."""
+    """x [T, H] with its first dims numbers rotated in pairs; the rest unchanged."""
     out = x.copy()
     for pair in range(dims // 2):
         a, b = (2 * pair, 2 * pair + 1) if neighbours else (pair, pair + dims // 2)

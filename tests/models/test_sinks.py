@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
 
 
 def literal_alpha(weights, k):
-    """alpha_k of one head, k from 1: the sum of what queries k .. T pay to position k, divided by their number."""
+    """alpha_k of one head, k from 1: the mean weight of position k over queries k .. T."""
     length = len(weights)
     return sum(weights[i - 1][k - 1] for i in range(k, length + 1)) / (length - k + 1)
 

@@ -11,7 +11,7 @@ from ksana_jax.native.target import target
 
 @pytest.fixture(params=["this machine", "without AVX-512"])
 def each_machine(request, monkeypatch):
-    """Runs a test again with the library that a machine without AVX-512 compiles. Its jitted functions are its own:
+    """Runs a test again with the library that a machine without AVX-512 compiles. Its jitted functions are separate:
     programs that jax has kept call the library that they were compiled for."""
     if request.param == "without AVX-512":
         if not {"avx2", "fma", "avx512f"} <= processor.features():

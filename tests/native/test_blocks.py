@@ -20,7 +20,7 @@ pytestmark = native_products
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """What products make of rows [T, K]: codes of -127 to 127 times a scale for each 32."""
+    """Rounds rows [T, K] as products do: codes of -127 to 127 times a scale for each 32."""
     blocks = np.asarray(x, np.float32).reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
     factors = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))

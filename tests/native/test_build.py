@@ -25,7 +25,7 @@ print(llm.runner.implementation.name, len(output.outputs[0].token_ids))
 
 @pytest.fixture
 def asked_again(monkeypatch):
-    """The library is compiled and loaded as in a new process, to which nothing is hidden."""
+    """The library is compiled and loaded as in a new process with nothing hidden."""
     monkeypatch.delenv("KSANA_HIDE", raising=False)
     monkeypatch.setattr(build, "_library", functools.cache(build._library.__wrapped__))
 

@@ -49,7 +49,7 @@ def exact(w):
 
 
 class Definition:
-    """A layer in float64, with attention that only mixes what it gets."""
+    """A layer in float64, with attention that only mixes its inputs."""
 
     def __init__(self, p, config):
         self.p, self.config = p, config

@@ -27,7 +27,7 @@ LIBRARIES = {"address": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",
 
 
 def of_compiler(library: str) -> Path:
-    """Returns the path of one of the compiler's libraries; it is a bare name if there is none."""
+    """Returns the path of one of the compiler's libraries; a bare name if it is missing."""
     asked = [*compiler_command(), f"-print-file-name={library}"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 

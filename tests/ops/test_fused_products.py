@@ -1,4 +1,4 @@
-"""Operators whose products take what stands beside them along: the same layers, and which parts a kernel computes."""
+"""Operators that fuse products with their neighbours: the same layers, and the parts that a kernel computes."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ def both_parts(operators, config, p, spec, rows):
 
 
 def compare(actual, wanted):
-    """Up to what rounding each of four arrays between the parts of a layer to bfloat16 may do, or not doing so."""
+    """Tolerance for rounding each of four arrays between the parts of a layer to bfloat16, or not."""
     for a, b in zip(actual, wanted, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=2**-6, atol=2**-6 * abs(b).max())

@@ -1,4 +1,4 @@
-"""Which implementation of paged attention is chosen and why; the kernels' adapters against the XLA reference."""
+"""The chosen implementation of paged attention and the reasons; the kernels' adapters against the XLA reference."""
 
 import subprocess
 import sys
@@ -108,9 +108,9 @@ def test_kernels_that_lack_an_option_are_not_chosen_where_it_is_asked_for():
 
 
 def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
-    """Five decodes of which one is padding, two tiles of one row; NaN in every slot that nobody has written.
+    """Five decodes, one of them padding, two tiles of one row; NaN in every unwritten slot.
 
-    Where shared, the first three decodes share three leading blocks, and the last one of them is in the window.
+    If shared, the first three decodes share three leading blocks, and the last one of them is in the window.
     tile: queries of each tile; the last one of the second is padding.
     """
     rng = np.random.default_rng(seed)

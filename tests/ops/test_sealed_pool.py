@@ -1,4 +1,4 @@
-"""The pool of block codecs as bytes: exact tokens in each dtype, codes of what is full, and nothing elsewhere."""
+"""The pool of block codecs as bytes: exact tokens in each dtype, codes of full blocks, and zeros elsewhere."""
 
 import jax.numpy as jnp
 import numpy as np

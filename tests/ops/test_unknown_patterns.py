@@ -55,7 +55,7 @@ def test_auto_falls_back_to_the_reference_and_says_why(one_more_field, capabilit
 
 
 class Described(Placement):
-    """A device of which there is nothing but a description."""
+    """A device that exists only as a description."""
 
     def everywhere(self, tree):
         return tree

@@ -1,5 +1,5 @@
-"""What is compiled and when, and what the compiled step does with the pool: no compilation after the warm-up, the pool
-updated where it lies."""
+"""Compilations and their times, and the compiled step's use of the pool: no compilation after the warm-up, the pool
+updated in place."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ ASKED = [SamplingParams(**{**vars(p), "detokenize": False}) for p in ASKED]
 
 
 class Compilations:
-    """jax's own count of what the compiler was asked for, cached on disk or not."""
+    """jax's own count of compilation requests, cached on disk or not."""
 
     def __init__(self):
         self.count = 0

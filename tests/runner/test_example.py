@@ -1,4 +1,4 @@
-"""The step as a pure function: what it computes, and that jax's tools take it."""
+"""The step as a pure function: its results, and that jax's tools take it."""
 
 import jax
 import jax.numpy as jnp

@@ -25,7 +25,7 @@ def mover(request) -> BlockMover:
 
 
 def pool() -> KVCache:
-    """Every block full of its own number."""
+    """Every block filled with its number."""
     return jax.tree.map(lambda leaf: leaf + numbered(NUM_BLOCKS, leaf), make_cache(LAYOUT, NUM_BLOCKS))
 
 

@@ -1,4 +1,4 @@
-"""What crosses between host and device: one vector each way per step, which holds every array bit by bit."""
+"""Transfers between host and device: one vector each way per step, which holds every array bit by bit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Requests to engines on the fake device: adding them, watching what runs, and what must hold when all have ended."""
+"""Requests to engines on the fake device: adding them, watching running ones, and checks after all have ended."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tests.fakes import asking, prompt_of
 
 
 def add(engine, prompt, max_tokens: int = 8, *, seed: int = 0, salt: str = "", **settings):
-    """Adds a greedy request; a prompt that is a number stands for random ids of that length."""
+    """Adds a greedy request; a prompt given as a number has that many random ids."""
     ids = prompt_of(prompt, seed) if isinstance(prompt, int) else np.asarray(prompt, np.int32)
     return engine.add_request(ids, asking(max_tokens, **settings), cache_salt=salt)
 
@@ -33,7 +33,7 @@ def watch_batches(engine) -> list:
 
 
 def expect_empty(engine) -> None:
-    """Nobody owns anything: on the device, on the host, or among the waiting."""
+    """Nothing has an owner: on the device, on the host, or among the waiting."""
     engine.step()  # late reads that have ended
     engine.scheduler.check()
     memory = engine.memory

@@ -1,4 +1,4 @@
-"""What a step may hold: tokens, tiles, and the blocks of those that run."""
+"""Limits of a step: tokens, tiles, and the blocks of running rows."""
 
 import pytest
 

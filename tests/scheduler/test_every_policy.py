@@ -1,4 +1,4 @@
-"""What holds for every policy: those in SCHEDULING_POLICIES, and two toys whose ranks change while sequences wait."""
+"""Properties of every policy: of SCHEDULING_POLICIES, and of two toys whose ranks change while sequences wait."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ class ShortestFirstAgeing:
 
 
 class MostCachedFirst:
-    """The sequence of which most is cached comes first, whenever it arrived."""
+    """The sequence with the most cached tokens comes first, whenever it arrived."""
 
     def __init__(self, max_num_seqs: int):
         pass

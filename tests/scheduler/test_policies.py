@@ -1,4 +1,4 @@
-"""Orders of service: the value of each policy, and what longest_prefix does to requests that share a prefix."""
+"""Orders of service: the value of each policy, and longest_prefix's effect on requests that share a prefix."""
 
 import itertools
 import json
@@ -150,7 +150,7 @@ def test_two_schedulers_do_not_share_groups():
 
 @pytest.mark.parametrize(("policy", "num_computed"), [("longest_prefix", 2), ("fcfs", 6)])
 def test_requests_that_share_a_prefix_run_together_and_compute_it_once(policy, num_computed):
-    """Two prefixes in turn, a pool that holds one of them: first come, first served computes them again and again."""
+    """Two alternating prefixes, a pool that holds one: first come, first served computes them again and again."""
     prefixes = texts_of(2, 32)
     engine = make_engine(
         num_blocks=10, caching=True, policy=policy, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64

@@ -1,4 +1,4 @@
-"""A preempted sequence is computed again from its start and says the same; the oldest is never preempted."""
+"""A preempted sequence is computed again from its start and gives the same; the oldest is never preempted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rows that share cached blocks evict: what they keep moves to blocks of their own, and cached blocks stay whole."""
+"""Rows that share cached blocks evict: their kept tokens move to new blocks, and cached blocks stay whole."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def engine_of(caching=True, **settings):
 
 
 def prompts(count):
-    """Texts with 32 tokens in common, and one or more of their own."""
+    """Texts with 32 shared tokens, and one or more separate ones."""
     return [np.append(TEXT, prompt_of(1 + i, seed=i + 1)) for i in range(count)]
 
 

@@ -13,7 +13,7 @@ from ksana_jax.engine.distributed.wire import Closed
 
 
 class FakeChannel:
-    """A connection that records what is sent, and waits until it is closed."""
+    """A connection that records sent messages, and waits until it is closed."""
 
     def __init__(self):
         self.sent, self.closed = [], queue.SimpleQueue()

@@ -121,7 +121,7 @@ def test_a_process_with_other_weights_is_named(model, tmp_path):
 
 
 def test_the_same_command_in_each_process(model):
-    """As a launcher starts it, or a script: the one that is not process 0 follows."""
+    """As a launcher starts it, or a script: every process but process 0 follows."""
     address = f"127.0.0.1:{free_port()}"
     script = (
         "import sys, json; from ksana_jax import LLM, SamplingParams; "

@@ -1,4 +1,4 @@
-"""Processes find each other, and refuse what does not belong to the job. Threads stand for processes."""
+"""Processes find each other, and refuse strangers to the job. Threads stand in for processes."""
 
 import concurrent.futures
 import contextlib
@@ -123,7 +123,7 @@ def test_connections_that_send_nothing_or_a_byte_now_and_then_keep_nobody_waitin
 
 
 def greeted(setting: HostsSetting) -> Channel:
-    """A channel that has shown the token, and then may say anything."""
+    """A channel that has shown the token, and then may send anything."""
     connection = connect(setting)
     channel, nonce = Channel(connection), bytes(16)
     theirs = channel._exactly(len(rendezvous._MAGIC) + 16)[len(rendezvous._MAGIC) :]

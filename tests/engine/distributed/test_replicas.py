@@ -1,4 +1,4 @@
-"""Which replica a request goes to. Engines are stood for by what a choice looks at; no devices."""
+"""The replica that serves a request. Engines are replaced by the facts that decide; no devices."""
 
 from types import SimpleNamespace
 

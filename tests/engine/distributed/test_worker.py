@@ -1,4 +1,4 @@
-"""What another process does for process 0, and what it refuses."""
+"""The work of another process for process 0, and its refusals."""
 
 import contextlib
 import queue

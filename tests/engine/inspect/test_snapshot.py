@@ -1,4 +1,4 @@
-"""A snapshot says of every block where it is, who owns it and what it holds; its numbers add up."""
+"""A snapshot states every block's place, owner and content; its numbers add up."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from tests.fakes import asking, make_engine, prompt_of, step
 
 
 def assert_adds_up(engine):
-    """Holds a snapshot against the books and against what each running row has computed."""
+    """Compares a snapshot with the books and with each running row's computed tokens."""
     memory, snapshot = engine.memory, take_snapshot(engine)
     summary = snapshot.summary()
     for name, tier in (("device", memory.device), ("host", memory.host)):

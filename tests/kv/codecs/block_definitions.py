@@ -1,4 +1,4 @@
-"""What block codecs make of a block, in float64 and from their definitions: loops over vectors, no packing, no jax."""
+"""Definitions of block codecs in float64: loops over vectors, no packing, no jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kivi(x: np.ndarray, side: str, bits: int, group: int = 64) -> np.ndarray:
 
 
 def outliers(v: np.ndarray, share: float) -> np.ndarray:
-    """Which numbers of a vector [n] are the half of `share` on either side, at least one."""
+    """The half of `share` of a vector's numbers [n] at either end, at least one, as booleans."""
     count = max(round(len(v) * share / 2), 1) if share else 0
     order = np.argsort(v)
     return np.isin(np.arange(len(v)), [*order[:count], *order[len(v) - count :]])

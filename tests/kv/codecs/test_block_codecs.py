@@ -219,7 +219,7 @@ def test_settings_that_cannot_be_are_refused(setting, message):
 
 @dataclasses.dataclass(frozen=True)
 class Mean(BlockCodec):
-    """A codec of one's own: all tokens become the mean of their block."""
+    """A custom codec: all tokens become the mean of their block."""
 
     power: int = 1
 

@@ -18,7 +18,7 @@ ROOT = b"\x00" * 32
 
 
 def chain(count: int, name: str = "a", parent: bytes = ROOT) -> list[BlockFacts]:
-    """Facts of the blocks of a text, each continuing the one before."""
+    """Facts of the blocks of a text, each continuing the previous one."""
     blocks = []
     for number in range(count):
         tokens = np.frombuffer(hashlib.sha256(f"{name}{number}".encode()).digest()[:16], np.int32).tobytes()
@@ -51,7 +51,7 @@ class AtOnce(concurrent.futures.Executor):
 
 
 class Later(concurrent.futures.Executor):
-    """Runs tasks in order when told to."""
+    """Runs tasks in order, on demand."""
 
     def __init__(self):
         self.tasks = []

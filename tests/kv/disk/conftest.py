@@ -9,7 +9,7 @@ from tests.kv.disk.tiers import PLENTY
 
 @pytest.fixture
 def open_tier(tmp_path):
-    """Opens tiers on one folder, with a list for their warnings; closes what is left open."""
+    """Opens tiers on one folder, with a list for their warnings; closes the open ones."""
     told, tiers = [], []
 
     def make(format=FORMAT, budget=PLENTY, folder=tmp_path, **settings) -> DiskTier:

@@ -1,5 +1,5 @@
-"""Disk tiers without files: one whose reads come to an end when a test says so (late, never, or with nothing read), and
-one that is slow, fails and loses what it has as a simulation's dice will have it."""
+"""Disk tiers without files: one whose reads end when a test says so (late, never, or with nothing read), and
+one that is slow, fails and loses blocks by a simulation's dice."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Asked(NamedTuple):
 
 
 class DiskDouble:
-    """What `kv.disk_tier.DiskTier` is for the rest of the engine, in a dictionary.
+    """Replaces `kv.disk_tier.DiskTier` for the rest of the engine, in a dictionary.
 
     Args:
-      answers: whether reads end at once; otherwise they wait for `end`.
+      answers: True if reads end at once; otherwise they wait for `end`.
 
     Attributes:
-      files: what was written, by key. asked: reads so far, the last one last.
+      files: written blocks, by key. asked: reads so far, the last one last.
     """
 
     enabled = True
@@ -55,13 +55,13 @@ class DiskDouble:
         wait(reads, timeout_s, return_when=FIRST_COMPLETED)
 
     def flush(self) -> None:
-        """What is written is there at once."""
+        """Does nothing: writes end at once."""
 
     def reset(self) -> None:
-        """There are no books that could be half written."""
+        """Does nothing: no book can be half written."""
 
     def end(self, asked: Asked, found: Any = True) -> None:
-        """Ends a read; one that finds nothing may have written half of it."""
+        """Ends a read; a read that finds nothing may have written half of it."""
         data = self.files[asked.key][1]
         asked.out[...] = data if found else ~data
         asked.future.set_result(found)

@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_used_turns_the_tier_off_at_the_start(open_tier,
 
 
 def test_a_full_disk_is_a_full_disk(open_tier):
-    """The kernel's own error: a limit on file size stands for a full disk."""
+    """The kernel's own error: a limit on file size simulates a full disk."""
     import resource
     import signal
 

@@ -1,4 +1,4 @@
-"""What others put into the folder of a disk tier stays as it is."""
+"""Foreign files in the folder of a disk tier stay as they are."""
 
 import concurrent.futures
 import contextlib

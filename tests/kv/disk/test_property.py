@@ -1,4 +1,4 @@
-"""Whatever is written, read, damaged and restarted: what is read is what was written."""
+"""Whatever is written, read, damaged and restarted, a block reads as written."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ BLOCKS = [*chain(4, "a"), *chain(3, "b"), *chain(2, "c", parent=chain(2, "a")[-1
 
 
 def test_two_threads_write_read_and_look_at_will(open_tier):
-    """One asks as the engine does, the other looks as an inspector does; the worker is the third."""
+    """One asks as the engine does, the other inspects; the worker is the third."""
     tier = open_tier(budget=6 * FILE, executor=None)
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What tests of a disk tier do to it: write and read blocks, compare its books with the folder, damage files."""
+"""Actions on a disk tier for tests: write and read blocks, compare its books with the folder, damage files."""
 
 from ksana_jax.kv.disk.block_file import file_bytes
 from tests.kv.disk.blocks import FORMAT, blank, chain, data_of
@@ -13,7 +13,7 @@ def write(tier, *blocks, generation=0):
 
 
 def read(tier, facts, generation=0) -> bool:
-    """Whether a block is found; if so it is the right one, and if not the array is as it was."""
+    """True if a block is found; it is then the right one, and otherwise the array is unchanged."""
     out = blank(tier.format)
     found = tier.read(facts.key, facts, out).result(timeout=10)
     assert out.tobytes() == (data_of(facts, tier.format, generation) if found else blank(tier.format)).tobytes()
@@ -25,7 +25,7 @@ def files(tier) -> dict[str, int]:
 
 
 def assert_books(tier):
-    """The tier knows exactly the files there are."""
+    """The tier knows exactly the existing files."""
     there = files(tier)
     assert set(there) == {f"{key.hex()}.kv" for key in tier.keys()}
     assert tier.num_bytes == sum(there.values()) <= tier.budget_bytes

@@ -14,7 +14,7 @@ from tests.reference import _norm, _rotate
 
 @dataclasses.dataclass
 class Head:
-    """What one kv head of one layer has: text positions, and by position keys before rotation, values and scores."""
+    """State of one kv head of one layer: text positions, and by position keys before rotation, values and scores."""
 
     kept: list[int] = dataclasses.field(default_factory=list)
     keys: dict = dataclasses.field(default_factory=dict)
@@ -25,7 +25,7 @@ class Head:
 
 @dataclasses.dataclass
 class Rule:
-    """A method in numbers. drop: the order, see `priorities`. budgets, recents: of each layer, most tokens and newest
+    """A method in numbers. drop: the order, see `priorities`. budgets, recents: per layer, maximum tokens and newest
     ones that always stay."""
 
     drop: str
@@ -46,7 +46,7 @@ class Rule:
 
 
 def pooled(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
-    """What avg_pool1d (zeros around, which count) or max_pool1d (-inf around) makes of scores with stride 1."""
+    """Pools scores like avg_pool1d (padded with zeros that count) or max_pool1d (padded with -inf), stride 1."""
     padded = np.pad(scores, kernel // 2, constant_values=0 if pooling == "avg" else -np.inf)
     reduce = np.mean if pooling == "avg" else np.max
     return np.array([reduce(padded[i : i + kernel]) for i in range(len(scores))])
@@ -102,8 +102,8 @@ def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: in
 
 
 def run(params, config, tokens, rule: Rule, num_prompt: int):
-    """Returns log-probabilities [T, V] of what follows each token, and after each token the kept positions of each
-    layer and kv head."""
+    """Returns log-probabilities [T, V] after each token, and the positions that each layer and kv head keeps after
+    each token."""
 
     def f64(a):
         return np.asarray(a, np.float64)

@@ -1,4 +1,4 @@
-"""Eviction from prompts whose beginning is cached: tokens are those of an engine without a prefix cache."""
+"""Eviction from prompts with cached beginnings: tokens equal an engine's without a prefix cache."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ TEXT, ONE, OTHER = (x.tolist() for x in np.split((2 + np.random.default_rng(3).p
 
 
 def asked(*questions):
-    """One text with several questions, each of them read after the text is compressed; and the text alone."""
+    """One text with several questions, each read after the text is compressed; and the text alone."""
     return [{"prompt_token_ids": TEXT, "question_token_ids": list(q)} for q in questions] + [{"prompt_token_ids": TEXT}]
 
 

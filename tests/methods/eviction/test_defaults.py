@@ -1,4 +1,4 @@
-"""The table of defaults in docs/reference/eviction.md is that of the methods, and of the presses of kvpress 0.5.5."""
+"""The table in docs/reference/eviction.md has the methods' defaults, and kvpress 0.5.5's."""
 
 import dataclasses
 import re

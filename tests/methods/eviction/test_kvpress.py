@@ -33,7 +33,7 @@ def pyramid(case: KVPressCase) -> dict[str, Any]:
 
 
 def settings_of(case: KVPressCase) -> dict[str, Any]:
-    """`kv_eviction` for what a press does. A ratio of tokens that go is a number that stay, without the fraction."""
+    """`kv_eviction` for a press. A ratio of evicted tokens is a number of kept ones, without the fraction."""
     given = case.settings
     if "target_size" in given:
         # From `target` to `target + interval - 1` tokens, as many at a time as there come between two evictions.
@@ -95,7 +95,7 @@ def engine_of(folder):
 
 
 def kept(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], list[list[list[int]]]]:
-    """What the model writes, and the text positions [L][K] that are left after so many of these tokens."""
+    """The model's output, and the text positions [L][K] that are left after that many tokens."""
     asked = SamplingParams(temperature=0, max_tokens=num_tokens + 2, ignore_eos=True, detokenize=False)
     request, scheduler, found = llm.engine.add_request(np.array(prompt), asked), llm.engine.scheduler, []
     while llm.engine.has_work:

@@ -249,7 +249,7 @@ def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
 
 
 def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others():
-    """In float32 both kinds of layers are exact, in leaves of their own; the second layer comes first."""
+    """In float32 both kinds of layers are exact, in separate leaves; the second layer comes first."""
     setting, rule_of = METHODS["vatp"]
     llm = make_llm(
         kv_eviction=setting,

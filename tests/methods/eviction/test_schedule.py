@@ -14,7 +14,7 @@ from ksana_jax.kv.layout import KVLayout
 
 
 def counted(budget: int, interval: int, num_prompt: int, length: int, whole: bool, once: bool) -> tuple[int, list[int]]:
-    """How many tokens of `length` are evicted, and at which lengths, by counting."""
+    """Number of evicted tokens of `length`, and the lengths of evictions, by counting."""
     cached, evicted, at = 0, 0, []
     for t in range(1, length + 1):
         cached += 1
@@ -176,7 +176,7 @@ def test_what_it_cannot_be_combined_with_is_said():
 
 
 def test_layers_in_full_precision_evict_too():
-    """Scores and text positions stay those of all layers; keys and values are in one of two leaves."""
+    """Scores and text positions cover all layers; keys and values are in one of two leaves."""
     config = EngineConfig(block_size=4, kv_cache_dtype="int8", kv_full_precision_layers=(2,))
     config = dataclasses.replace(config, kv_eviction={"method": "h2o", "normalised": True})
     found = make_layout(MODEL, (AttentionPattern(),) * 4, config)

@@ -1,4 +1,4 @@
-"""SnapKV's observation window does not take part in the choice that it makes."""
+"""SnapKV's observation window does not count in its own choice of tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prompt lookup: it drafts what followed the last few tokens before, at the cost of the new tokens alone."""
+"""Prompt lookup: it drafts the earlier continuation of the last few tokens, at the cost of the new tokens alone."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def method(**settings):
 
 
 def looked_up(text: list[int], low: int, high: int, count: int, latest: bool) -> list[int]:
-    """What the definition says: the longest n-gram at the end of the text that occurs before, and what follows it."""
+    """The definition: the longest n-gram at the end of the text with an earlier occurrence, and its continuation."""
     for size in range(high, low - 1, -1):
         ends = [end for end in range(size, len(text)) if text[end - size : end] == text[len(text) - size :]]
         if len(text) > size and ends:

@@ -1,4 +1,4 @@
-"""Speculation compiles a bounded number of programs beside those of the plain engine. Nothing is compiled here."""
+"""Speculation compiles a bounded number of programs beside the plain engine's. Nothing is compiled here."""
 
 import pytest
 
@@ -35,7 +35,7 @@ ASKED = {
 
 @pytest.fixture
 def keys_of(monkeypatch):
-    """Returns the keys of the programs that the target, and a draft model if there is one, compile ahead of time."""
+    """Returns the keys of the programs that the target, and a draft model if any, compile ahead of time."""
     found: list[list] = []
     monkeypatch.setattr(Runner, "compile", lambda self, keys, *_, **__: found.append(list(keys)))
 
@@ -49,7 +49,7 @@ def keys_of(monkeypatch):
 
 
 def split(keys: list) -> tuple[int, int]:
-    """How many programs compute layers, and how many only choose and accept tokens."""
+    """Numbers of programs that compute layers, and that only choose and accept tokens."""
     layers = sum(isinstance(key, StepShape | LoopKey) for key in keys)
     return layers, len(keys) - layers
 

@@ -1,4 +1,4 @@
-"""Tries count the runs of texts, and proposers with tries continue a text as earlier ones went on."""
+"""Tries count the runs of texts, and proposers with tries continue a text as earlier texts continued."""
 
 import collections
 import itertools
@@ -22,7 +22,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), max_size=4)
 
 
 def runs_of(texts, depth: int) -> collections.Counter:
-    """How often texts have each run of 1 to `depth` tokens."""
+    """Occurrences in texts of each run of 1 to `depth` tokens."""
     return collections.Counter(
         tuple(text[end - size : end])
         for text in texts
@@ -196,7 +196,7 @@ def test_branches_follow_longer_matches_first_and_the_own_text_before_others():
 
 
 def looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
-    """What "hier" drafts, by looking up each run in each trie, and following each way from its beginning."""
+    """Drafts of "hier", by looking up each run in each trie, and following each path from its beginning."""
     for start in range(len(newest)):
         for trie in (own.trie, outputs.trie):
             if trie.find(newest[start:]) is None:
@@ -220,7 +220,7 @@ def looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> 
 
 
 def best_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
-    """What "one" drafts, likewise."""
+    """Drafts of "one", in the same way."""
     for start in range(len(newest)):
         for trie in (own.trie, outputs.trie):
             if (node := trie.find(newest[start:])) is not None:
@@ -230,7 +230,7 @@ def best_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree
 
 
 def suffix_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
-    """What `Suffix` drafts, likewise, with a factor of 1 and probabilities from 0.1 on."""
+    """Drafts of `Suffix`, in the same way, with a factor of 1 and probabilities from 0.1 on."""
     best: tuple[float, list[int]] = 0.0, []
     for trie in (own.trie, outputs.trie):
         runs = [newest[start:] for start in range(len(newest)) if trie.find(newest[start:]) is not None]

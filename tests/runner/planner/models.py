@@ -1,4 +1,4 @@
-"""The configs of the repository by name, and what a step may cost, for plans without compiling."""
+"""The configs of the repository by name, and possible costs of a step, for plans without compiling."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ LLAMA = FOLDER / "llama-2-7b"
 
 @pytest.fixture
 def ready_step(monkeypatch):
-    """Nothing is compiled: a step takes what the tests say."""
+    """Nothing is compiled: the tests set a step's bytes."""
     monkeypatch.setattr(solve, "measure_step", lambda *_, **__: STEP)
 
 

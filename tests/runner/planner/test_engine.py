@@ -1,4 +1,4 @@
-"""The engine asks the planner for the size of its pool, and says afterwards how right that was."""
+"""The engine asks the planner for the size of its pool, and reports afterwards how right that was."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The token embedding in host memory: the same tokens, and its bytes gone from the device."""
+"""The token embedding in host memory: the same tokens, and fewer bytes on the device."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The plan: the sum of its terms, and that what is said to fit fits while one more does not."""
+"""The plan: the sum of its terms, and that a size said to fit fits while one more does not."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a compiled step takes: measured on the program itself, the same before and after it has served requests."""
+"""Memory of a compiled step: measured on the program itself, the same before and after it has served requests."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Drafts are as long as pays, on machines of which a test says how long each step takes."""
+"""Drafts are as long as pays, on machines whose step times a test sets."""
 
 import dataclasses
 import statistics
@@ -18,14 +18,14 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 7}
 
 @dataclasses.dataclass
 class Machine:
-    """Runs steps of `rows` rows on a clock of its own.
+    """Runs steps of `rows` rows on a simulated clock.
 
     Args:
-      device_s: seconds of a step of so many padded tokens. acceptance: of a draft token; of each row, if they differ.
-      found: share of the steps that ask for drafts which get some.
-      host_s: of a step, at the same time as the device's only if it runs ahead, so not after one that asks for drafts.
+      device_s: seconds of a step by its padded tokens. acceptance: of a draft token; of each row, if they differ.
+      found: share of the steps with drafts among the ones that ask for drafts.
+      host_s: of a step, at the same time as the device's only if it runs ahead, so not after one that asks for them.
       asked_s: of the proposer, whenever it is asked. cold_s: of the first step with drafts after another one.
-      noise: most of a step's time that comes on top. pauses: share of the steps that take 50 times as long.
+      noise: maximum extra time of a step, as a share. pauses: share of the steps that take 50 times as long.
       most: draft tokens of a row.
     """
 

@@ -1,4 +1,4 @@
-"""What requests forbid and allow: biases of the next token, and what comes out of an engine that heeds them."""
+"""Biases of the next token from forbidden and allowed tokens, and the output of an engine that heeds them."""
 
 import re
 

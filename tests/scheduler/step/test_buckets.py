@@ -1,4 +1,4 @@
-"""Shapes that steps are padded to: every step finds one, and all of them are known before."""
+"""Shapes that steps are padded to: every step finds one, and all of them are known beforehand."""
 
 import itertools
 

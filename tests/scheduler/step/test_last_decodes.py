@@ -1,4 +1,4 @@
-"""Decode steps that follow from the one before them; `tests.fakes.CheckedBuilder` compares each with one made from the
+"""Decode steps that follow from the previous one; `tests.fakes.CheckedBuilder` compares each with one made from the
 rows alone."""
 
 import numpy as np
