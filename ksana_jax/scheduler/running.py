@@ -106,7 +106,7 @@ class Provision:
     reclaim_shared: Callable[[], bool]
 
     def num_missing(self, short: np.ndarray, only_decodes: bool) -> int:
-        """Returns the most blocks that running rows need for all of their tokens; short: those that need some."""
+        """Returns the maximum blocks that running rows need for all of their tokens; short: those that need some."""
         r, size, count = self.row_blocks.rows, self.memory.block_size, len(short)
         if not only_decodes:
             count = int(np.add.reduce((r.num_tokens[short] - r.allocated_until[short] + size - 1) // size))

@@ -210,7 +210,7 @@ class Scheduler:
         return waits or bool(r.num_beams + r.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
-        """Chooses a step; ahead: unless there might not be blocks for all tokens of running rows."""
+        """Chooses a step; ahead: None if blocks might be missing for tokens of running rows."""
         rows, order, most = self.rows, self.order, self.max_num_batched_tokens
         preempted_before = self.num_preemptions
         # Over all rows, which is cheaper than over some. Free rows have neither tokens nor blocks.

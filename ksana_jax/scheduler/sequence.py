@@ -128,7 +128,7 @@ class Rows:
         self.num_groups = num_groups
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
-        self._begins = 64 * np.arange(num_rows)  # where rows begin in it if it were flat
+        self._begins = 64 * np.arange(num_rows)  # index of each row's start in the flattened array
         self._longest = 0  # no text is longer
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_known = np.zeros(num_rows, np.int32)

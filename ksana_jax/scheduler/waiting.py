@@ -20,7 +20,7 @@ from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.running import Running, StepBudget
 from ksana_jax.scheduler.sequence import Sequence
 
-# Waiting sequences that are looked at in a step although one before them waits for a prefix or the disk.
+# Maximum waiting sequences examined in a step behind one that waits for a prefix or the disk.
 LOOKAHEAD = 16
 
 
@@ -109,7 +109,7 @@ class Admission:
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
-      longest_chunk: most tokens of a step.
+      longest_chunk: maximum tokens of a step.
     """
 
     memory: KVMemory
@@ -177,7 +177,7 @@ class Admission:
         if not budget.most(left):
             return False
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
-        # One that was preempted starts when all its tokens fit, or it would soon be preempted again.
+        # A preempted one starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
         allocated = held.allocated_until(size) if held else done
         num_groups = len(self.layout.groups)

@@ -123,7 +123,7 @@ class SpeculativeMethod:
 
     Attributes:
       rules: allowed values of `acceptance`.
-      has_model: True if a model drafts, with a pool of its own.
+      has_model: True if a model drafts, with a separate pool.
       short_rows: maximum rows of steps whose drafts are often all at most half of the maximum length; such steps
         are compiled too.
 
@@ -178,7 +178,7 @@ class SpeculativeMethod:
         return tuple(found)
 
     def most_at(self, num_rows: int) -> int:
-        """Returns the most draft tokens of a row in a step of num_rows rows."""
+        """Returns the maximum draft tokens of a row in a step of num_rows rows."""
         for low, high, most in self.num_speculative_tokens_per_batch_size or ():
             if low <= num_rows <= high:
                 return most
@@ -186,7 +186,7 @@ class SpeculativeMethod:
 
     @property
     def draft_lengths(self) -> dict[int, int]:
-        """Returns the numbers of draft tokens for which steps are compiled, and for how many rows at most; a draft
+        """Returns the numbers of draft tokens for which steps are compiled, with the maximum rows of each; a draft
         takes the next one."""
         most = {self.num_speculative_tokens, *(k for *_, k in self.num_speculative_tokens_per_batch_size or ())}
         # Trees fill the step that they are given, and have two kinds of steps for each length.

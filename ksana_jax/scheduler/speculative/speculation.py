@@ -73,7 +73,7 @@ class Speculation:
         self._of_rows = np.zeros((context.config.max_num_seqs, 3), np.int64)
 
     def most_at(self, rows: np.ndarray) -> int:
-        """Returns the most draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
+        """Returns the maximum draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
         most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
         return self.goodput.choose(len(rows), most) if most and len(rows) and self.goodput is not None else most
 

@@ -69,7 +69,7 @@ def verification_parts(config: EngineConfig, lengths: Mapping[int, int], min_row
     chunks.
 
     Args:
-      lengths: numbers of draft tokens that tiles are made for, and for how many rows at most.
+      lengths: numbers of draft tokens that tiles are made for, with the maximum rows of each.
     """
     found = [
         Part(count, width)
@@ -172,7 +172,7 @@ class Buckets:
         return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
 
     def most_drafts(self, num_rows: int) -> int:
-        """Returns the most draft tokens of each row that a step of num_rows decodes can verify."""
+        """Returns the maximum draft tokens of each row that a step of num_rows decodes can verify."""
         return max((part.width - 1 for part in self.verifications if part.count >= num_rows), default=0)
 
     def verification(self, num_rows: int, most_drafts: int, width: int, tree: bool = False) -> StepShape:

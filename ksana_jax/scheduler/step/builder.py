@@ -1,4 +1,4 @@
-"""Turns scheduled steps into padded arrays; decodes of the same rows follow from the step before. No jax."""
+"""Turns scheduled steps into padded arrays; decodes of the same rows follow from the previous step. No jax."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class StepArrays(NamedTuple):
 
 
 def fed(tokens: Array, previous: Array, xp: Any) -> Array:
-    """Returns the ids [T] of a step's tokens, given those that the step before it sampled. xp: numpy or jax.numpy."""
+    """Returns the ids [T] of a step's tokens, given the previous step's sampled ones. xp: numpy or jax.numpy."""
     # A row without a finite score has sampled -1: any token will do, since its sequence ends.
     sampled = xp.maximum(previous[xp.maximum(-1 - tokens, 0)], 0)
     return xp.where(tokens < 0, sampled, tokens)
