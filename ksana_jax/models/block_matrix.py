@@ -17,7 +17,7 @@ ZERO = 8
 
 
 class Form(NamedTuple):
-    """How memory stores numbers of a type: as code * scale + minimum, or, without minima, code * scale.
+    """Storage of numbers in memory by type: as code * scale + minimum, or, without minima, code * scale.
 
     Files store some types in fewer bits. Codes of 5 and 6 bits, and levels of a table, have 8 here; where a file has
     scales of scales, their products are stored, in float32, which holds them exactly.

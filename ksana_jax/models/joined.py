@@ -21,7 +21,7 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
     Weights divided among devices stay so: each device stacks the rows that it has.
 
     Args:
-      params: weights, or their shapes. Those that are stacked or packed already stay as they are.
+      params: weights, or their shapes. Weights that are stacked or packed already stay as they are.
       consume: deletes each array that has been stacked, so that memory need hold one layer's matrices twice.
     """
     layers = []
@@ -36,7 +36,7 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
 
 
 def separate(params: Params, config: ModelConfig) -> Params:
-    """Returns weights as they were before `joined`; those that were not joined stay as they are."""
+    """Undoes `joined`; weights that were not joined stay as they are."""
     layers = []
     for p, shapes in zip(params.layers, param_shapes(config).layers, strict=True):
         for name, parts in _stacks().items():
@@ -88,7 +88,7 @@ def _local_rows(name: str, shapes: LayerParams, num_devices: int, num_kv_heads: 
 
 
 def _stack(xs: Sequence[Any], consume: bool) -> Any:
-    """Stacks rows of arrays [out, ...], or shapes of arrays; of those that devices divide, each device's own."""
+    """Stacks rows of arrays [out, ...], or shapes of arrays; each device's own rows if devices divide them."""
     sharding, num = xs[0].sharding, _num_devices(xs[0])
 
     def stack(*xs: jax.Array) -> jax.Array:
@@ -116,5 +116,5 @@ def _piece(num_devices: int, begin: int, rows: int, x: jax.Array) -> jax.Array:
 
 
 def _num_devices(x: Any) -> int:
-    """Returns among how many devices the rows of an array are divided."""
+    """Returns the number of devices that divide the rows of an array."""
     return 1 if x.sharding is None else x.shape[0] // x.sharding.shard_shape(x.shape)[0]

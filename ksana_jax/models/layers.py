@@ -54,7 +54,7 @@ class Norm(NamedTuple):
     """A kind of norm, computed row by row, and the facts that settings depend on.
 
     apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled.
-    plus_one: whether kernels add 1 to the weight of this root mean square norm; None for norms that kernels lack.
+    plus_one: True if kernels add 1 to the weight of this root mean square norm; None for norms that kernels lack.
     row_by_row: for `numerics: invariant`, of a norm that kernels lack. apply consists of functions of single
       numbers: XLA orders a sum by the shape of the whole array.
     """

@@ -80,10 +80,10 @@ class Operators:
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
-        """Returns hidden states [..., D] after a layer, from those before it, x, and attention's result [..., N, H].
+        """Returns hidden states [..., D] after a layer, from its input x and attention's result [..., N, H].
 
         Args:
-          following: weights of the layer after it, where they are known: they may be brought nearer meanwhile.
+          following: weights of the next layer, if known: they may be prefetched meanwhile.
         """
         with jax.named_scope("output"):
             out = self.summed(self.linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
@@ -92,16 +92,16 @@ class Operators:
             return self.after_mlp(x, p, spec)
 
     def after_mlp(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
-        """Returns hidden states [..., D] after a layer's MLP, from those before it."""
+        """Returns hidden states [..., D] after a layer's MLP, from the MLP's input."""
         normed = self.normed(x, p.mlp_norm, spec.norms)
         out = self.summed(mlp_kind(spec.mlp.kind).apply(normed, p, self.linear, spec.mlp))
         return self.added(x, out, p.post_mlp_norm, spec)
 
     def added(self, x: jax.Array, out: jax.Array, norm: jax.Array | None, spec: LayerSpec) -> jax.Array:
-        """Adds the output of attention or MLP to hidden states x [..., D], normed and scaled as the layer wants it."""
+        """Adds the output of attention or MLP to hidden states x [..., D], normed and scaled as the layer specifies."""
         out = self.normed(out, norm, spec.norms)
         return x + (out if spec.residual_scale == 1 else out * spec.residual_scale)
 
 
-# Those of XLA, which run everywhere and have gradients.
+# XLA's operators, which run everywhere and have gradients.
 XLA_OPERATORS = Operators()

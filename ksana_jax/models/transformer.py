@@ -2,7 +2,7 @@
 
 It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
 writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
-All other operators of a layer are the caller's `Operators`, so that training has gradients of its own.
+All other operators of a layer are the caller's `Operators`, so that training has gradients for them.
 Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
 
