@@ -98,8 +98,8 @@ class Gear(Kivi):
 
 
 def extremes(vectors: Any, count: int, xp: Any) -> tuple[Any, Any]:
-    """Returns the indices [..., 2 * count] of the `count` largest and smallest numbers of vectors [..., n], and which
-    numbers they are [..., n]."""
+    """Returns the indices [..., 2 * count] of the `count` largest and smallest numbers of vectors [..., n], and a mask
+    of them [..., n]."""
     places, chosen, found = np.arange(vectors.shape[-1]), xp.zeros(vectors.shape, bool), []
     for sign in (1, -1) * count:
         at = xp.where(chosen, -xp.inf, sign * vectors).argmax(axis=-1)[..., None]

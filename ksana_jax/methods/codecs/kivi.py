@@ -50,7 +50,7 @@ class Kivi(BlockCodec):
 
     @property
     def _axis(self) -> int:
-        """Axis of the numbers of a group, and where their scale and zero need it, in blocks split into groups."""
+        """Axis of a group's numbers, along which its scale and zero broadcast, in blocks split into groups."""
         return -2 if self.side == "k" else -1
 
     def encode(self, x: Any, xp: Any) -> dict[str, Any]:

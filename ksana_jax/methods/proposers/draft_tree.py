@@ -1,4 +1,4 @@
-"""Trees of draft tokens while proposers put them together. Knows no texts."""
+"""Trees of draft tokens while proposers build them. Knows no texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ksana_jax.scheduler.step.drafts import Drafts
 
-# The place of a row's newest token.
+# The index of a row's newest token.
 AFTER_TEXT = -1
 
 
@@ -56,7 +56,7 @@ class DraftTree:
                 return
 
     def run_to(self, place: int) -> list[int]:
-        """Returns the tokens on the way to a place, itself included."""
+        """Returns the tokens on the path to an index, its own included."""
         found = []
         while place != AFTER_TEXT:
             found.append(self.ids[place])

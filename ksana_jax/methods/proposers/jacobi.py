@@ -65,15 +65,15 @@ class Jacobi(SpeculativeMethod):
 
 
 class NGramPool:
-    """N-grams by their first tokens, of each the last few that were put there.
+    """N-grams by their first tokens, the newest few of each.
 
     Args:
-      most: n-grams for one first token.
+      most: maximum n-grams for one first token.
     """
 
     def __init__(self, most: int):
         self._most = most
-        self._ngrams: dict[int, dict[tuple[int, ...], None]] = {}  # those put last come last
+        self._ngrams: dict[int, dict[tuple[int, ...], None]] = {}  # the newest come last
 
     def put(self, ngram: tuple[int, ...]) -> None:
         kept = self._ngrams.setdefault(ngram[0], {})

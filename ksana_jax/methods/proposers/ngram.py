@@ -98,7 +98,7 @@ class NGramProposer(Proposer):
         return Drafts(ids, counts)
 
     def _add(self, index: _Index, length: int) -> None:
-        """Notes the n-grams that are followed by one of the new tokens."""
+        """Records the n-grams that are followed by one of the new tokens."""
         text, first, index.length = index.text, max(index.length, 1), length
         for size, ends in zip(self._sizes, index.ends, strict=True):
             for end in range(max(first, size), length):
@@ -109,7 +109,7 @@ class NGramProposer(Proposer):
                     ends.setdefault(key, end)
 
     def _find(self, index: _Index) -> int | None:
-        """Returns where the longest n-gram ends that equals the end of the text and occurs before."""
+        """Returns the end of the longest n-gram that equals the end of the text and occurs before."""
         for size, ends in zip(self._sizes, index.ends, strict=True):
             if index.length > size and (end := ends.get(bytes(index.text[_BYTES * (index.length - size) :]))):
                 return end

@@ -94,7 +94,7 @@ def _branches(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> 
 def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
     """Adds the continuations of a run, the most probable first."""
     counts, tokens, newest, older, depth = trie.counts, trie.tokens, trie.newest, trie.older, trie.depth
-    # -probability, a number that makes it unique, the place of the token before, node, length of the node's run.
+    # -probability, a number that makes it unique, the index of the previous token, node, length of the node's run.
     found: list[tuple[float, int, int, int, int]] = []
     place, length, probability, number = AFTER_TEXT, len(run), 1.0, 0
     while True:
@@ -102,7 +102,7 @@ def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
             node, cut = trie.continued(node, [*run, *draft.run_to(place)])
             length = len(cut)
         if node != ROOT:
-            share = probability / (counts[node] + 1)  # one text more may go on in another way
+            share = probability / (counts[node] + 1)  # one text more may continue in another way
             child = newest[node]
             if child and not found and not older[child]:  # the only one left
                 probability, node, length = share * counts[child], child, length + 1
