@@ -26,7 +26,7 @@ class Observer(Protocol):
         ...
 
 
-# Empty unless somebody traces: see `ksana_jax.lab.trace`.
+# Empty without a trace: see `ksana_jax.lab.trace`.
 observers: list[Observer] = []
 # Called by `compile_all` with the number of the function that it waits for, from 1, and of all.
 watchers: list[Callable[[int, int], None]] = []

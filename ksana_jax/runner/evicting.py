@@ -25,7 +25,7 @@ class Evictor:
 
     Args:
       layout, num_blocks: of the pool.
-      table_width: most blocks of a row in one group of layers, whatever the budget.
+      table_width: maximum blocks of a row in one group of layers, whatever the budget.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, table_width: int):

@@ -206,7 +206,7 @@ class Runner:
         """Reallocates the pool and the host's blocks; see `step.Executor`."""
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
-            leaf.delete()  # first: there may not be room for two
+            leaf.delete()  # first: two may not fit
         self.cache, self._sampled = self.placement.pool(self.layout, num_blocks), None
         self.mover.reset()
 
@@ -221,14 +221,14 @@ class Runner:
         return self.run_loop(self.pack_loop(steps))
 
     def pack(self, step: StepInput) -> PackedStep:
-        """Returns all that `run` takes of a step."""
+        """Returns the arguments of `run` for a step."""
         rows = self.params.embed[step.arrays.tokens] if self.embeds_on_host else None
         return PackedStep.of(step, self.packed(step.shape, step.arrays, step.sampling), rows, self.config.vocab_size)
 
     def pack_loop(
         self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
     ) -> PackedLoop:
-        """Returns all that `run_loop` takes of several steps. distributions: see `LoopKey`. stop: when they end."""
+        """Returns the arguments of `run_loop` for several steps. distributions: see `LoopKey`. stop: ends it early."""
         step = steps[0]
         top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
         key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions, stop is not None)

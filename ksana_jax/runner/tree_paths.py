@@ -1,4 +1,4 @@
-"""Verifies drafts that may branch, and moves keys and values of the accepted tokens, the nodes on one way through a
+"""Verifies drafts that may branch, and moves keys and values of the accepted tokens, the nodes on one path through a
 tree, to the slots of a text without branches."""
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
 def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, num_devices: int) -> None:
     found = capabilities()
     if not found.shares_host_memory and found.memory_bytes is None:
-        return  # its size is not known
+        return  # its size is unknown
     device, pool = this_device(num_devices), num_blocks * block_bytes
     if weights + pool * copies > device.memory_bytes:
         raise ConfigError(

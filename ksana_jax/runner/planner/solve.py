@@ -184,7 +184,7 @@ def read_model(model: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
 
 
 def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -> int | None:
-    if memory.request.kv_eviction is not None:  # from layers that see everything
+    if memory.request.kv_eviction is not None:  # from full-attention layers
         return None
 
     def fits(window: int) -> bool:

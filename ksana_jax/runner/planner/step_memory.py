@@ -39,7 +39,7 @@ from pallas_kernels import aot
 
 # A `kv_cache_dtype`.
 KVDtype: TypeAlias = str | dict[str, Any]
-# Layers that are compiled of a deeper model, where a step is one program.
+# Number of layers compiled from a deeper model, where a step is one program.
 FEW, ONE_MORE = 2, 3
 # A step's size does not depend on the number of blocks.
 NUM_BLOCKS = 256
@@ -255,7 +255,7 @@ def _known_bytes(compiled: Any) -> int:
     """Returns `program_bytes`.
 
     Raises:
-      ConfigError: the compiler does not say.
+      ConfigError: the compiler does not report them.
     """
     found = program_bytes(compiled)
     if found is None:
