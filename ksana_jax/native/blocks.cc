@@ -169,7 +169,7 @@ struct Part {
   }
 };
 
-// Of kRows rows, and kVectors vectors of a panel's columns.
+// Computes a tile of kRows rows, and kVectors vectors of a panel's columns.
 template <bool kInBytes, bool kInHalves, int kRows, int kVectors>
 void Tile(const Part& p) {
   using S = Simd;

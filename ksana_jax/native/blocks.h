@@ -19,7 +19,7 @@ struct Blocks {
   bool in_halves = false;        // each half of a block has a scale
 };
 
-// Of a block of a row of x.
+// Scale and sums of a block of a row of x.
 struct BlockOfRow {
   float scale, sums[2];  // sums of the codes of each half
 };

@@ -42,7 +42,7 @@ def library() -> Path:
 
 
 def why_missing() -> str | None:
-    """Returns why the library cannot be had here, or None."""
+    """Returns why the library is not available here, or None."""
     with _building:
         found = _library()
     return found if isinstance(found, str) else None

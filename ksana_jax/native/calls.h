@@ -9,7 +9,7 @@
 
 namespace ksana {
 
-// y[T, N] = x[T, K] w[N, K]^T. Weights lie as they are given, row after row.
+// y[T, N] = x[T, K] w[N, K]^T. Weights are stored as given, row after row.
 struct Product {
   int64_t t, n, k;
   const char *x, *w;

@@ -190,7 +190,7 @@ def rest_of_layer(
 
 
 def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Room for the codes of rows and their scales, if a matrix wants them; of blocks, also for two sums of codes."""
+    """Room for the codes of rows and their scales, if a matrix needs them; with blocks, also for two sums of codes."""
     shape, scales = ((*rows, width), rows) if w.rounding else ((0,), (0,))
     if w.rounding == "blocks":
         scales = (*rows, width // BLOCK, 3)

@@ -14,7 +14,7 @@
 namespace ksana {
 namespace {
 
-// Of a tile, whose sums are added up at once.
+// Size of a tile, whose sums are added up at once.
 constexpr int64_t kRows = kLanes == 16 ? 3 : 2, kColumns = kLanes == 16 ? 5 : 4;
 constexpr int64_t kRowsAtOnce = 64, kColumnsAtOnce = 8 * kColumns;
 // Multiplications and additions that are worth waking another thread for.

@@ -32,7 +32,7 @@ struct Packed {
   const char* bias = nullptr;     // [N], of x's type, or null
   Blocks blocks;                  // where words are codes in blocks
 
-  // Whether x is rounded to codes too.
+  // True if x is rounded to codes too.
   bool rounds() const { return sums || blocks.scales; }
 
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }

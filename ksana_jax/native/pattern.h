@@ -1,4 +1,4 @@
-// Which keys a query sees.
+// The keys that a query sees.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr int32_t kFar = 1 << 30;
 struct Pattern {
   int32_t window, num_sinks, stride, has_global, global_every, sink_position, sink_ceiling;
 
-  // Which of some keys a query sees; lanes are -1 or 0.
+  // Mask of keys that a query sees; lanes are -1 or 0.
   Ints Visible(int32_t query, Ints keys) const {
     const Ints distance = query - keys;
     Ints inside = distance < window;
@@ -30,7 +30,7 @@ struct Pattern {
     return sink_position == 1 || (distance >= window && distance > sink_ceiling);
   }
 
-  // Whether no query at first..last sees any of `size` positions from `start`; false is always right.
+  // True if no query at first..last sees any of `size` positions from `start`; false is always right.
   bool SeesNone(int32_t first, int32_t last, int32_t start, int32_t size) const {
     if (start > last) return true;
     const bool far = first - (start + size - 1) >= window;

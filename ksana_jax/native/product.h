@@ -28,7 +28,7 @@ struct Float32 {
   // sums + a b, lane by lane.
   static Floats Add(Floats sums, Ints a, Ints b) { return MultiplyAdd(sums, BitCast<Floats>(a), BitCast<Floats>(b)); }
 
-  // Words of the v-th kLanes columns after column `at` of a row; prefetches those of another row.
+  // Words of the v-th kLanes columns after column `at` of a row; prefetches another row's.
   static Ints Column(const int32_t* const* rows, const int32_t* const* ahead, int64_t at, int v) {
     __builtin_prefetch(ahead[0] + at + v * kLanes, 0, 2);
     return LoadInts(rows[0] + at + v * kLanes);
@@ -95,7 +95,7 @@ struct Bfloat16 {
   }
 };
 
-// Codes of int8 in sums of integers, whose bits lie in Floats: a are weights, b activations + kOffset, four of each in
+// Codes of int8 in sums of integers, whose bits are in Floats: a are weights, b activations + kOffset, four of each in
 // a word.
 struct Int8 {
   static constexpr int64_t kPerWord = 4;
