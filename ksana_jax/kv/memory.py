@@ -1,7 +1,7 @@
 """Manages KV blocks on device, host and disk. Knows blocks, tokens and counts; no jax, no scheduling.
 
-The scheduler allocates and releases blocks. KVMemory decides which cached prefixes they replace, what moves to the host
-and on to disk, and which cached blocks a prompt can reuse. It copies nothing itself: copies between device and host are
+The scheduler allocates and releases blocks. KVMemory decides which cached prefixes they replace, which blocks move to
+host and disk, and which cached blocks a prompt can reuse. It copies nothing itself: copies between device and host are
 recorded as `kv.moves.Moves`, and the executor makes them before it computes. Within a step, therefore,
 
     a freed block may be reallocated at once: it is saved before it is overwritten, and
@@ -104,7 +104,7 @@ class KVMemory:
                 tier.listeners = self._listeners
 
     def listen(self, listener: CacheListener) -> None:
-        """Reports what device and host cache, use and drop to a listener from now on, until `unlisten`."""
+        """Reports blocks that device and host cache, use and drop to a listener from now on, until `unlisten`."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: CacheListener) -> None:

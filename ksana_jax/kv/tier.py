@@ -60,13 +60,13 @@ class CacheListener(Protocol):
     """Called when tiers cache, use and drop blocks, at the moment of bookkeeping; it may look, but change nothing."""
 
     def stored(self, node: Node, level: int) -> None:
-        """A tier has a block of this content from now on."""
+        """Called when a tier stores this content."""
 
     def dropped(self, node: Node, level: int) -> None:
-        """A tier no longer has it."""
+        """Called when a tier drops this content."""
 
     def used(self, node: Node) -> None:
-        """A sequence takes this content, which is on the device, instead of computing it."""
+        """Called when a sequence takes this content, which is on the device, instead of computing it."""
 
     def cleared(self) -> None:
         """Called when all tiers drop everything."""
@@ -81,7 +81,7 @@ class Tier:
     Attributes:
       leaves_first: for each group of layers, True if a block must stay while a cached block continues it. If a pattern
         sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
-      listeners: hear what is cached, used and dropped.
+      listeners: hear when content is cached, used and dropped.
     """
 
     def __init__(self, level: int, num_blocks: int, block_size: int, policy: ReplacementPolicy):

@@ -9,7 +9,7 @@ before it. No error is raised into the engine, and only `flush` and `close` wait
     a file with another name                           is left alone
     more writes than the disk can take                 are dropped and counted
 
-Blocks of each format (model, leaves, codec) have a folder of their own, so caches of other models are left alone; the
+Blocks of each format (model, leaves, codec) have a separate folder, so caches of other models are left alone; the
 budget is per format. A process locks that folder. A block's file is named by the 64 hex digits of its key; in a folder
 named by a format's digest, files with such names belong to the tier.
 """

@@ -1,4 +1,4 @@
-"""KV eviction: decides which tokens of a running text stay cached. One file and one entry of EVICTION_METHODS each.
+"""KV eviction: decides which tokens of a running text stay cached. EVICTION_METHODS has one entry and file for each.
 
 docs/reference/eviction.md compares each method's defaults with its authors' and kvpress', whose tokens the engine keeps
 (tests/golden/kvpress).

@@ -115,7 +115,7 @@ class EvictionSchedule:
         )
 
     def can_serve(self, num_prompt: int, max_len: int) -> bool:
-        """Returns whether the method knows enough of a text to evict from it.
+        """Returns True if the method knows enough of a text to evict from it.
 
         Args:
           max_len: tokens at which the text ends; the last one is sampled and not computed.
@@ -124,7 +124,7 @@ class EvictionSchedule:
         return not (self.method.needs_full_text and evicts) or max_len - 1 <= self.method.num_known
 
     def max_cached(self, group: int, max_tokens: int, num_prompt: int | None = None) -> int:
-        """Returns the most tokens that a group caches of a row that ends at max_tokens.
+        """Returns the maximum tokens that a group caches of a row that ends at max_tokens.
 
         Args:
           num_prompt: of the row; None assumes the worst.
