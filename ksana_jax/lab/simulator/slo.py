@@ -106,7 +106,7 @@ def percentile(requests: Sequence[RequestTimes], metric: str, percent: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a run kept its objectives. values: attainment and the limited percentiles. reasons: why it did not."""
+    """Verdict on a run's objectives. values: attainment and the limited percentiles. reasons: why it failed them."""
 
     met: bool
     values: dict[str, float]

@@ -121,7 +121,7 @@ def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
 
 
 def _is_grid(rows: Sequence[ResultRow]) -> bool:
-    """Whether to draw lines over the last key: the grid has two or more keys, all numbers, and all rows streamed."""
+    """True if lines go over the last key: the grid has two or more keys, all numbers, and all rows streamed."""
     if not rows or len(rows[0].point) < 2 or any(row.label or method(row) != "stream" for row in rows):
         return False
     return against_numbers(rows)

@@ -201,7 +201,7 @@ def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[st
 
 
 def differ(rows: Sequence[ResultRow], key: str) -> bool:
-    """Whether rows that have a value differ in it."""
+    """True if rows that have a value differ in it."""
     return len({row.mean(key) for row in rows} - {None}) > 1
 
 
