@@ -50,7 +50,7 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
-        # Whether they are special.
+        # By id; True for special ones.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = tuple(sorted(self._added))
         self._decode_piece = _PieceDecoder(decoder, source)
