@@ -29,8 +29,8 @@ GLOBAL = Pattern(window=20, has_global=1, global_every=37)
 class Spec:
     """One set of arguments.
 
-    rows: of each row its length in tokens and how many of them, the last ones, are queries. (0, 0) is an empty row.
-    q_tile: Q, queries of one tile; a row of more has several tiles, the last one padded.
+    rows: for each row its length in tokens and the number of queries, its last tokens. (0, 0) is an empty row.
+    q_tile: Q, queries of one tile; a row with more has several tiles, the last one padded.
     layer: the one of num_layers that is attended to; the others hold other data.
     codes: int4, int8 or float8_e4m3fn for a quantised pool, with scales; "" for one of `dtype`.
     sink_queries: J of q_sink; 0 for no sink query.
@@ -81,8 +81,8 @@ class Layout(NamedTuple):
 
 
 def layout(spec: Spec) -> Layout:
-    """Block tables and positions of a spec's tiles, and which slots of the pool hold numbers: the written ones of
-    blocks that some query sees some of."""
+    """Block tables and positions of a spec's tiles, and the slots of the pool that hold numbers: the written ones of
+    blocks with a token that some query sees."""
     rng = np.random.default_rng(spec.seed)
     size = spec.block_size
     owned = [-(-length // size) for length, _ in spec.rows]

@@ -30,7 +30,7 @@ class Pool(NamedTuple):
 
     kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1].
     scales: None where kv holds numbers. [M, L, 2, K, B] float32 where it holds codes in int8 or float8_e4m3fn: a key or
-      value is its code times its scale. bfloat16, laid out and applied as `int4` says, where the codes are int4.
+      value is its code times its scale. For int4 codes bfloat16, laid out and applied as in `int4`.
     """
 
     kv: Array

@@ -62,7 +62,7 @@ def write(call: Write, work: None = None, *, tuning: None = None) -> Written:
     """Norms and rotates queries and keys, and stores keys and values of one layer in the paged pool.
 
     Raises:
-      ValueError: shapes or types that do not fit together.
+      ValueError: shapes or types do not fit together.
     """
     check(call)
     pool, scales = call.pool

@@ -1,4 +1,4 @@
-"""Patterns in seven numbers: which text positions a query sees, and which blocks hold any of them. Works in jit."""
+"""Patterns in seven numbers: text positions that a query sees, and blocks that hold any of them. Works in jit."""
 
 from __future__ import annotations
 

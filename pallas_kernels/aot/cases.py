@@ -36,7 +36,7 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"sinks": 4},
     {"h": 256, "sinks": 4},
 )
-# As many queries as swapped operands take, then more of them.
+# As many queries as swapped operands take, then more.
 TILES: tuple[dict[str, Any], ...] = (
     {"q": 4},
     {"q": 4, "codes": "int8", "sinks": 4},

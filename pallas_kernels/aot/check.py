@@ -78,7 +78,7 @@ class Case:
 
 
 def find_cases(target: aot.Target, sources: Sequence[str] = SOURCES) -> list[tuple[str, int, Case]]:
-    """All cases for a target; where each comes from and its number there name it to another process."""
+    """All cases for a target; another process finds each by its source and its number there."""
     found = []
     for source in sources:
         module, function = source.split(":")
@@ -203,7 +203,7 @@ def check(
     """Compiles all cases for a target, shows a line for each kernel, and returns all as one JSON object.
 
     Args:
-      only: regular expression; cases are taken where it occurs in "name key=value ...". chosen: of these, which.
+      only: regular expression; selects cases where it occurs in "name key=value ...". chosen: selection among these.
       jobs: processes at once.
 
     Raises:

@@ -164,7 +164,7 @@ def read_kernels(folder: Path, hlo: str, arch: str, ptxas: str, nvdisasm: str | 
     """The Pallas kernels of one program, in the order of their names; XLA's own are left out.
 
     Args:
-      folder: where XLA dumped thunks and PTX, and Mosaic GPU all it has.
+      folder: where XLA dumped thunks and PTX, and Mosaic GPU its files.
       hlo: the optimised program.
       nvdisasm: path; without it no machine code is read.
 

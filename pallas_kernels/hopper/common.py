@@ -130,8 +130,8 @@ def launch(
 
     Args:
       reduction_bytes: of shared memory, for reductions over rows of a wgmma, which cross warps.
-      auto_barriers: the warps of a warpgroup meet around each store to shared memory and before each copy. Without, the
-        body says where, by `commit_smem`.
+      auto_barriers: the warps of a warpgroup meet around each store to shared memory and before each copy. Otherwise
+        the body sets these points by `commit_smem`.
     """
     parameters = interpreter.parameters(interpret)
     return plgpu.kernel(
@@ -155,7 +155,7 @@ def launch(
 
 
 def load(ref, index) -> jax.Array:
-    """ref[index] from global memory in whatever layout is needed; Mosaic wants to be asked for slow ones."""
+    """ref[index] from global memory in whatever layout is needed; Mosaic requires a request for slow ones."""
     if interpreter.loads_plainly():
         return ref[index]
     if jax.__version_info__ < (0, 11):  # takes the index apart

@@ -76,7 +76,7 @@ def _attend_stretch(*refs, config: Config, plain: bool) -> None:
 
 
 def _attend_segment(warpgroup: Warpgroup, segment, carry):
-    """Attends the pieces of one segment and stores its partial result. carry: pieces seen, the next one to ask for."""
+    """Attends the pieces of one segment and stores its partial result. carry: pieces seen, the next one to request."""
     refs, config = warpgroup.refs, warpgroup.config
     tile, begin, count = (refs.segments_g[segment, i] for i in (TILE, PIECE, NUM_PIECES))
     plgpu.barrier_wait(refs.q_bar)
@@ -256,7 +256,7 @@ def _store(warpgroup: Warpgroup, acc, scale, lse, to: Stored) -> None:
 
 
 def _store_columns(warpgroup: Warpgroup, acc, scale, staged_s, to_g) -> None:
-    """Stores scaled rows by way of staged_s [W, 64, columns] to the first ones of to_g [rows, H]."""
+    """Stores scaled rows through staged_s [W, 64, columns] to the first ones of to_g [rows, H]."""
     config, group, staged = warpgroup.config, warpgroup.group, staged_s.shape[2]
     scale = lax.broadcast_in_dim(scale, acc[0].shape, [0])
     for i in range(0, config.width, staged):

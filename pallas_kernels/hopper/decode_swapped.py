@@ -29,7 +29,7 @@ from pallas_kernels.work import DIRTY, MASK, NUM_PIECES, PIECE, REPOSITIONED, TI
 
 
 def attend_segment(warpgroup: Warpgroup, segment, carry):
-    """Attends the pieces of one segment and stores its result. carry: pieces seen, the next one to ask for."""
+    """Attends the pieces of one segment and stores its result. carry: pieces seen, the next one to request."""
     refs, config = warpgroup.refs, warpgroup.config
     tile, begin, count = (refs.segments_g[segment, i] for i in (TILE, PIECE, NUM_PIECES))
     plgpu.barrier_wait(refs.q_bar)

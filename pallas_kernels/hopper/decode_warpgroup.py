@@ -63,8 +63,8 @@ class Refs(NamedTuple):
 class Place(NamedTuple):
     """A piece of a segment, and its place. piece: gives its number in the tile. care: bits of `Work.care`.
 
-    zero: the three bits of care shifted out: 0, which no compiler knows. So it computes where a wgmma's operands lie
-      just before, instead of keeping all these numbers in 50 registers.
+    zero: the three bits of care shifted out: 0, which no compiler knows. So it computes the places of a wgmma's
+      operands just before, instead of keeping all these numbers in 50 registers.
     """
 
     segment: Any
@@ -147,7 +147,7 @@ class Warpgroup(NamedTuple):
         return tuple(refs.units_g[tile, first + i] + row for i in range(config.units_of_piece))
 
     def fetch(self, ahead: Ahead, stage, which: int) -> None:
-        """Asks for keys (0) or values (1) of one piece of a segment."""
+        """Requests keys (0) or values (1) of one piece of a segment."""
         refs, config = self.refs, self.config
         size, width = config.unit, config.width
         arrives = (refs.k_bar, refs.v_bar)[which].at[stage]
@@ -174,7 +174,7 @@ class Warpgroup(NamedTuple):
         return self.ahead(jnp.where(done, segment + 1, segment), piece)
 
     def all_have_read(self, barrier) -> None:
-        """Waits, where this warpgroup leads, until all of them are here."""
+        """Waits, where this warpgroup leads, until all of them have arrived."""
         if self.together:
             plgpu.barrier_arrive(barrier)
             pl.when(self.leads)(lambda: plgpu.barrier_wait(barrier))
@@ -188,14 +188,14 @@ class Warpgroup(NamedTuple):
             plgpu.commit_smem()
 
     def wide_written_or_read(self) -> None:
-        """Waits until all warpgroups are here: their parts of the widened keys are read by all of them."""
+        """Waits until all warpgroups have arrived: their parts of the widened keys are read by all of them."""
         if self.together:
             plgpu.barrier_arrive(self.refs.wide_bar)
             plgpu.barrier_wait(self.refs.wide_bar)
 
 
 class Stored(NamedTuple):
-    """Where a segment's result and log-sum-exp go: [index] of both arrays. staged_s: shared memory on the way."""
+    """Places for a segment's result and log-sum-exp: [index] of both arrays. staged_s: shared memory on the way."""
 
     out_g: Any
     lse_g: Any

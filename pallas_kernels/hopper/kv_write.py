@@ -1,4 +1,4 @@
-"""This step's keys and values into the paged pool, for Hopper, in Mosaic GPU: norm, rope, quantise, scatter, in place.
+"""Writes a step's keys and values to the paged pool, for Hopper, in Mosaic GPU: norm, rope, quantise, scatter in place.
 
 Bound by memory: every number is read once and written once. A block of threads is one warpgroup with one token (or a
 few), which it holds in registers; it needs no shared memory and no barriers, so that many blocks on a multiprocessor
@@ -105,7 +105,7 @@ def _columns(x: jax.Array, shape) -> jax.Array:
 def _get(ref, *index, layout, plain: bool) -> jax.Array:
     if plain:
         return ref[index]
-    # Loads that Mosaic does not hold to be the best, such as of odd numbers of heads, must be allowed one by one.
+    # Loads that Mosaic considers slow, such as of odd numbers of heads, must be allowed one by one.
     load: Any = plgpu.load  # takes the index apart on jax 0.10, and not on 0.12
     x = load(ref, index, optimized=False) if JAX_0_10 else load(ref.at[index], optimized=False)
     return plgpu.layout_cast(x, layout)
@@ -195,7 +195,7 @@ def _write_tokens(*refs, names: tuple[str, ...], config: Config):
     layer, plain = g["layer"][0], config.plain_loads
     first = lax.axis_index("block") * config.tokens
 
-    # Everything is asked for before anything is stored: loads do not move ahead of stores that could touch them.
+    # All loads come before all stores: loads do not move ahead of stores that could touch them.
     loaded = []
     for token in (first + i for i in range(config.tokens)):
         q = _load_heads(g, token, 0, num_heads, layout=q_layout, plain=plain)

@@ -118,7 +118,7 @@ def _weigh_stretch(*refs, config: Config) -> None:
 
 
 def _fetch(refs: Refs, config: Config, layer, place, stage):
-    """Asks for the keys of one piece of a segment, and gives the piece after it, perhaps of the next segment."""
+    """Requests the keys of one piece of a segment, and gives the piece after it, perhaps of the next segment."""
     segment, piece = place
     tile, head, begin, count = (refs.segments_g[segment, i] for i in (TILE, HEAD, PIECE, NUM_PIECES))
     row = (layer * 2 * config.num_kv_heads + head) * config.units_of_block
@@ -250,6 +250,6 @@ def _in_table(mass, work: Work, num_rows: int, kv_heads: int):
     num_units = work.units.shape[1]
     mass = mass.reshape(len(work.units), kv_heads, num_units, -1)
     place = work.place[:, None, :, None]
-    # Pieces that are not live were not written and hold anything.
+    # Pieces that are not live were not written and are undefined.
     mass = jnp.where(place < num_units, jnp.take_along_axis(mass, place, axis=2, mode="clip"), 0.0)
     return mass.reshape(num_rows, -1, kv_heads, mass.shape[2] * mass.shape[3]).sum(axis=1)

@@ -38,7 +38,7 @@ from pallas_kernels.hopper.prefill_work import DIRTY, FIRST_REPOSITIONED, NEWEST
 
 
 def attend_tile(*refs, config: Config) -> None:
-    """The kernel, for one query tile of one kv head; arguments as `prefill` makes them."""
+    """The kernel, for one query tile of one kv head; `prefill` makes the arguments."""
     group, index = lax.axis_index("group"), lax.axis_index("index")
     row, head = index // config.num_kv_heads, lax.rem(index, int32(config.num_kv_heads))
     warpgroup = Warpgroup(Refs(*refs), config, group, row, head)
@@ -50,7 +50,7 @@ def _produce(warpgroup: Warpgroup) -> None:
     """Brings keys and values, `stages` pieces ahead of the consumers."""
     refs, config = warpgroup.refs, warpgroup.config
     (_copy if config.codes is None else widen_pieces)(warpgroup)
-    # Each completion of a barrier is waited for: also of those that nothing will be fetched after.
+    # Each completion of a barrier is waited for, even if nothing more will be fetched after it.
     for stage in range(config.stages):
 
         @pl.when(stage < warpgroup.number(NUM_PIECES))

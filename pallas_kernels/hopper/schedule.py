@@ -1,4 +1,4 @@
-"""The work list of decode and of the mass on Hopper, and how the two are run: the one place where it is decided."""
+"""The work list of decode and of the mass on Hopper, and the plan of both: the only place that decides it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
         """Returns the plan for matrices of `rows` rows, padding included.
 
         Raises:
-          NotImplementedError: swapped operands are asked for, and cannot be had.
+          NotImplementedError: swapped operands are requested but not supported.
         """
         can = rows <= MAX_COLUMNS and head_dim % ROWS == 0
         if swapped and not can:

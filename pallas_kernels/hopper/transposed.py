@@ -1,4 +1,4 @@
-"""Loads and stores of matrices the other way round, to and from the registers of a wgmma.
+"""Loads and stores of transposed matrices, to and from the registers of a wgmma.
 
 jax's interpreter does not run them: there a kernel transposes.
 """

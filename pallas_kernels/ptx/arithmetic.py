@@ -40,7 +40,7 @@ Function = Callable[..., np.ndarray]
 
 
 def operation(parts: Sequence[str]) -> tuple[list[str], Function] | None:
-    """Types of the sources of an instruction and the function of them; None where it is none of arithmetic.
+    """Types of the sources of an instruction and its function; None if it is not arithmetic.
 
     Args:
       parts: of the instruction's name: ("add", "s32").

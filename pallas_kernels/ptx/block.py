@@ -238,7 +238,7 @@ class Stores(_Groups):
 
 
 class Products(_Groups):
-    """wgmmas. Until they have been waited for their registers belong to them: others touch none.
+    """wgmmas. Until they have been waited for they own their registers: no other instruction touches these.
 
     `busy`: registers of those that run, `unfenced`: those that were touched since the last wgmma.fence, as bits.
     """

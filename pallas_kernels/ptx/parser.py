@@ -86,7 +86,7 @@ class Program:
         return sum(i.op.startswith("mbarrier.init") for i in self.instructions)
 
     def param_address(self, name: str) -> int:
-        """Where the bytes of a parameter are, for kernels that take its address."""
+        """Places of a parameter's bytes, for kernels that take its address."""
         return PARAM_BASE + (list(self.params).index(name) << 20)
 
 
@@ -210,7 +210,7 @@ def split(text: str) -> list[str]:
 
 
 def _statement_end(text: str, start: int) -> int:
-    """Behind the semicolon that ends a statement, or behind the line of a directive that has none."""
+    """Index after the semicolon that ends a statement, or after the line of a directive without one."""
     if re.compile(r"\.(loc|file|section|pragma\b(?![^\n]*;))").match(text, start):
         return text.find("\n", start) + 1 or len(text)
     end = text.find(";", start)

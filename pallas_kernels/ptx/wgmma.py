@@ -1,6 +1,6 @@
-"""Matrix products of warpgroups (wgmma): descriptors of operands in shared memory, fragments of those in registers.
+"""Matrix products of warpgroups (wgmma): descriptors of operands in shared memory, fragments of operands in registers.
 
-Each warp multiplies the 16 of 64 rows that are its own, in float32.
+Each warp multiplies its 16 of the 64 rows, in float32.
 """
 
 from __future__ import annotations

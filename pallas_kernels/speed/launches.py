@@ -123,7 +123,7 @@ def read_launches(hlo: str, thunks: str) -> list[Launch]:
 
 
 def _read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Instructions of each computation, and the name of the one that is run."""
+    """Instructions of each computation, and the name of the entry computation."""
     found: dict[str, list[Instruction]] = {}
     entry, inside = "", []
     for line in hlo.splitlines():

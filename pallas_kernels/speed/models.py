@@ -111,8 +111,8 @@ HOST_US = {8: 25.5, 64: 37.3}
 AIMS_MS = {8: 4.4}
 # Visible tokens of a long row in a window of 4k with sinks: of the blocks that the window touches, and one of sinks.
 WINDOWED = 4096 + 2 * TILE_KV
-# Decode steps of a Llama-8B shape by the rows that they are compiled for: how many rows see how many tokens. On a GPU
-# an engine computes at least eight rows; of one request, seven are padding.
+# Decode steps of a Llama-8B shape by their compiled rows: how many rows see how many tokens. On a GPU
+# an engine computes at least eight rows; with one request, seven are padding.
 STEPS = {
     8: {"1 row of 1k": (1, 1024), "1 row of 128k in a window of 4k": (1, WINDOWED)},
     64: {

@@ -70,7 +70,7 @@ def _segment_kernel(refs: parts.Inputs, segments_ref, partial_ref, top_ref, tota
 def _merge_kernel(
     partial_ref, top_ref, total_ref, of_pair_ref, pos_ref, logits_ref, out_ref, lse_ref, *, shape: parts.Shape
 ):
-    """Adds up the segments of one (query tile, kv head) pair, each weighted as its largest score says."""
+    """Adds up the segments of one (query tile, kv head) pair, each weighted by its largest score."""
     pair = pl.program_id(0)
     row, row_2d, column, inside, inside_2d = _partial_places(shape)
 
@@ -95,7 +95,7 @@ def _merge_kernel(
 
 
 def _partial_places(shape: parts.Shape):
-    """Rows, columns and which of them exist, of a partial result [rows, columns]; vectors and matrices."""
+    """Rows, columns and their existence, for a partial result [rows, columns]; vectors and matrices."""
     row = jnp.arange(shape.rows, dtype=jnp.int32)
     num_rows = shape.q_tile * shape.group
     row_2d, column, _, inside_2d = parts.matrix_places(shape, 0)

@@ -212,8 +212,8 @@ def attend(refs: Inputs, tile, head, first_piece, num_pieces, *, shape: Shape):
     def body(i, carry, with_sinks=False):
         acc, top, total, row, kv_pos = carry
         piece = first_piece + i
-        # The next piece's, one turn early: loads whose addresses come from loads of the same turn are not asked for
-        # `num_stages` pieces ahead but for half as many.
+        # The next piece's, one turn early: loads whose addresses come from loads of the same turn are requested
+        # not `num_stages` pieces ahead but half as many.
         following = places(piece + 1)
         k, v = load_piece(row, kv_pos)
         scores = _dot_t(q, k)
