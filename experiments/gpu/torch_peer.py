@@ -153,7 +153,7 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
         if answer.get("dead"):
-            return  # nothing more can be had from this CUDA context: the next ask starts another process
+            return  # this CUDA context is lost: the next ask starts another process
 
 
 if __name__ == "__main__":
