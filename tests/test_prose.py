@@ -14,6 +14,9 @@ HABITS = {
     r"\bto be had\b": "is available",
     r"\blies\b": "is",
     r"\bafresh\b": "again",
+    r"\bas ever\b": "as usual",
+    r"\bcan(not)? be had\b": "is available, is supported",
+    r'"""(Of|What|Whether|Which)\b|# (Of|Whether) ': "a noun or a verb; True if",
 }
 PLACES = ("ksana_jax/*.py", "pallas_kernels/*.py", "experiments/*.py", "docs/*.md", "README.md", "CONTRIBUTING.md")
 
