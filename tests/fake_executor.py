@@ -15,7 +15,7 @@ from tests.fake_network import VOCAB, Patterns, attend, choose, embed, score, u6
 
 
 class FakeExecutor:
-    """The fake network on a paged pool: a `step.Executor` that knows of a step only its arrays.
+    """The fake network on a paged pool: a `step.types.Executor` that knows of a step only its arrays.
 
     Args:
       patterns: one for each layer.
@@ -224,7 +224,7 @@ class FakeExecutor:
         return kv_slots, kv_positions, weights_of(kv_positions)
 
     def move(self, moves: Moves) -> None:
-        """Copies whole blocks; see `step.Moves`."""
+        """Copies whole blocks; see `kv.moves.Moves`."""
         blocks = self._blocks
         for pairs, sources, targets in (
             (moves.saves, self.num_blocks, len(self.host_blocks)),
@@ -243,7 +243,7 @@ class FakeExecutor:
         self.host_blocks[saves[:, 1]] = self._blocks[:, saves[:, 0]].swapaxes(0, 1)
 
     def check(self, step: StepInput) -> None:
-        """Holds a step against the contract of `step.StepArrays`.
+        """Holds a step against the contract of `step.types.StepArrays`.
 
         Raises:
           AssertionError: a compiled step would not take it, or would go wrong silently.

@@ -184,7 +184,7 @@ class FetchedStep(NamedTuple):
 
 
 class Submitted(NamedTuple):
-    """A step that the device is computing; see `step.Pending`.
+    """A step that the device is computing; see `step.types.Pending`.
 
     tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, sampled, scores) of `StepOutput`;
       None if none are sampled.

@@ -199,11 +199,11 @@ class Runner:
 
     @property
     def host_blocks(self) -> np.ndarray:
-        """The host's blocks; see `step.Executor`."""
+        """The host's blocks; see `step.types.Executor`."""
         return self.mover.host_blocks
 
     def reset(self) -> None:
-        """Reallocates the pool and the host's blocks; see `step.Executor`."""
+        """Reallocates the pool and the host's blocks; see `step.types.Executor`."""
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: two may not fit
@@ -211,13 +211,13 @@ class Runner:
         self.mover.reset()
 
     def submit(self, step: StepInput) -> Submitted:
-        """Starts one step; see `step.Executor`. New shapes are compiled first."""
+        """Starts one step; see `step.types.Executor`. New shapes are compiled first."""
         if self.chooses_in_step and serves(step):
             return self.submit_together([step])[0]
         return self.run(self.pack(step))
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
-        """Starts several steps in one call; see `step.Executor`."""
+        """Starts several steps in one call; see `step.types.Executor`."""
         return self.run_loop(self.pack_loop(steps))
 
     def pack(self, step: StepInput) -> PackedStep:
@@ -290,7 +290,7 @@ class Runner:
         return self._sampled
 
     def move(self, moves: Moves) -> None:
-        """Makes moves outside a step; see `step.Executor`."""
+        """Makes moves outside a step; see `step.types.Executor`."""
         if (finish := self._start_moves(moves)[0]) is not None:
             finish()
 

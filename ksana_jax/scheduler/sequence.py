@@ -121,7 +121,7 @@ class Rows:
     evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     is_beam: [R] see `Sequence`.
-    stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.SamplingArrays`.
+    stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.types.SamplingArrays`.
     """
 
     def __init__(self, num_rows: int, table_width: int, num_groups: int = 1):

@@ -1,4 +1,4 @@
-"""Copies of whole blocks, in every size of a group and in the order that `step.Moves` promises."""
+"""Copies of whole blocks, in every size of a group and in the order that `kv.moves.Moves` promises."""
 
 import jax
 import numpy as np

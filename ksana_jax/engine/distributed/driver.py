@@ -186,7 +186,7 @@ class DriverRunner(Runner):
 
 
 class DrivenStep(NamedTuple):
-    """A step that all processes compute; see `step.Pending`."""
+    """A step that all processes compute; see `step.types.Pending`."""
 
     job: Job
     submitted: Submitted

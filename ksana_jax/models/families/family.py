@@ -73,7 +73,7 @@ class Family:
       read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
       write_rope: returns the ropes as config fields.
       rotates_neighbours: True if the rotation pairs 2 i with 2 i + 1 of a head, not i with i + dims/2. Loading reorders
-        rows of queries and keys, see `models.rope.row_order`.
+        rows of queries and keys, see `models.frequencies.row_order`.
 
     A family that may rotate a part of each head has a default for `partial_rotary_factor`.
     """

@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
 
 class DiskDouble:
-    """Replaces `kv.disk_tier.DiskTier` for the rest of the engine, in a dictionary.
+    """Replaces `kv.disk.tier.DiskTier` for the rest of the engine, in a dictionary.
 
     Args:
       answers: True if reads end at once; otherwise they wait for `end`.

@@ -50,7 +50,7 @@ class AgreementSettings:
     """Fields of `settings` in an agreement experiment.
 
     against: settings of the other engine where it differs, such as {dtype: f32}; fields of `EngineConfig`.
-    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`;
       relative to the YAML file. Empty takes the held-out texts. The seed draws among them. A model without a tokenizer
       gets random tokens.
     num_texts: number of prompts.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Metadata of a setting that lists input files of the task. Paths in a YAML file are relative to its folder. File names
 # are not part of a trial's id, so `BaseTask.inputs` must return a digest of their contents: it does for INPUT_TEXTS,
-# whose files are texts as in `experiments.text_files`.
+# whose files are texts as in `lab.experiments.text_files`.
 INPUT_FILES = {"files": True}
 INPUT_TEXTS = {**INPUT_FILES, "texts": True}
 

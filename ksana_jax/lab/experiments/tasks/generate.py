@@ -38,7 +38,7 @@ _MAX_POINTS = 500
 class GenerateSettings:
     """Fields of `settings` in a generate experiment.
 
-    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`;
       relative to the YAML file. Empty takes the held-out texts. The seed draws among them.
     random_prompts: draw the tokens of prompts at random, by the seed, instead of cutting texts: for models without a
       tokenizer.

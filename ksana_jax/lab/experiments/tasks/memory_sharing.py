@@ -38,7 +38,7 @@ METHODS = {"sample": MAX_N, "beam": MAX_BEAM_WIDTH}
 class SharingSettings:
     """Fields of `settings` in a memory_sharing experiment.
 
-    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`;
+    texts: sources of the prompts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`;
       relative to the YAML file. Empty takes the held-out texts. The seed draws among them. A model without a tokenizer
       gets random tokens.
     method: "sample" draws `width` samples of each prompt, "beam" searches with `width` beams.

@@ -43,9 +43,9 @@ class PerplexitySettings:
     """Fields of `settings` in a perplexity experiment.
 
     method: "stream" scores with the engine's cache as it streams, "recompute" re-runs the window for every token.
-    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. Empty
-      takes the held-out texts of the embedded model's corpus. A long text gives several disjoint excerpts; the seed
-      draws among all of them, and seeds 0, 1, 2, ... share none as long as there are enough.
+    texts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`; relative to the YAML file.
+      Empty takes the held-out texts of the embedded model's corpus. A long text gives several disjoint excerpts; the
+      seed draws among all of them, and seeds 0, 1, 2, ... share none as long as there are enough.
     num_texts: number of excerpts to score.
     texts_at_once: number of streamed excerpts that are scored side by side: faster, with the same perplexity. KV
       is measured on the first one alone.

@@ -41,8 +41,8 @@ class RulerSettings:
     num_tokens: maximum tokens of a prompt, chat template included, and its answer; filler fills them. An answer has up
       to 128 tokens (niah), 30 (vt), 120 (cwe) or 50 (fwe).
     num_examples: number of prompts of each task.
-    haystack: natural texts, named as in `experiments.text_files` ([essays] after `ksana fetch essays`), whose beginning
-      is the filler of niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue and niah_multiquery.
+    haystack: natural texts, named as in `lab.experiments.text_files` ([essays] after `ksana fetch essays`), whose
+      beginning is the filler of niah_single_2, niah_single_3, niah_multikey_1, niah_multivalue and niah_multiquery.
     chat: whether prompts have the form of the model's chat template; null uses one if there is one.
     ask: "with" gives text and question together; "after" compresses the KV of the text by `kv_eviction` before the
       question is read, as kvpress does.

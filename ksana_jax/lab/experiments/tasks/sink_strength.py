@@ -39,8 +39,8 @@ _BATCH = 20  # texts at once: their attention weights are [L, texts, N, T, T]
 class SinkStrengthSettings:
     """Fields of `settings` in a sink_strength experiment.
 
-    texts: files, folders, patterns or file.jsonl#field, see `experiments.text_files`; relative to the YAML file. Empty
-      takes the held-out texts of the embedded model's corpus.
+    texts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`; relative to the YAML file.
+      Empty takes the held-out texts of the embedded model's corpus.
     num_texts: number of excerpts.
     num_tokens: tokens of each excerpt, including BOS if the tokenizer has one.
     num_first: number of first positions to measure.
