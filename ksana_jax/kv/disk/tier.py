@@ -183,7 +183,7 @@ class DiskTier:
         """Reads a block into an array.
 
         Args:
-          expected: the block's facts.
+          expected: facts that the block must have.
           out: an array of a block's bytes, owned by the reader until the future is done.
 
         Returns:
