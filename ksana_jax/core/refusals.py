@@ -42,6 +42,7 @@ BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
     Refusal(ADDS_UP_ATTENTION, "enable_prefix_caching", "the sums of a cached block's tokens depend on later queries"),
+    Refusal("kv_eviction", "disk_cache_dir", "eviction from blocks that were read from disk is untested"),
     Refusal("kv_eviction", "shared_prefix_attention", "rows that evict share no blocks", principle=True),
     Refusal("kv_eviction", SEVERAL_COMPLETIONS, "they share its blocks, and eviction moves tokens within blocks"),
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
