@@ -11,6 +11,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from tests.engine import small
 from tests.engine.small import VOCAB, assert_idle
+from tests.machine import native_products
 
 make_llm = functools.partial(small.make_llm, block_size=4, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False)
@@ -29,8 +30,12 @@ def answers(llm, prompts):
     return [output.outputs[0].token_ids for output in alone + llm.generate(prompts, GREEDY)]
 
 
+# It also evicts generated tokens, which repeat. XLA's rounding depends on a step's shape, and would choose among them.
+KNORM_STREAMED = pytest.param("knorm", "streamed", marks=native_products)
+
+
 @pytest.mark.parametrize(
-    ("name", "prompts"), [("knorm", "whole"), ("random", "once"), ("streaming_llm", "streamed"), ("knorm", "streamed")]
+    ("name", "prompts"), [("knorm", "whole"), ("random", "once"), ("streaming_llm", "streamed"), KNORM_STREAMED]
 )
 def test_a_cached_text_is_compressed_as_if_it_had_just_been_computed(name, prompts):
     setting = {"method": name, "budget": 14, "prompts": prompts, "recent": 3}
