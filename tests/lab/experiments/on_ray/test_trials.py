@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.engine.distributed import connection
+from ksana_jax.engine.distributed import ray_connection
 from ksana_jax.engine.distributed.ray_places import Resources
 from ksana_jax.lab.experiments import on_ray as on_ray_module
 from ksana_jax.lab.experiments.config import plan
@@ -224,11 +224,11 @@ def test_an_address_where_no_cluster_is_gives_one_line_soon(monkeypatch):
 
 
 def test_what_answers_but_is_no_cluster_gives_one_line(monkeypatch):
-    monkeypatch.setattr(connection, "ANSWER_S", 1)
+    monkeypatch.setattr(ray_connection, "ANSWER_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"^Ray at {address}: no cluster answers there within 1 s$"):
-            connection._check_answers(address)
+            ray_connection._check_answers(address)
 
 
 def pid_of(path):
