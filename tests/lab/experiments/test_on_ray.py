@@ -16,7 +16,7 @@ from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.on_ray import RayTrials, _Queue
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 RAY = {
     "KSANA_TEST_RAY": "1",
     "PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE / "on_ray"))),
