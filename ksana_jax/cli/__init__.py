@@ -63,6 +63,7 @@ def _options(
 
 COMMANDS = (
     studies.run,
+    studies.reproduce,
     studies.report,
     studies.compare,
     studies.export,

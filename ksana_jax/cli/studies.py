@@ -1,4 +1,4 @@
-"""`ksana run`, `report`, `compare`, `export` and `inspect`: runs experiments and shows their results."""
+"""`ksana run`, `reproduce`, `report`, `compare`, `export` and `inspect`: runs experiments and shows their results."""
 
 from __future__ import annotations
 
@@ -68,6 +68,23 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
 
     resources = Resources(given.get("--num-cpus"), given.get("--num-gpus"))
     return OnRay(given.get("--ray-address", AUTO), resources)
+
+
+def reproduce(
+    paper: Annotated[str | None, typer.Argument(help="its name", show_default="lists all")] = None,
+    full: Annotated[bool, typer.Option("--full", help="run the longer study")] = False,
+    out: Annotated[Path | None, typer.Option(help="output folder", show_default="runs/papers/PAPER")] = None,
+) -> None:
+    """Runs the study that repeats a paper's measurement; prints the published numbers beside ours.
+
+    Numbers of different models and texts are not comparable; their order between rows is. Pairs of rows whose
+    difference is within the noise count for neither side.
+    """
+    from ksana_jax.lab.experiments import papers
+
+    if paper is None:
+        return papers.show_papers()
+    raise typer.Exit(papers.reproduce(paper, full, out))
 
 
 def report(

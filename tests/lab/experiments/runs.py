@@ -9,7 +9,7 @@ from ksana_jax.lab.experiments.run import run
 def reported(experiment, folder: Path, **settings):
     """Runs an experiment and returns its report; no trial may fail."""
     outcome = run(experiment, folder, **settings)
-    assert not outcome.failed
+    assert not outcome.failed, outcome.failed
     return report(folder)
 
 

@@ -12,6 +12,7 @@ TASKS: dict[str, str] = {
     "memory_sharing": "ksana_jax.lab.experiments.tasks.memory_sharing:MemorySharing",
     "prefix_cache": "ksana_jax.lab.experiments.tasks.prefix_cache:PrefixCache",
     "agreement": "ksana_jax.lab.experiments.tasks.agreement:Agreement",
+    "completions": "ksana_jax.lab.experiments.tasks.completions:Completions",
     "harness": "ksana_jax.lab.experiments.tasks.harness:Harness",
     "host_embedding": "ksana_jax.lab.experiments.tasks.host_embedding:HostEmbedding",
     "recall": "ksana_jax.lab.experiments.tasks.recall:Recall",

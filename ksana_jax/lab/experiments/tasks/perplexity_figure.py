@@ -115,6 +115,9 @@ def _over_bytes(axes: Axes, rows: Sequence[ResultRow]) -> None:
         style = {"color": line_style(index)["color"], "marker": "osD^v<>P*X"[index % 10]}
         axes.plot([x], [y], linestyle="", markersize=5, label=row.label, **style)
     axes.set_xscale("log", base=2)
+    shown = [y for row in rows if math.isfinite(y := row.mean(f"ppl_{low}_{high}") or math.nan)]
+    if shown and max(shown) > 10 * min(shown):
+        _logarithmic(axes)
     axes.set_xlabel(f"{'weights' if by_weights else 'live KV'} ({unit})")
     axes.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
     plain_numbers(axes.xaxis, axes.yaxis)
