@@ -89,9 +89,13 @@ def read_kept(stored: StoredTensor, dtype: Any) -> BlockMatrix:
     codes: Any
     scales: Any
     minima: Any
-    codes, scales, minima = (None if part[0] is None else np.concatenate(part) for part in zip(*pieces, strict=True))
+    factors: Any
+    codes, scales, minima, factors = (
+        None if part[0] is None else np.concatenate(part) for part in zip(*pieces, strict=True)
+    )
     largest = np.float32(2**7)  # magnitude of a code
     with np.errstate(over="ignore"):
-        if not all(np.isfinite(numbers * largest).all() for numbers in (scales, minima) if numbers is not None):
+        checked = (scales, minima) if factors is None else (factors,)
+        if not all(np.isfinite(numbers * largest).all() for numbers in checked if numbers is not None):
             raise LoadError(f"{stored.path}: {stored.name} has scales that are NaN or infinite, or above 2 ** 120")
-    return BlockMatrix(codes, scales, minima, np.dtype(dtype))
+    return BlockMatrix(codes, scales, minima, np.dtype(dtype), factors)

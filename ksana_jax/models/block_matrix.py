@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ksana_jax.models.matrix import Matrix, dot, finished
 from ksana_jax.native.layer import Weights, project
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES
 
-# Subtracted from codes of 4 bits that have no minimum.
-ZERO = 8
+# Numbers of a row that share the factors of their scales and minima.
+SUPERBLOCK = 256
 
 
 class Form(NamedTuple):
     """Storage of numbers in memory by type: as code * scale + minimum, or, without minima, code * scale.
 
-    Files store some types in fewer bits. Codes of 5 and 6 bits, and levels of a table, have 8 here; where a file has
-    scales of scales, their products are stored, in float32, which holds them exactly.
+    Files store Q2_K and Q3_K, and levels of a table, in fewer bits.
 
-    bits: of a code. 4-bit codes are 0 to 15, from which `ZERO` is subtracted if there are no minima; 8-bit codes
-      have a sign.
+    bits: of a code. Codes of 4, 5 and 6 bits start at 0; without minima, `zero_of` them is subtracted. 8-bit codes have
+      a sign.
     group: numbers that share a scale, 16 or 32.
-    scales: dtype of scales and minima.
+    scales: dtype of scales and minima. Those in int8 are multiplied by factors in float16, of each 256 numbers; float32
+      holds the products exactly.
     """
 
     bits: int
@@ -38,19 +40,23 @@ class Form(NamedTuple):
         """Bytes of the codes of a block of 32."""
         return BLOCK * self.bits // 8
 
+    @property
+    def has_factors(self) -> bool:
+        return self.scales == "int8"
+
 
 # By GGUF's names; source: ggml, ggml-common.h. XLA takes scales of MXFP4 below 2**-126 for zero.
 FORMS = {
     "Q4_0": Form(4),
     "Q4_1": Form(4, has_minima=True),
-    "Q5_0": Form(8),
-    "Q5_1": Form(8, has_minima=True),
+    "Q5_0": Form(5),
+    "Q5_1": Form(5, has_minima=True),
     "Q8_0": Form(8),
-    "Q2_K": Form(4, has_minima=True, group=16, scales="float32"),
-    "Q3_K": Form(4, group=16, scales="float32"),
-    "Q4_K": Form(4, has_minima=True, scales="float32"),
-    "Q5_K": Form(8, has_minima=True, scales="float32"),
-    "Q6_K": Form(8, group=16, scales="float32"),
+    "Q2_K": Form(4, has_minima=True, group=16, scales="int8"),
+    "Q3_K": Form(4, group=16, scales="int8"),
+    "Q4_K": Form(4, has_minima=True, scales="int8"),
+    "Q5_K": Form(5, has_minima=True, scales="int8"),
+    "Q6_K": Form(6, group=16, scales="int8"),
     "IQ4_NL": Form(8),
     "MXFP4": Form(8, scales="float32"),
 }
@@ -80,29 +86,53 @@ class BlockMatrix(Blocks):
     dtype: of the numbers in products and looked up rows.
     """
 
-    codes: jax.Array  # uint8 [out, in / 32, 16]: i in the low and i + 16 in the high half of byte i; or int8 [..., 32]
-    scales: jax.Array  # float16 or float32 [out, in / group]
+    codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `packed_codes`; or int8 [..., 32]
+    scales: jax.Array  # float16, float32 or int8 [out, in / group]
     minima: jax.Array | None  # as scales
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
+    factors: jax.Array | None = None  # float16 [out, in / 256, 1, or 2 with minima], of scales and minima in int8
 
     @classmethod
     def shapes(cls, shape: tuple[int, ...], kind: str, dtype) -> BlockMatrix:
         """Returns the shapes of a matrix [out, in] in a type of `FORMS`."""
         form, of_row = FORMS[kind], (shape[0], shape[1] // BLOCK)
-        codes: Any = jax.ShapeDtypeStruct((*of_row, form.block_bytes), jnp.uint8 if form.bits == 4 else jnp.int8)
+        codes: Any = jax.ShapeDtypeStruct((*of_row, form.block_bytes), jnp.uint8 if form.bits < 8 else jnp.int8)
         scales: Any = jax.ShapeDtypeStruct((shape[0], shape[1] // form.group), jnp.dtype(form.scales))
-        return cls(codes, scales, scales if form.has_minima else None, jnp.dtype(dtype))
+        factors: Any = None
+        if form.has_factors:
+            factors = jax.ShapeDtypeStruct((shape[0], shape[1] // SUPERBLOCK, 1 + form.has_minima), jnp.float16)
+        return cls(codes, scales, scales if form.has_minima else None, jnp.dtype(dtype), factors)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1] * BLOCK
 
     def numbers(self) -> jax.Array:
-        return _numbers(self.codes, self.scales, self.minima).astype(self.dtype)
+        # A factor times a scale times a code has 24 bits at most and is exact in float32, so the sum is rounded once,
+        # whether or not a compiler fuses the two.
+        codes, bits, zero = self.codes, self.codes.shape[-1] * 8 // BLOCK, 0
+        if bits < 8:
+            low, high, more = codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :], bits - 4
+            zero = 0 if self.minima is not None else zero_of(bits)
+            codes = jnp.concatenate([low & 15, low >> 4], axis=-1)
+            if more:
+                high = high.reshape(*high.shape[:-1], more, 1, WORD_BYTES) >> _shifts(more) & (2**more - 1)
+                codes |= high.reshape(codes.shape) << 4
+        found = (codes.astype(jnp.float32) - zero).reshape(*self.scales.shape, -1) * self._widened(self.scales, 0)
+        if self.minima is not None:
+            found += self._widened(self.minima, 1)
+        return found.reshape(*found.shape[:-2], -1).astype(self.dtype)
+
+    def _widened(self, x: jax.Array, factor: int) -> jax.Array:
+        """Returns scales or minima [..., in / group, 1] in float32, times one of the factors if there are any."""
+        wide = x.astype(jnp.float32)
+        if self.factors is not None:
+            factors = self.factors[..., factor, None].astype(jnp.float32)
+            wide = (wide.reshape(*factors.shape[:-1], -1) * factors).reshape(x.shape)
+        return wide[..., None]
 
     def rows(self, indices: jax.Array) -> jax.Array:
-        minima = None if self.minima is None else self.minima[indices]
-        return _numbers(self.codes[indices], self.scales[indices], minima).astype(self.dtype)
+        return jax.tree.map(lambda x: x[indices], self).numbers()
 
 
 @flax.struct.dataclass
@@ -114,9 +144,10 @@ class PackedBlocks(Blocks):
     bytes of codes; 8-bit codes are unsigned, and 128 is zero.
     """
 
-    words: jax.Array  # int32 [ceil(out / 64), in / 32, 4 or 8, 64]
-    scales: jax.Array  # float16 or float32 [ceil(out / 64), in / group, 64]
+    words: jax.Array  # int32 [ceil(out / 64), in / 32, bits of a code, 64]
+    scales: jax.Array  # float16, float32 or int8 [ceil(out / 64), in / group, 64]
     minima: jax.Array | None  # as scales
+    factors: jax.Array | None  # float16 [ceil(out / 64), in / 256, 1, or 2 with minima, 64]
     num_rows: int = flax.struct.field(pytree_node=False)
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     stacks = False
@@ -138,9 +169,7 @@ class PackedBlocks(Blocks):
 
     def rows(self, indices: jax.Array) -> jax.Array:
         panel, row = indices // PANEL, indices % PANEL
-        codes = _codes(self.words[panel, :, :, row])
-        minima = None if self.minima is None else self.minima[panel, :, row]
-        return _numbers(codes, self.scales[panel, :, row], minima).astype(self.dtype)
+        return unpacked_blocks(self, lambda x: x[panel, ..., row]).numbers()
 
 
 def packed_blocks(w: BlockMatrix) -> PackedBlocks:
@@ -157,33 +186,49 @@ def packed_blocks(w: BlockMatrix) -> PackedBlocks:
     words = jax.lax.bitcast_convert_type(
         codes.reshape(num_rows, blocks, block_bytes // WORD_BYTES, WORD_BYTES), jnp.int32
     )
-    minima = None if w.minima is None else in_panels(w.minima)
-    return PackedBlocks(in_panels(words), in_panels(w.scales), minima, num_rows, w.dtype)
+    scales, minima, factors = jax.tree.map(in_panels, (w.scales, w.minima, w.factors))
+    return PackedBlocks(in_panels(words), scales, minima, factors, num_rows, w.dtype)
 
 
-def unpacked_blocks(w: PackedBlocks) -> BlockMatrix:
-    """Returns the matrix as it was before it was packed."""
+def unpacked_blocks(w: PackedBlocks, in_rows: Callable[[jax.Array], jax.Array] | None = None) -> BlockMatrix:
+    """Returns the matrix as it was before it was packed.
 
-    def in_rows(x: jax.Array) -> jax.Array:
+    Args:
+      in_rows: of an array of panels, [ceil(out / 64), ..., 64] -> [rows, ...]; by default, all of them in order.
+    """
+
+    def all_rows(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, -1, 1).reshape(-1, *x.shape[1:-1])[: w.num_rows]
 
-    minima = None if w.minima is None else in_rows(w.minima)
-    return BlockMatrix(_codes(in_rows(w.words)), in_rows(w.scales), minima, w.dtype)
-
-
-def _codes(words: jax.Array) -> jax.Array:
-    """Returns codes as in `BlockMatrix`, [..., bytes], of words [..., words]."""
+    words, scales, minima, factors = jax.tree.map(in_rows or all_rows, (w.words, w.scales, w.minima, w.factors))
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
-    return codes if codes.shape[-1] < BLOCK else jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
+    if codes.shape[-1] == BLOCK:
+        codes = jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
+    return BlockMatrix(codes, scales, minima, w.dtype, factors)
 
 
-def _numbers(codes: jax.Array, scales: jax.Array, minima: jax.Array | None) -> jax.Array:
-    """Returns the numbers [..., in] of blocks in float32. A scale times a code has 24 bits at most: it is exact, so the
-    sum is rounded once, whether or not a compiler fuses the two."""
-    if codes.dtype == jnp.uint8:
-        codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
-    found = codes.astype(jnp.float32) - (ZERO if minima is None and codes.dtype == jnp.uint8 else 0)
-    found = found.reshape(*scales.shape, -1) * scales[..., None].astype(jnp.float32)
-    if minima is not None:
-        found += minima[..., None].astype(jnp.float32)
-    return found.reshape(*found.shape[:-2], -1)
+def zero_of(bits: int) -> int:
+    """Returns the code of zero where codes of 4, 5 or 6 bits have no minimum."""
+    return 1 << (bits - 1)
+
+
+def packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Packs codes of 4, 5 or 6 bits.
+
+    Args:
+      codes: uint8 [..., 32], from 0 to 2 ** bits - 1.
+
+    Returns:
+      uint8 [..., 4 * bits]. The low half of byte i < 16 has the four lowest bits of code i, its high half those of code
+      i + 16. Bits above them follow, 1 or 2 of each code: byte 16 + b, starting at its lowest bits, has those of codes
+      b, b + 4 and so on; with 2 bits, up to code b + 12, and byte 20 + b has the others.
+    """
+    low, more = codes[..., : BLOCK // 2] & 15 | codes[..., BLOCK // 2 :] << 4, bits - 4
+    if not more:
+        return low
+    high = (codes >> 4).reshape(*codes.shape[:-1], more, 8 // more, WORD_BYTES) << _shifts(more)
+    return np.concatenate([low, np.bitwise_or.reduce(high, axis=-2).reshape(*low.shape[:-1], -1)], axis=-1)
+
+
+def _shifts(more: int) -> np.ndarray:
+    return np.arange(0, 8, more, dtype=np.uint8)[:, None]

@@ -91,17 +91,24 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return ffi::Error::Success();
 }
 
-// A matrix is four arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
-// scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], and scales and minima
-// [N / 64, K / 32 or K / 16, 64] in place of scales and sums.
-Packed PackedOf(const ffi::RemainingArgs& args, size_t at, int64_t n, int64_t k) {
+// A matrix is five arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
+// scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], scales and minima
+// [N / 64, K / 32 or K / 16, 64] in place of scales and sums, and in the end the factors of scales that are integers.
+Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) {
   Packed w;
+  const size_t at = 5 * i;
   w.n = n, w.k = k;
   const auto words = args.get<ffi::AnyBuffer>(at).value();
   w.words = Data(words);
   const auto scales = args.get<ffi::AnyBuffer>(at + 1).value(), more = args.get<ffi::AnyBuffer>(at + 2).value();
   if (words.element_type() == ffi::S32) {
-    w.blocks = {Data(scales), Data(more), scales.element_type() == ffi::F32, words.dimensions()[2] == 8,
+    const auto kind = scales.element_type();
+    const auto factors = args.get<ffi::AnyBuffer>(at + 4).value();
+    w.blocks = {Data(scales),
+                Data(more),
+                reinterpret_cast<const uint16_t*>(Data(factors)),
+                kind == ffi::S8 ? kInt8 : kind == ffi::F32 ? kFloat32 : kFloat16,
+                static_cast<int>(words.dimensions()[2]),
                 scales.dimensions()[1] > words.dimensions()[1]};
   } else {
     w.scales = reinterpret_cast<const float*>(Data(scales));
@@ -122,7 +129,7 @@ ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer no
   p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
   for (size_t i = 0; i < results.size(); ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
-    p.w[i] = PackedOf(matrices, 4 * i, y->dimensions().back(), k);
+    p.w[i] = PackedOf(matrices, i, y->dimensions().back(), k);
     p.y[i] = Data(y);
   }
   p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.scales != nullptr};
@@ -143,9 +150,9 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   p.t = d ? x.element_count() / d : 0;
   p.x = Data(x), p.attended = Data(attended);
   p.output = PackedOf(matrices, 0, d, attended.dimensions().back());
-  p.gate = PackedOf(matrices, 4, f, d);
-  p.up = PackedOf(matrices, 8, f, d);
-  p.down = PackedOf(matrices, 12, d, f);
+  p.gate = PackedOf(matrices, 1, f, d);
+  p.up = PackedOf(matrices, 2, f, d);
+  p.down = PackedOf(matrices, 3, d, f);
   p.after_attention = NormOf(after_attention, eps, plus_one);
   p.before_mlp = NormOf(before_mlp, eps, plus_one);
   p.after_mlp = NormOf(after_mlp, eps, plus_one);

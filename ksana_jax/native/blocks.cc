@@ -1,5 +1,7 @@
 // A panel holds the words of a block for each of its 64 rows, the first word of all rows first: with 4 bits, word j has
-// codes 4 j .. 4 j + 3 in its low halves of bytes, and the codes 16 further on in the high ones, as in GGUF files.
+// codes 4 j .. 4 j + 3 in its low halves of bytes, and the codes 16 further on in the high ones, as in GGUF files. With
+// 5 and 6 bits, one and two more words have the highest ones: byte b has those of codes b, 4 + b and so on, the first
+// in its lowest bits.
 
 #include "blocks.h"
 
@@ -18,9 +20,9 @@ namespace ksana {
 namespace {
 
 constexpr int64_t kPanelRows = 64;
-// Blocks that are multiplied with all rows before the next ones: they stay in the first cache.
+// Blocks that are multiplied with all rows before the next ones: they stay in the first cache, and share a factor.
 constexpr int64_t kDepth = 8;
-constexpr int64_t kAhead = 16;  // words of each row that memory is asked for ahead
+constexpr int64_t kWordsAhead = 16;  // words of each row that memory is asked for ahead
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -36,17 +38,27 @@ struct Simd {
     std::memcpy(&x, word, sizeof(x));
     return _mm512_set1_epi32(x);
   }
-  static Words Low(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-  static Words Shifted(Words x) { return _mm512_srli_epi16(x, 4); }
+  static Words Masked(Words x, int8_t mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
+  static Words Or(Words a, Words b) { return _mm512_or_si512(a, b); }
+  static Words Left(Words x, int bits) { return _mm512_slli_epi16(x, bits); }
+  static Words Right(Words x, int bits) { return _mm512_srli_epi16(x, bits); }
   // sums + the products of bytes a, without a sign, and b.
   static Words Add(Words sums, Words a, Words b) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));  // gcc 12 moves sums around the intrinsic
     return sums;
   }
-  static Words AddBytes(Words sums, Words a, Words b) { return Add(sums, a, b); }
+  template <int kBits>
+  static Words AddTwo(Words sums, Words a, Words x, Words b, Words y) {
+    return Add(Add(sums, a, x), b, y);
+  }
   static constexpr int kBytesZero = 128;
-  static Numbers Total(Words sums) { return _mm512_cvtepi32_ps(sums); }
-  static Numbers TotalOfHalves(Words sums) { return Total(sums); }
+  template <int kBits>
+  static Numbers Total(Words sums) {
+    return _mm512_cvtepi32_ps(sums);
+  }
+  static Numbers LoadBytes(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
   static Numbers LoadHalves(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
@@ -71,26 +83,45 @@ struct Simd {
     std::memcpy(&x, word, sizeof(x));
     return _mm256_set1_epi32(x);
   }
-  static Words Low(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-  static Words Shifted(Words x) { return _mm256_srli_epi16(x, 4); }
+  static Words Masked(Words x, int8_t mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
+  static Words Or(Words a, Words b) { return _mm256_or_si256(a, b); }
+  static Words Left(Words x, int bits) { return _mm256_slli_epi16(x, bits); }
+  static Words Right(Words x, int bits) { return _mm256_srli_epi16(x, bits); }
 #ifdef __AVXVNNI__
-  static Words Add(Words sums, Words a, Words b) { return _mm256_dpbusd_avx_epi32(sums, a, b); }
-  static Words AddBytes(Words sums, Words a, Words b) { return Add(sums, a, b); }
+  template <int kBits>
+  static Words AddTwo(Words sums, Words a, Words x, Words b, Words y) {
+    return _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sums, a, x), b, y);
+  }
   static constexpr int kBytesZero = 128;
-  static Numbers TotalOfHalves(Words sums) { return Total(sums); }
+  template <int kBits>
+  static Numbers Total(Words sums) {
+    return _mm256_cvtepi32_ps(sums);
+  }
 #else
-  // Sums have 16 bits: 16 products of a block in each, at most 16 x 15 x 127 = 30,480.
-  static Words Add(Words sums, Words a, Words b) { return _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b)); }
-  static Numbers TotalOfHalves(Words sums) { return Total(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
-  // Two products of a magnitude and a code have 16 bits: 2 x 128 x 127 = 32,512.
+  static Words Widened(Words pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+  // Sums of products have 16 bits: with 4 bits, 16 products of a block, at most 16 x 15 x 127 = 30,480; with 5 and 6,
+  // four, 4 x 63 x 127 = 32,004; with 8, two of a magnitude and a code, 2 x 128 x 127 = 32,512.
+  template <int kBits>
+  static Words AddTwo(Words sums, Words a, Words x, Words b, Words y) {
+    if constexpr (kBits == 8) return AddBytes(AddBytes(sums, a, x), b, y);
+    const Words some = _mm256_add_epi16(_mm256_maddubs_epi16(a, x), _mm256_maddubs_epi16(b, y));
+    sums = kBits == 4 ? _mm256_add_epi16(sums, some) : _mm256_add_epi32(sums, Widened(some));
+    asm("" : "+x"(sums));  // gcc 12 computes them later, when they no longer fit registers
+    return sums;
+  }
   static Words AddBytes(Words sums, Words a, Words b) {
     const Words codes = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
-    const Words pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(b, codes));
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(sums, Widened(_mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(b, codes))));
   }
   static constexpr int kBytesZero = 0;
+  template <int kBits>
+  static Numbers Total(Words sums) {
+    return _mm256_cvtepi32_ps(kBits == 4 ? Widened(sums) : sums);
+  }
 #endif
-  static Numbers Total(Words sums) { return _mm256_cvtepi32_ps(sums); }
+  static Numbers LoadBytes(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
   static Numbers LoadHalves(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
@@ -115,16 +146,22 @@ struct Simd {
     return x;
   }
   static Words All(const int8_t* word) { return Read(word); }
-  static Words Low(Words x) { return x & 0x0f0f0f0f; }
-  static Words Shifted(Words x) { return x >> 4; }
-  static Words Add(Words sums, Words a, Words b) {
-    for (int i = 0; i < 32; i += 8) sums += (a >> i & 255) * static_cast<int8_t>(b >> i);
+  static Words Masked(Words x, int mask) { return x & mask * 0x01010101; }
+  static Words Or(Words a, Words b) { return a | b; }
+  static Words Left(Words x, int bits) { return static_cast<uint32_t>(x) << bits; }
+  static Words Right(Words x, int bits) { return x >> bits; }
+  template <int kBits>
+  static Words AddTwo(Words sums, Words a, Words x, Words b, Words y) {
+    for (int i = 0; i < 32; i += 8)
+      sums += (a >> i & 255) * static_cast<int8_t>(x >> i) + (b >> i & 255) * static_cast<int8_t>(y >> i);
     return sums;
   }
-  static Words AddBytes(Words sums, Words a, Words b) { return Add(sums, a, b); }
   static constexpr int kBytesZero = 128;
-  static Numbers Total(Words sums) { return static_cast<float>(sums); }
-  static Numbers TotalOfHalves(Words sums) { return Total(sums); }
+  template <int kBits>
+  static Numbers Total(Words sums) {
+    return static_cast<float>(sums);
+  }
+  static Numbers LoadBytes(const int8_t* from) { return *from; }
   static Numbers LoadHalves(const uint16_t* from) {
     float x;
     Widen(from, 1, kFloat16, &x);
@@ -139,89 +176,121 @@ struct Simd {
 
 #endif
 
+// Scales or minima from the i-th on.
+template <Stored kStored>
+Simd::Numbers LoadScales(const char* from, int64_t i) {
+  const char* at = from + i * BytesOf(kStored);
+  if constexpr (kStored == kInt8) return Simd::LoadBytes(reinterpret_cast<const int8_t*>(at));
+  else if constexpr (kStored == kFloat16) return Simd::LoadHalves(reinterpret_cast<const uint16_t*>(at));
+  else return Simd::Load(reinterpret_cast<const float*>(at));
+}
+
 // Inputs of tiles: some blocks of a panel, and of rows of x.
 struct Part {
   const int32_t* words;
   const char *scales, *minima;
-  bool in_float32;
+  const uint16_t* factors;  // of scales and minima in int8
   const int8_t* codes;
   const BlockOfRow* of_rows;
   int64_t k, count;  // of a row; blocks of the part
   float* sums;
   bool accumulates;
 
-  int64_t BytesOfScales(int64_t count) const { return count * (in_float32 ? sizeof(float) : sizeof(uint16_t)); }
-
-  // Scales or minima from the i-th on.
-  Simd::Numbers Load(const char* from, int64_t i) const {
-    const char* at = from + BytesOfScales(i);
-    return in_float32 ? Simd::Load(reinterpret_cast<const float*>(at))
-                      : Simd::LoadHalves(reinterpret_cast<const uint16_t*>(at));
-  }
-
+  template <Stored kStored>
   Part Moved(int64_t rows, int64_t columns) const {
     Part part = *this;
-    part.words += columns, part.scales += BytesOfScales(columns);
+    part.words += columns, part.scales += columns * BytesOf(kStored);
     part.codes += rows * k, part.of_rows += rows * (k / kBlock);
-    if (minima) part.minima += BytesOfScales(columns);
+    if (minima) part.minima += columns * BytesOf(kStored);
+    if (factors) part.factors += columns;
     part.sums += rows * kPanelRows + columns;
     return part;
   }
 };
 
+// Codes 4 i .. 4 i + 3 of a block of each row, whose first word is at `words`.
+template <int kBits>
+Simd::Words Codes(const int32_t* words, int i) {
+  using S = Simd;
+  if constexpr (kBits == 8) {
+    return S::Read(words + i * kPanelRows);
+  } else {
+    const auto word = S::Read(words + i % 4 * kPanelRows);
+    const auto low = S::Masked(i < 4 ? word : S::Right(word, 4), 15);
+    if constexpr (kBits == 4) return low;
+    constexpr int kMore = kBits == 4 ? 1 : kBits - 4, kOfByte = 8 / kMore;
+    const auto more = S::Read(words + (4 + i / kOfByte) * kPanelRows);
+    const int at = i % kOfByte * kMore;
+    return S::Or(low, S::Masked(at < 4 ? S::Left(more, 4 - at) : S::Right(more, at - 4), (1 << kBits) - 16));
+  }
+}
+
 // Computes a tile of kRows rows, and kVectors vectors of a panel's columns.
-template <bool kInBytes, bool kInHalves, int kRows, int kVectors>
+template <int kBits, int kGroups, Stored kStored, int kRows, int kVectors>
 void Tile(const Part& p) {
   using S = Simd;
-  constexpr int kWords = kInBytes ? 8 : 4, kGroups = kInHalves ? 2 : 1;
-  constexpr int kWordsOfGroup = kInBytes ? kWords / kGroups : kWords;  // of 4 bits, halves of a block share words
-  const float zero = kInBytes ? S::kBytesZero : p.minima ? 0 : 8;
-  typename S::Numbers totals[kRows][kVectors];
+  constexpr int kPairs = 4 / kGroups;
+  constexpr int64_t kBlocksAhead = kWordsAhead / kBits, kScalesOfLine = 64 / BytesOf(kStored);
+  const float zero = kBits == 8 ? S::kBytesZero : p.minima ? 0 : 1 << (kBits - 1);
+  typename S::Numbers totals[kRows][kVectors], factors[kVectors], of_minima[kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v)
       totals[r][v] = p.accumulates ? S::Load(p.sums + r * kPanelRows + v * S::kWide) : S::AllOf(0.0f);
-  for (int64_t g = 0; g < p.count * kGroups; ++g) {
-    const int64_t b = g / kGroups, half = g % kGroups, first_word = kInBytes ? half * kWordsOfGroup : 0;
-    typename S::Words exact[kRows][kVectors];
-    for (auto& row : exact)
-      for (auto& sum : row) sum = S::Zero();
-    for (int j = 0; j < kWordsOfGroup; ++j) {
-      const int32_t* at = p.words + (b * kWords + first_word + j) * kPanelRows;
-      typename S::Words x[kVectors];
+  for (int64_t b = 0; b < p.count; ++b) {
+    const int32_t* words = p.words + b * kBits * kPanelRows;  // a bit of 32 codes is a word
+    if (kStored == kInt8 && b % kDepth == 0)
       for (int v = 0; v < kVectors; ++v) {
-        x[v] = S::Read(at + v * S::kWide);
-        if (v * S::kWide % 16 == 0) __builtin_prefetch(at + v * S::kWide + kAhead * kPanelRows, 0, 2);
-        if (!kInBytes && kInHalves && half) x[v] = S::Shifted(x[v]);
+        const uint16_t* at = p.factors + b / kDepth * kPanelRows * (p.minima ? 2 : 1) + v * S::kWide;
+        factors[v] = S::LoadHalves(at);
+        if (p.minima) of_minima[v] = S::LoadHalves(at + kPanelRows);
       }
-      for (int r = 0; r < kRows; ++r) {
-        const int8_t* codes = p.codes + r * p.k + b * kBlock + half * (kBlock / 2) + j * 4;
-        const typename S::Words first = S::All(codes);
-        if constexpr (kInBytes) {
-          for (int v = 0; v < kVectors; ++v) exact[r][v] = S::AddBytes(exact[r][v], x[v], first);
-        } else {
-          for (int v = 0; v < kVectors; ++v) exact[r][v] = S::Add(exact[r][v], S::Low(x[v]), first);
-          if constexpr (kInHalves) continue;
-          const typename S::Words second = S::All(codes + kBlock / 2);
-          for (int v = 0; v < kVectors; ++v) exact[r][v] = S::Add(exact[r][v], S::Low(S::Shifted(x[v])), second);
+#pragma GCC unroll 2
+    for (int group = 0; group < kGroups; ++group) {
+      typename S::Words exact[kRows][kVectors];
+      for (auto& row : exact)
+        for (auto& sum : row) sum = S::Zero();
+#pragma GCC unroll 4
+      for (int pair = 0; pair < kPairs; ++pair) {
+        // Codes that share words are multiplied at once.
+        constexpr bool kShares = kGroups == 1 && kBits < 8;
+        const int i = kShares ? pair : group * 4 + pair * 2, j = kShares ? i + 4 : i + 1;
+        typename S::Words first[kRows], second[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          const int8_t* codes = p.codes + r * p.k + b * kBlock;
+          first[r] = S::All(codes + 4 * i), second[r] = S::All(codes + 4 * j);
+        }
+        for (int v = 0; v < kVectors; ++v) {
+          const auto x = Codes<kBits>(words + v * S::kWide, i), y = Codes<kBits>(words + v * S::kWide, j);
+          if (v * S::kWide % 16 == 0)
+            for (int w = group * kPairs + pair; w < kBits; w += 4)
+              __builtin_prefetch(words + (kWordsAhead + w) * kPanelRows + v * S::kWide, 0, 2);
+          for (int r = 0; r < kRows; ++r)
+            exact[r][v] = S::template AddTwo<kBits>(exact[r][v], x, first[r], y, second[r]);
         }
       }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = g * kPanelRows + v * S::kWide;
-      const auto scale = p.Load(p.scales, at);
-      if (v * S::kWide % 32 == 0) {
-        const int64_t ahead = p.BytesOfScales(at + kAhead / kWordsOfGroup * kPanelRows);
-        __builtin_prefetch(p.scales + ahead, 0, 2);
-        if (p.minima) __builtin_prefetch(p.minima + ahead, 0, 2);
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const BlockOfRow& of_row = p.of_rows[r * (p.k / kBlock) + b];
-        const float of_codes = kInHalves ? of_row.sums[half] : of_row.sums[0] + of_row.sums[1];
-        auto sum = kInBytes ? S::Total(exact[r][v]) : S::TotalOfHalves(exact[r][v]);
-        sum = S::Fused(S::AllOf(of_codes), S::AllOf(-zero), sum);  // exact: whole numbers below 2^24
-        totals[r][v] = S::Fused(S::Times(scale, S::AllOf(of_row.scale)), sum, totals[r][v]);
-        if (p.minima)
-          totals[r][v] = S::Fused(p.Load(p.minima, at), S::AllOf(of_row.scale * of_codes), totals[r][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = (b * kGroups + group) * kPanelRows + v * S::kWide;
+        auto scale = LoadScales<kStored>(p.scales, at), minimum = scale;
+        if (p.minima) minimum = LoadScales<kStored>(p.minima, at);
+        if constexpr (kStored == kInt8) {
+          scale = S::Times(scale, factors[v]);
+          if (p.minima) minimum = S::Times(minimum, of_minima[v]);
+        }
+        if (v * S::kWide % kScalesOfLine == 0) {
+          const int64_t ahead = (at + kBlocksAhead * kGroups * kPanelRows) * BytesOf(kStored);
+          __builtin_prefetch(p.scales + ahead, 0, 2);
+          if (p.minima) __builtin_prefetch(p.minima + ahead, 0, 2);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const BlockOfRow& of_row = p.of_rows[r * (p.k / kBlock) + b];
+          const float of_codes = kGroups == 2 ? of_row.sums[group] : of_row.sums[0] + of_row.sums[1];
+          auto sum = S::template Total<kBits>(exact[r][v]);
+          sum = S::Fused(S::AllOf(of_codes), S::AllOf(-zero), sum);  // exact: whole numbers below 2^24
+          totals[r][v] = S::Fused(S::Times(scale, S::AllOf(of_row.scale)), sum, totals[r][v]);
+          if (p.minima) totals[r][v] = S::Fused(minimum, S::AllOf(of_row.scale * of_codes), totals[r][v]);
+        }
       }
     }
   }
@@ -229,37 +298,67 @@ void Tile(const Part& p) {
     for (int v = 0; v < kVectors; ++v) S::Store(p.sums + r * kPanelRows + v * S::kWide, totals[r][v]);
 }
 
-template <bool kInBytes, bool kInHalves, int kRows, int kVectors>
+template <int kBits, int kGroups, Stored kStored, int kRows, int kVectors>
 void Tiles(const Part& part, int64_t rows) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows)
     for (int64_t c = 0; c < kPanelRows; c += kVectors * Simd::kWide)
-      Tile<kInBytes, kInHalves, kRows, kVectors>(part.Moved(row, c));
+      Tile<kBits, kGroups, kStored, kRows, kVectors>(part.Moved<kStored>(row, c));
   if constexpr (kRows > 1)
-    if (row < rows) Tiles<kInBytes, kInHalves, kRows - 1, kVectors>(part.Moved(row, 0), rows - row);
+    if (row < rows) Tiles<kBits, kGroups, kStored, kRows - 1, kVectors>(part.Moved<kStored>(row, 0), rows - row);
 }
 
-template <bool kInBytes, bool kInHalves>
+// Widens scales or minima of some groups of a panel, times their factors if there are any.
+template <Stored kStored>
+void WidenScales(const char* from, const uint16_t* factors, int64_t groups, float* to) {
+  for (int64_t c = 0; c < kPanelRows; c += Simd::kWide) {
+    const auto factor = kStored == kInt8 ? Simd::LoadHalves(factors + c) : Simd::AllOf(1.0f);
+#pragma GCC unroll 1
+    for (int64_t i = c; i < groups * kPanelRows; i += kPanelRows)
+      Simd::Store(to + i, Simd::Times(LoadScales<kStored>(from, i), factor));
+  }
+}
+
+template <int kBits, int kGroups, Stored kStored>
 void Run(const Blocks& w, const char* words, int64_t panel, int64_t k, const int8_t* codes, const BlockOfRow* of_rows,
          int64_t rows, float* sums) {
-  constexpr int64_t kWords = (kInBytes ? 8 : 4) * kPanelRows;
-  const int64_t blocks = k / kBlock, depth = rows == 1 ? blocks : kDepth;
-  for (int64_t b = 0; b < blocks; b += depth) {
-    const int64_t at = panel * blocks + b;
-    const int64_t scales = at * kPanelRows * (kInHalves ? 2 : 1) * (w.in_float32 ? sizeof(float) : sizeof(uint16_t));
-    const Part part{reinterpret_cast<const int32_t*>(words) + at * kWords,
-                    w.scales + scales,
-                    w.minima ? w.minima + scales : nullptr,
-                    w.in_float32,
-                    codes + b * kBlock,
-                    of_rows + b,
-                    k,
-                    std::min(depth, blocks - b),
-                    sums,
-                    b > 0};
-    if (rows == 1) Tiles<kInBytes, kInHalves, 1, Simd::kVectorsOfOne>(part, 1);
-    else Tiles<kInBytes, kInHalves, Simd::kRows, Simd::kVectors>(part, rows);
+  const int64_t blocks = k / kBlock, first = panel * blocks * kPanelRows;
+  Part part{reinterpret_cast<const int32_t*>(words) + first * kBits,
+            w.scales + first * kGroups * BytesOf(kStored),
+            w.minima ? w.minima + first * kGroups * BytesOf(kStored) : nullptr,
+            w.factors ? w.factors + first / kDepth * (w.minima ? 2 : 1) : nullptr,
+            codes,
+            of_rows,
+            k,
+            blocks,
+            sums,
+            false};
+  if (rows == 1) return Tiles<kBits, kGroups, kStored, 1, Simd::kVectorsOfOne>(part, 1);
+  for (int64_t b = 0; b < blocks; b += kDepth) {
+    alignas(64) float scales[2][kDepth * kGroups * kPanelRows];
+    Part some = part;
+    some.count = std::min(kDepth, blocks - b), some.accumulates = b > 0;
+    some.words += b * kBits * kPanelRows, some.codes += b * kBlock, some.of_rows += b;
+    const int64_t at = b * kGroups * kPanelRows * BytesOf(kStored), groups = some.count * kGroups;
+    if (w.factors) some.factors += b / kDepth * kPanelRows * (w.minima ? 2 : 1);
+    WidenScales<kStored>(part.scales + at, some.factors, groups, scales[0]);
+    if (w.minima) WidenScales<kStored>(part.minima + at, some.factors + kPanelRows, groups, scales[1]);
+    some.scales = reinterpret_cast<const char*>(scales[0]);
+    if (w.minima) some.minima = reinterpret_cast<const char*>(scales[1]);
+    Tiles<kBits, kGroups, kFloat32, Simd::kRows, Simd::kVectors>(some, rows);
   }
+}
+
+template <int kBits, int kGroups>
+auto RunOf(Stored stored) {
+  return stored == kInt8      ? Run<kBits, kGroups, kInt8>
+         : stored == kFloat16 ? Run<kBits, kGroups, kFloat16>
+                              : Run<kBits, kGroups, kFloat32>;
+}
+
+template <int kBits>
+auto RunOf(const Blocks& w) {
+  return w.in_halves ? RunOf<kBits, 2>(w.stored) : RunOf<kBits, 1>(w.stored);
 }
 
 }  // namespace
@@ -288,8 +387,10 @@ void RoundToBlocks(const void* x, int64_t k, Stored stored, int8_t* codes, Block
 
 void MultiplyBlocks(const Blocks& w, const char* words, int64_t panel, int64_t k, const int8_t* codes,
                     const BlockOfRow* blocks, int64_t rows, float* sums) {
-  const auto run = w.in_bytes ? (w.in_halves ? Run<true, true> : Run<true, false>)
-                              : (w.in_halves ? Run<false, true> : Run<false, false>);
+  const auto run = w.bits == 4   ? RunOf<4>(w)
+                   : w.bits == 5 ? RunOf<5>(w)
+                   : w.bits == 6 ? RunOf<6>(w)
+                                 : RunOf<8>(w);
   run(w, words, panel, k, codes, blocks, rows, sums);
 }
 

@@ -13,10 +13,11 @@ constexpr int64_t kBlock = 32;
 // Replaces the scale of each row in a packed matrix, [N / 64, K / 32 or K / 16, 64].
 struct Blocks {
   const char* scales = nullptr;
-  const char* minima = nullptr;  // added to each number; or null
-  bool in_float32 = false;       // scales and minima; or in float16
-  bool in_bytes = false;         // codes have 8 bits, with zero at 128; or 4, with zero at 8 without minima
-  bool in_halves = false;        // each half of a block has a scale
+  const char* minima = nullptr;       // added to each number; or null
+  const uint16_t* factors = nullptr;  // float16 [N / 64, K / 256, 1 or, with minima, 2, 64], of int8; else null
+  Stored stored = kFloat16;           // type of scales and minima: kFloat16, kFloat32 or kInt8
+  int bits = 4;                       // of a code: 4, 5, 6 or 8; zero is in the middle, or at 0 with minima below 8
+  bool in_halves = false;             // each half of a block has a scale
 };
 
 // Scale and sums of a block of a row of x.

@@ -27,9 +27,9 @@ class Weights(NamedTuple):
 
     sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
 
-    Codes in blocks of 32 have words int32 [panels, in / 32, w, 64], 4 bits with w = 4, 8 bits with w = 8. Scales are
-    float16 or float32 [panels, in / 32, 64] then, or one for each 16, [panels, in / 16, 64]; as are minima, which take
-    the place of sums. x is rounded to codes too.
+    Codes in blocks of 32 have words int32 [panels, in / 32, w, 64], w bits of each. Scales are float16 or float32
+    [panels, in / 32, 64] then, or one for each 16, [panels, in / 16, 64]; as are minima, which take the place of sums.
+    Both may be int8 with factors, float16 [panels, in / 256, 1, or 2 with minima, 64]. x is rounded to codes too.
     """
 
     words: jax.Array
@@ -37,11 +37,12 @@ class Weights(NamedTuple):
     scales: jax.Array | None = None
     sums: jax.Array | None = None
     bias: jax.Array | None = None
+    factors: jax.Array | None = None
 
     @classmethod
     def of(cls, w: Any, bias: jax.Array | None) -> Weights:
         """Returns a `PackedMatrix` or `PackedBlocks`, and a bias [out]."""
-        return cls(w.words, w.num_rows, w.scales, w.sums, bias)
+        return cls(w.words, w.num_rows, w.scales, w.sums, bias, getattr(w, "factors", None))
 
     @property
     def blocks(self) -> bool:
@@ -61,7 +62,9 @@ class Weights(NamedTuple):
           ValueError: shapes do not fit.
         """
         if self.blocks:
-            shape, of_row = shapes_of_blocks(name, self, wanted, reason)
+            shape, of_row, of_factors = shapes_of_blocks(name, self, wanted, reason)
+            if self.factors is not None:
+                check_shape(f"factors of {name}", self.factors.shape, of_factors, f"it is {list(wanted)}")
         else:
             is_codes = self.scales is not None or self.sums is not None
             numbers = jnp.dtype(jnp.int8 if is_codes else dtype)
@@ -80,7 +83,7 @@ class Weights(NamedTuple):
     def arguments(self, dtype) -> tuple[jax.Array, ...]:
         none = jnp.zeros(0, jnp.float32)
         bias = None if self.bias is None else self.bias.astype(dtype)
-        return self.words, *(none if x is None else x for x in (self.scales, self.sums, bias))
+        return self.words, *(none if x is None else x for x in (self.scales, self.sums, bias, self.factors))
 
 
 class Norms(NamedTuple):

@@ -8,7 +8,7 @@ namespace ksana {
 
 enum Stored : int32_t { kFloat32, kBfloat16, kFloat16, kInt8 };
 
-inline int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored == kInt8 ? 1 : 2; }
+constexpr int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored == kInt8 ? 1 : 2; }
 
 inline float FromBfloat16(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;

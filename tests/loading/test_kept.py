@@ -99,7 +99,9 @@ def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, cap
         assert used == weights_bytes(llm.model_config, "f32", quantization="stored", packs=packs)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 5), ("Q5_0", 8.5), ("Q4_K", 6), ("Q6_K", 10)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q4_1", 5), ("Q5_0", 5.5), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)]
+)
 def test_a_plan_knows_the_bytes_of_the_forms_in_memory(kind, bits, tmp_path):
     path = written(tmp_path, [kind], WIDE)
     numbers = sum(w.size for _, w in matrices(load_model(path)[1]))

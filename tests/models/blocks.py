@@ -54,5 +54,5 @@ def drawn_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float 
 def block_matrix(kind: str, rows: int, columns: int, dtype="float32", **options) -> tuple[BlockMatrix, np.ndarray]:
     """A matrix as blocks, and its numbers [rows, columns] in float32."""
     blocks = drawn_blocks(kind, rows, columns, **options)
-    codes, scales, minima = jax.tree.map(jnp.asarray, apart(kind, blocks))
-    return BlockMatrix(codes, scales, minima, jnp.dtype(dtype)), decode(kind, blocks)
+    codes, scales, minima, factors = jax.tree.map(jnp.asarray, apart(kind, blocks))
+    return BlockMatrix(codes, scales, minima, jnp.dtype(dtype), factors), decode(kind, blocks)

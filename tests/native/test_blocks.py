@@ -105,8 +105,18 @@ def test_arrays_that_do_not_belong_together_are_refused():
     for changed in ({"scales": w.scales[:1]}, {"sums": w.sums[:, :1]}, {"words": w.words[:, :1]}, {"num_rows": 200}):
         with pytest.raises(ValueError, match="must be"):
             project(x, [w._replace(**changed)])
-    with pytest.raises(NotImplementedError, match="scales and minima in float16 and float32; there are 4 or 8"):
-        project(x, [w._replace(scales=w.scales.astype(jnp.float32))])
+    for kind, said in (
+        (jnp.float32, "float16 and float32; there are 4, 5, 6 or 8 bits"),
+        (jnp.int8, "float16 and int8;"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"codes of 4 bits, scales and minima in {said}"):
+            project(x, [w._replace(scales=w.scales.astype(kind))])
+    nested, wide = Weights.of(pack(block_matrix("Q4_K", 70, 512)[0]), None), jnp.zeros((2, 512))
+    for shape in ((2, 1, 2, 64), (2, 2, 1, 64)):
+        with pytest.raises(ValueError, match=r"factors of matrix 0 is .* must be \[2, 2, 2, 64\]"):
+            project(wide, [nested._replace(factors=jnp.zeros(shape, jnp.float16))])
+    with pytest.raises(NotImplementedError, match="int8 with factors in float32; there are"):
+        project(wide, [nested._replace(factors=jnp.zeros((2, 2, 2, 64)))])
     dense = Weights(jnp.zeros((1, 64, 64, 1)), 64)
     with pytest.raises(ValueError, match="rounded by blocks and not at all"):
         project(x, [w, dense])
