@@ -36,7 +36,6 @@ SOME = {
     "data_parallel_size": {"data_parallel_size": 2},
     "distributed": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}},
     "disk_cache_dir": {"disk_cache_dir": "x", "enable_prefix_caching": True, "host_cache_bytes": 2**20},
-    refusals.STORED: {"quantization": "stored"},
     "beam_width": {"beam_width": 2},
     "stop": {"stop": "a"},
     "logprobs": {"logprobs": 1},

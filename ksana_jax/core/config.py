@@ -346,7 +346,6 @@ class EngineConfig:
             "disk_cache_dir": self.disk_cache_dir is not None,
             refusals.INVARIANT: self.numerics == "invariant",
             refusals.HOST_EMBEDDING: self.embedding_device == "host",
-            refusals.STORED: self.quantization == "stored",
             refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",
         }
 

@@ -37,7 +37,6 @@ DRAFT_MODEL = "speculative_config with a draft model"
 INVARIANT = 'numerics "invariant"'
 HOST_EMBEDDING = 'embedding_device "host"'
 PREFER = "operators.prefer"
-STORED = 'quantization "stored"'
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
@@ -67,7 +66,6 @@ REFUSALS = (
     Refusal("tensor_parallel_size", "kv_eviction", "some methods compare the heads of a layer"),
     Refusal("tensor_parallel_size", INVARIANT, "no order of the sums over devices is known"),
     Refusal("tensor_parallel_size", PREFER, "what it chooses by was measured on one device"),
-    Refusal(STORED, "tensor_parallel_size", "matrices in blocks are not divided among devices"),
     Refusal("data_parallel_size", "distributed", "replicas are in one process"),
     Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
     Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),

@@ -21,6 +21,7 @@ from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
 from ksana_jax.loading.views import PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
 from ksana_jax.models.params import check_quantises, is_shape, param_shapes, stated
+from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, share
 
 logger = logging.getLogger("ksana_jax")
 
@@ -42,20 +43,37 @@ def with_kept(config: ModelConfig, model: Any, embedding_device: str = "device")
 
 
 def keeping(
-    config: ModelConfig, found: Mapping[str, StoredTensor], source: str, embedding_device: str = "device"
+    config: ModelConfig,
+    found: Mapping[str, StoredTensor],
+    source: str,
+    embedding_device: str = "device",
+    num_devices: int = 1,
 ) -> ModelConfig:
-    """The same, from a checkpoint's tensors."""
+    """The same, from a checkpoint's tensors; num_devices: that divide each matrix.
+
+    Matrices are dequantised, and named in a warning, if devices would divide their blocks.
+    """
     check_quantises(config, "stored")
     paths = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
-    kept = []
+    kept, cut = [], []
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
         if len(shape) != 2 or len(tensors) != 1:
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"
-        if serves and _holder(tensors[0]) and tensors[0].dtype in FORMS:
+        if not serves or not (holder := _holder(tensors[0])) or tensors[0].dtype not in FORMS:
+            continue
+        part = share(field, shape, 0, num_devices, config.num_kv_heads) if num_devices > 1 else WHOLE_WEIGHT
+        columns, block = len(range(shape[1])[part.columns]), holder.info.type.num_values
+        if columns % block:
+            cut.append(f"{tensors[0].name} ({shape[1]} / {num_devices} = {columns} columns, blocks of {block})")
+        else:
             kept.append((jax.tree_util.keystr(path), tensors[0].dtype))
+    if cut:
+        logger.warning(
+            "%s: %d matrices are dequantised, for devices would divide blocks: %s", source, len(cut), "; ".join(cut)
+        )
     if not kept:
         raise ConfigError(
             f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory; "
@@ -75,17 +93,24 @@ def _holder(stored: StoredTensor) -> GGUFTensor | None:
     return whole if isinstance(whole, GGUFTensor) else None
 
 
-def read_kept(stored: StoredTensor, dtype: Any) -> BlockMatrix:
-    """Reads a matrix in blocks.
+def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> BlockMatrix:
+    """Reads a matrix in blocks, or one device's part of it.
 
     Raises:
       LoadError: the file cannot be read, or a scale is not finite.
     """
     holder = _holder(stored)
     assert holder is not None and isinstance(stored, GGUFTensor | PartOfTensor), "only GGUF has blocks"
+    _, size, num_bytes = holder.info.type
+    begin, end, _ = share.columns.indices(stored.shape[1])
+    begin, end = begin // size * num_bytes, end // size * num_bytes
+    row, last, _ = share.rows.indices(stored.shape[0])
     step, pieces = max(CHUNK_BYTES // holder.info.row_bytes, 1), []
-    for first in range(0, stored.shape[0], step):
-        pieces.append(apart(stored.dtype, stored.blocks(slice(first, first + step))))
+    for first in range(row, last, step):
+        blocks = stored.blocks(slice(first, min(first + step, last)))[:, begin:end]
+        pieces.append(apart(stored.dtype, np.ascontiguousarray(blocks)))
+    if share.padding or not pieces:
+        pieces.append(apart(stored.dtype, np.zeros((share.padding, end - begin), np.uint8)))
     codes: Any
     scales: Any
     minima: Any

@@ -148,7 +148,7 @@ def open_model(
     found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(path)
     check_tensors(config, found, str(source))
     if quantization == "stored":
-        config = keeping(config, found, str(source), embedding_device)
+        config = keeping(config, found, str(source), embedding_device, placement.num_devices)
 
     def read() -> Params:
         began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device, placement)
@@ -232,7 +232,7 @@ def read_params(
         read = functools.partial(read_weight, source_of.of(found), shape, dtype)
         if jax.tree_util.keystr(path) in kept:
             [stored] = source_of.of(found)
-            leaves.append(placement.weight(config, path, shape, lambda _, stored=stored: read_kept(stored, dtype)))
+            leaves.append(placement.weight(config, path, shape, functools.partial(read_kept, stored, dtype)))
         elif index == 0 and embedding_device == "host":  # the embedding is the first
             leaves.append(read())
         else:

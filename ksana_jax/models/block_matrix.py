@@ -148,7 +148,7 @@ class PackedBlocks(Blocks):
     scales: jax.Array  # float16, float32 or int8 [ceil(out / 64), in / group, 64]
     minima: jax.Array | None  # as scales
     factors: jax.Array | None  # float16 [ceil(out / 64), in / 256, 1, or 2 with minima, 64]
-    num_rows: int = flax.struct.field(pytree_node=False)
+    num_rows: int = flax.struct.field(pytree_node=False)  # of one device
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     stacks = False
 
@@ -198,7 +198,9 @@ def unpacked_blocks(w: PackedBlocks, in_rows: Callable[[jax.Array], jax.Array] |
     """
 
     def all_rows(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, -1, 1).reshape(-1, *x.shape[1:-1])[: w.num_rows]
+        of_device = -(-w.num_rows // PANEL) * PANEL  # outside a program of several devices, panels of all
+        rows = jnp.moveaxis(x, -1, 1).reshape(-1, of_device, *x.shape[1:-1])
+        return rows[:, : w.num_rows].reshape(-1, *x.shape[1:-1])
 
     words, scales, minima, factors = jax.tree.map(in_rows or all_rows, (w.words, w.scales, w.minima, w.factors))
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)

@@ -27,9 +27,7 @@ class Weights(NamedTuple):
 
     sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
 
-    Codes in blocks of 32 have words int32 [panels, in / 32, w, 64], w bits of each. Scales are float16 or float32
-    [panels, in / 32, 64] then, or one for each 16, [panels, in / 16, 64]; as are minima, which take the place of sums.
-    Both may be int8 with factors, float16 [panels, in / 256, 1, or 2 with minima, 64]. x is rounded to codes too.
+    With codes in blocks, see `native.blocks`, x is rounded to codes too, and minima take the place of sums.
     """
 
     words: jax.Array
@@ -62,9 +60,7 @@ class Weights(NamedTuple):
           ValueError: shapes do not fit.
         """
         if self.blocks:
-            shape, of_row, of_factors = shapes_of_blocks(name, self, wanted, reason)
-            if self.factors is not None:
-                check_shape(f"factors of {name}", self.factors.shape, of_factors, f"it is {list(wanted)}")
+            shape, of_row = shapes_of_blocks(name, self, wanted, reason)
         else:
             is_codes = self.scales is not None or self.sums is not None
             numbers = jnp.dtype(jnp.int8 if is_codes else dtype)

@@ -33,7 +33,7 @@ class LinearImplementation(NamedTuple):
     """An implementation with the contract of `models.layers.linear`.
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
-    packs: takes weights from `ops.packing.packed`.
+    packs: takes weights from `ops.packing.packed`; where products stand alone, those in blocks only.
     fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
     compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
@@ -72,7 +72,7 @@ class LinearImplementation(NamedTuple):
           consume: deletes each array of another form.
         """
         if self.packs:
-            return packed(params, config, consume=consume)
+            return packed(params, config, consume=consume, only_blocks=self.fused is None)
         return joined(params, config, consume=consume) if joins else params
 
 
@@ -158,19 +158,22 @@ def choose_linear(
     *,
     row_by_row: bool = False,
     num_devices: int = 1,
+    in_blocks: bool = False,
     compute_capability: tuple[int, int] | None = None,
 ) -> LinearImplementation:
     """Returns the first implementation that serves a platform and a type, or the one with the given name.
 
     Args:
       row_by_row: excludes implementations whose rows depend on each other.
-      num_devices: that add up their products.
+      num_devices: that add up their products. in_blocks: matrices are; their packed products may stand alone.
       compute_capability: of an NVIDIA GPU.
 
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
     allowed = [i for i in LINEAR_IMPLEMENTATIONS if i.row_by_row or not row_by_row]
+    if in_blocks and num_devices > 1:
+        allowed = [i._replace(fused=None) if i.packs else i for i in allowed]
 
     def unsupported(i: LinearImplementation) -> str | None:
         if i.fused and num_devices > 1:

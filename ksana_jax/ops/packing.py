@@ -53,22 +53,23 @@ def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
     return numbers if w.scales is None else Int8Matrix(numbers, w.scales, w.sums is not None)
 
 
-def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Params:
+def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_blocks: bool = False) -> Params:
     """Packs the matrices of layers and the output head, which may be the embedding. Matrices of MLPs that do not state
     that they are read through `linear` alone (`MLP.quantises`) stay, as does an embedding that is only looked up.
 
     Args:
       params: weights, or their shapes.
       consume: deletes each array once it is packed, so that the extra memory is one matrix.
+      only_blocks: leaves matrices as they are unless they are in blocks, as several devices need it.
     """
     abstract = isinstance(params.final_norm, jax.ShapeDtypeStruct)
 
     def of(w: Any) -> Any:
-        if not can_pack(w):
+        if not can_pack(w) or (only_blocks and not isinstance(w, BlockMatrix)):
             return w
         if abstract:
-            return jax.eval_shape(pack, w)
-        made = jax.block_until_ready(pack(w))
+            return jax.eval_shape(_packer(w), w)
+        made = jax.block_until_ready(_packer(w)(w))
         if consume:
             for array in jax.tree.leaves(w)[: None if isinstance(w, BlockMatrix) else 1]:
                 array.delete()  # its numbers; its vectors stay in use
@@ -80,6 +81,16 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
         layers.append(_changed(p, of, () if mlp.quantises else mlp.shapes(config.d_model, spec.mlp)))
     embed = params.embed if params.head is not None else of(params.embed)
     return _changed(params, of).replace(embed=embed, layers=tuple(layers))
+
+
+def _packer(w: Any) -> Callable[[Any], Any]:
+    """Returns `pack`, on each device for its part of a matrix that several devices divide."""
+    sharding = jax.tree.leaves(w)[0].sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return pack
+    return jax.jit(
+        jax.shard_map(pack, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False)
+    )
 
 
 def unpacked(params: Params) -> Params:

@@ -116,8 +116,8 @@ class Runner:
             settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
         self.implementation = choose(needs, settings.attention)
         given = {"row_by_row": numerics == "invariant", "num_devices": placement.num_devices}
-        capability = needs.compute_capability
-        products = choose_linear(self.platform, dtype, settings.linear, compute_capability=capability, **given)
+        given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
+        products = choose_linear(self.platform, dtype, settings.linear, **given)
         self.linear_implementation = products.name
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
         self.operators: Operators = placement.operators(products.operators(norms.normaliser))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import norm_kind, rms_norm, rms_norm_plus_one
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
@@ -23,10 +24,10 @@ class DividedOperators(Operators):
     Hidden states are whole on each; partial sums cross in the type of hidden states.
     """
 
-    def embed(self, embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         at = tokens - jax.lax.axis_index(AXIS) * embedding.shape[0]
         here = (at >= 0) & (at < embedding.shape[0])
-        rows = embedding[jnp.where(here, at, 0)]
+        rows = super().embed(embedding, jnp.where(here, at, 0))
         return self.summed(jnp.where(here[..., None], rows, 0))
 
     def summed(self, out: jax.Array) -> jax.Array:

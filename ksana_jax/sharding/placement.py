@@ -89,12 +89,12 @@ class Placement:
         flat = weight.reshape(-1)
         return weight.shape, np.asarray(flat[:: max(flat.size // most, 1)])
 
-    def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> jax.Array:
+    def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
         """Returns a weight that is read in parts, one for each device, and placed before the next one is read.
 
         Args:
           path: of the weight in Params, from `jax.tree_util`. shape: of the whole weight.
-          read: returns one device's part as a NumPy array.
+          read: returns one device's part as a NumPy array, or as a `Matrix` of them.
         """
         return jax.block_until_ready(jax.device_put(read(WHOLE_WEIGHT), self._device))
 

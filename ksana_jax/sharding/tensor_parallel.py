@@ -129,9 +129,7 @@ class TensorParallel(Placement):
         return shape, np.asarray(weight[(row, *column)])
 
     def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
-        spec = spec_of_weight(path, shape)
-        sharding, divided = NamedSharding(self.mesh, spec), spec != EVERYWHERE
-        parts = []
+        divided, parts = spec_of_weight(path, shape) != EVERYWHERE, []
         for index, device in enumerate(self.mesh.devices.flat):
             if device not in self._here:
                 continue
@@ -142,7 +140,13 @@ class TensorParallel(Placement):
             if not isinstance(part, jax.ShapeDtypeStruct):
                 part = jax.block_until_ready(jax.device_put(part, device))
             parts.append(part)
-        factors = [self.num_devices if name == AXIS else 1 for name in (*spec, *[None] * len(shape))]
+        return jax.tree.map(functools.partial(self._whole, path), *parts)
+
+    def _whole(self, path: Any, *parts: Any) -> Any:
+        """Returns one array of a weight, from each device's part."""
+        spec = spec_of_weight(path, parts[0].shape)
+        sharding = NamedSharding(self.mesh, spec)
+        factors = [self.num_devices if name == AXIS else 1 for name in (*spec, *[None] * parts[0].ndim)]
         whole = tuple(size * factor for size, factor in zip(parts[0].shape, factors, strict=False))
         if isinstance(parts[0], jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(whole, parts[0].dtype, sharding=sharding)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading.export import export_hf
@@ -135,5 +135,3 @@ def test_models_without_blocks_and_settings_that_do_not_serve_are_refused(tmp_pa
         opened(CONFIG, load_format="dummy")
     with pytest.raises(ConfigError, match="a ModelConfig has no file"):
         plan(CONFIG, "24GiB", quantization="stored")
-    with pytest.raises(ConfigError, match="matrices in blocks are not divided among devices"):
-        EngineConfig(quantization="stored", tensor_parallel_size=2)

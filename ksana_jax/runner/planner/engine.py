@@ -56,8 +56,8 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     # Each of several devices has a smaller model. Sums over them are made in place.
     model, layout = local_model(model, num_devices), local_layout(layout, num_devices)
     block_bytes, copies = layout.block_bytes, 1 if capabilities().donates else 2
-    packs = config.operators.linear == "packed"
-    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, packs=packs)
+    given = {"packs": config.operators.linear == "packed", "num_devices": num_devices}
+    weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, **given)
     if (method := read_speculative(config.speculative_config)) is not None:
         block_bytes, weights = block_bytes + method.block_bytes(config), weights + method.weights_bytes(config)
     _check_host_memory(config.host_cache_bytes)

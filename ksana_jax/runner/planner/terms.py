@@ -23,19 +23,21 @@ def weights_bytes(
     quantization: str | None = None,
     *,
     packs: bool = False,
+    num_devices: int = 1,
 ) -> int:
     """Returns the bytes of all weights on the device; tied embeddings count once.
 
     Args:
       embedding_device: "host" excludes the token embedding. quantization: as in `EngineConfig`.
-      packs: matrices are packed, which fills them up to a multiple of 64 rows.
+      packs: matrices are packed, which fills them up to a multiple of 64 rows; on several devices, those in blocks.
+      num_devices: that divide the whole model; config is the part of one of them.
 
     Raises:
       ConfigError: the dtype is unknown.
     """
     on_host = embedding_bytes(config, dtype) if embedding_device == "host" else 0
     params = abstract_params(config, dtype, quantization)
-    leaves = jax.tree.leaves(packed(params, config) if packs else params)
+    leaves = jax.tree.leaves(packed(params, config, only_blocks=num_devices > 1) if packs else params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) - on_host
 
 
