@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +16,8 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import listed, load_config, read_generation, read_json
-from ksana_jax.loading.gguf_tensors import find_gguf_tensors
+from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.load import auto_dtype
-from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, render_chat
 from ksana_jax.tokenizers.files import one_line
 
@@ -163,8 +162,7 @@ def _dtypes(path: Path, config: ModelConfig) -> list[Fact]:
 
 def _stored(path: Path, config: ModelConfig) -> str:
     try:
-        gguf = gguf_of(path)
-        tensors: Iterable[Any] = (find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(path)).values()
+        tensors = find_weights(path, config).values()
     except LoadError as error:
         return str(error)
     counts = collections.Counter(tensor.dtype for tensor in tensors)

@@ -15,6 +15,7 @@ from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.gguf_config import gguf_config
 from ksana_jax.loading.hints import folder_hint
+from ksana_jax.loading.quantised.scheme import read_scheme
 from ksana_jax.models.families import config_from_hf
 
 logger = logging.getLogger("ksana_jax")
@@ -79,6 +80,7 @@ def load_config(model: str | os.PathLike[str]) -> ModelConfig:
     if not source.is_file() and (hint := folder_hint(path)):
         raise ConfigError(f"{source} is missing{hint}")
     values, given = read_json(source), read_generation(generation)
+    read_scheme(values, str(source))  # says now what is not supported
     ids = {name: given[name] for name in ("bos_token_id", "eos_token_id") if given.get(name) is not None}
     if not ids:
         return config_from_hf(values, str(source))

@@ -21,19 +21,18 @@ from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_o
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import load_config
+from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.gguf_config import ARCHITECTURES, EPS, SIZES, SOFT_CAPS, WIDTHS, WINDOW, gguf_config
 from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
     TOP_NAMES,
-    find_gguf_tensors,
     permuted_heads,
 )
 from ksana_jax.loading.gguf_writer import NewTensor, write_gguf
 from ksana_jax.loading.load import check_tensors, read_weight
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES
-from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import is_shape, param_shapes, stated
@@ -68,7 +67,7 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         raise ConfigError(f"{out} must end in {SUFFIX}, by which GGUF files are known")
     path, config = model_path(source), _with_factors(load_config(source))
     file = read_gguf(gguf) if (gguf := gguf_of(path)) else None
-    found = find_gguf_tensors(file, config) if file else find_tensors(path)
+    found = find_weights(path, config)
     check_tensors(config, found, str(source))
     if file:
         architecture = file.metadata["general.architecture"]

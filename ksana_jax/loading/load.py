@@ -28,12 +28,11 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.loading.config_json import load_config, read_json
+from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.gguf_config import gguf_dtype
-from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.hints import prefix_hint
 from ksana_jax.loading.kept import keeping, read_kept
 from ksana_jax.loading.stored_tensor import StoredTensor
-from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.families import FAMILIES
@@ -143,9 +142,7 @@ def open_model(
         return config, draw
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
-    path = model_path(source)
-    gguf = gguf_of(path)
-    found = find_gguf_tensors(read_gguf(gguf), config) if gguf else find_tensors(path)
+    found = find_weights(model_path(source), config)
     check_tensors(config, found, str(source))
     if quantization == "stored":
         config = keeping(config, found, str(source), embedding_device, placement.num_devices)

@@ -99,7 +99,6 @@ REFUSED = [
     (LLAMA, {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
     (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5", "1.0"]),
     (LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
-    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "BF16"]),
     (LLAMA, {"sliding_window": 64}, ["sliding_window is 64", "mistral"]),
     (LLAMA, {"layer_types": ["sliding_attention"] * 4}, ["layer_types"]),
     (LLAMA, {"attention_bias": "yes"}, ["attention_bias is 'yes'", "true or false"]),

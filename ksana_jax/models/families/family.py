@@ -116,9 +116,6 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     activation = next(iter(family.mlps))
     fields = Fields(values, source, {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults})
     fields.must_be(family.activation, tuple(family.mlps), f"supported: {activation}")
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name):
-            fields.problem(name, fields.get(name), "supported: weights in F32, BF16 or F16 without quantization")
 
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads")

@@ -1,0 +1,29 @@
+"""Finds the weights of a model directory or GGUF file, in whichever format they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.gguf_tensors import find_gguf_tensors
+from ksana_jax.loading.quantised.find import with_quantised
+from ksana_jax.loading.quantised.scheme import read_scheme
+from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.tensor_files import find_tensors
+
+
+def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
+    """Returns the tensors of a model by Hugging Face name; reads no weights.
+
+    Raises:
+      LoadError: files are missing or damaged, or parts of a quantised matrix do not belong together.
+      ConfigError: matrices are quantised in a format that is not supported.
+    """
+    if (gguf := gguf_of(path)) is not None:
+        return find_gguf_tensors(read_gguf(gguf), config)
+    found, source = find_tensors(path), path / "config.json"
+    scheme = read_scheme(read_json(source), str(source))
+    return found if scheme is None else with_quantised(found, scheme, config, str(path))

@@ -1,0 +1,54 @@
+"""Finds the quantised matrices among the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.loading.quantised.formats import Format, Part
+from ksana_jax.loading.quantised.tensor import QuantisedTensor
+from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.views import sources_of
+
+
+def with_quantised(
+    found: Mapping[str, StoredTensor], scheme: Format, config: ModelConfig, source: str
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, in which one stands for all parts of each quantised matrix.
+
+    Raises:
+      LoadError: parts of a matrix are missing, or of another shape or dtype than its format has; all are listed.
+    """
+    tensors, problems = dict(found), []
+    expected = {name: (shape, weight) for weight in sources_of(config) for name, shape in weight.tensors.items()}
+    for name, (shape, weight) in expected.items():
+        if len(shape) != 2 or not name.endswith(".weight"):
+            continue
+        stem, wanted = name.removesuffix("weight"), scheme.parts(shape)
+        parts = {part: tensors.pop(stem + part) for part in wanted if _stores(found.get(stem + part), wanted[part])}
+        if not parts:
+            continue
+        if weight.transposed:
+            problems.append(f"{name} is the transpose of a matrix, which is supported only without quantization")
+        for part, (allowed, dtypes, required) in wanted.items():
+            if part not in parts:
+                stored = found.get(stem + part)
+                if required or stored:
+                    has = "is missing" if stored is None else f"is {stored.dtype}, supported: {', '.join(dtypes)}"
+                    problems.append(f"{stem}{part} {has}")
+            elif parts[part].shape != allowed:
+                problems.append(f"{stem}{part} has shape {list(parts[part].shape)}, the config gives {list(allowed)}")
+        path = next(iter(parts.values())).path
+        tensors[name] = QuantisedTensor(path, name, scheme.method, shape, scheme, parts)
+        bias = tensors.get(stem + "bias")
+        # AutoGPTQ writes a bias of zeros for layers that have none.
+        if bias and bias.name not in expected and not any(piece.any() for _, piece in bias.chunks()):
+            del tensors[bias.name]
+    if problems:
+        raise LoadError(f"{source}: {len(problems)} tensors do not fit {scheme}: {'; '.join(problems)}")
+    return tensors
+
+
+def _stores(stored: StoredTensor | None, part: Part) -> bool:
+    return stored is not None and stored.dtype in part.dtypes

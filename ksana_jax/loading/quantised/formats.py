@@ -1,0 +1,146 @@
+"""Formats of quantised matrices [out, in], each stored as several tensors. Knows no configs and no names of weights.
+
+A number is (code - zero) * scale. Blocks of rows and columns share a scale and a zero; without zeros, codes are
+symmetric. Codes and zeros have a sign here: unsigned ones are stored with 2 ** (bits - 1) added.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ksana_jax.core.errors import LoadError
+from ksana_jax.loading.stored_tensor import StoredTensor
+
+METHODS = ("GPTQ", "AWQ", "compressed-tensors", "FP8")
+FLOAT_SCALES = ("F16", "BF16", "F32")
+_WORD_BITS = 32
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has its columns
+Parts = Mapping[str, StoredTensor]
+
+
+class Part(NamedTuple):
+    """A tensor of a matrix, with the shape and the dtypes that it may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(abc.ABC):
+    """A way to store a matrix.
+
+    Args:
+      method: name in `METHODS`.
+      bits: of a code. has_zeros: False if codes are symmetric.
+      rows, columns: of a block that shares a scale; None for all.
+    """
+
+    method: str
+    bits: int
+    has_zeros: bool
+    rows: int | None
+    columns: int | None
+
+    def __str__(self) -> str:
+        shared = f"{self.rows or 'all'} x {self.columns or 'all'} share" if self.rows != 1 else "each row has"
+        if self.rows == 1 and self.columns:
+            shared = f"groups of {self.columns} share"
+        return f"{self.method}, {self.bits} bits, {shared} a scale{' and a zero' * self.has_zeros}"
+
+    @abc.abstractmethod
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        """Returns the tensors of a matrix [out, in] by the last component of their names."""
+
+    @abc.abstractmethod
+    def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
+        """Returns codes [rows, columns], with a sign; of integers in int8."""
+
+    @abc.abstractmethod
+    def scales(self, parts: Parts, rows: slice) -> np.ndarray:
+        """Returns the scales [rows, groups] in float32."""
+
+    @abc.abstractmethod
+    def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
+        """Returns the zeros [rows, groups] in int8, or None."""
+
+    def blocks(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns how many blocks the rows and the columns of a matrix are divided into."""
+        return -(-shape[0] // (self.rows or shape[0])), -(-shape[1] // (self.columns or shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class InFirst(Format):
+    """GPTQ and AWQ: tensors are [in, out], and words of 32 bits have zeros of neighbouring columns of these.
+
+    Args:
+      along_in: True if a word has codes of one column (GPTQ), False if of one row, in an order of its own (AWQ).
+      one_less: True if zeros are stored less 1, modulo 2 ** bits (GPTQ version 1).
+      sorts: False if the groups are neighbouring columns, so that `g_idx`, the group of each, may be missing.
+
+    Source: AutoGPTQ and GPTQModel (torch kernels); AutoAWQ (gemm).
+    """
+
+    along_in: bool
+    one_less: bool = False
+    sorts: bool = False
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        (num_out, num_in), (_, groups) = shape, self.blocks(shape)
+        per_word, words = _WORD_BITS // self.bits, ("I32",)
+        in_words, out_words = -(-num_in // per_word), -(-num_out // per_word)
+        found = {
+            "qweight": Part((in_words, num_out) if self.along_in else (num_in, out_words), words),
+            "qzeros": Part((groups, out_words), words),
+            "scales": Part((groups, num_out), FLOAT_SCALES),
+        }
+        return found | ({"g_idx": Part((num_in,), words, required=self.sorts)} if self.along_in else {})
+
+    def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
+        if self.along_in:
+            words, inside = _words(columns, self.bits)
+            return unpacked(parts["qweight"].read(words, rows).T, self.bits)[:, inside]
+        return self._of_rows(parts["qweight"], columns, rows)
+
+    def scales(self, parts: Parts, rows: slice) -> np.ndarray:
+        return parts["scales"].read(slice(None), rows).T.astype(np.float32)
+
+    def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
+        found = self._of_rows(parts["qzeros"], slice(None), rows)
+        if self.one_less:
+            half = 1 << self.bits - 1
+            found = ((found.astype(np.int16) + (1 + half)) % (2 * half) - half).astype(np.int8)
+        if self.has_zeros:
+            return found
+        if found.any():
+            stored = parts["qzeros"]
+            raise LoadError(f"{stored.path}: {stored.name} has zeros other than {1 << self.bits - 1}, but sym is true")
+        return None
+
+    def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice) -> np.ndarray:
+        """Returns numbers [rows, of_in] from words [of_in, rows / per word]."""
+        words, inside = _words(rows, self.bits)
+        found = unpacked(stored.read(of_in, words), self.bits)
+        if not self.along_in:
+            found = found.reshape(len(found), -1, len(_AWQ_ORDER))[..., _AWQ_ORDER].reshape(found.shape)
+        return found[:, inside].T
+
+
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the numbers of 4 or 8 bits, low ones first, in int32 [..., words], less 2 ** (bits - 1), in int8."""
+    found = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    if bits == 4:
+        found = np.stack([found & 15, found >> 4], axis=-1).reshape(*found.shape[:-1], -1)
+    return (found - np.uint8(1 << bits - 1)).view(np.int8)
+
+
+def _words(numbers: slice, bits: int) -> tuple[slice, slice]:
+    """Returns the words that numbers from start to stop are in, and their place among the numbers of these words."""
+    per_word, start, stop = _WORD_BITS // bits, numbers.start, numbers.stop
+    words = slice(start // per_word, -(-stop // per_word))
+    return words, slice(start - words.start * per_word, stop - words.start * per_word)

@@ -1,0 +1,83 @@
+"""Small quantised checkpoints, packed by definitions of their own, and the numbers that they stand for."""
+
+import numpy as np
+
+from ksana_jax.core.config import ModelConfig
+from tests.loading.models_on_disk import random_tensors, write_model
+
+CONFIG = ModelConfig(
+    vocab_size=70,
+    d_model=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=96,
+    bos_id=1,
+    eos_ids=(2,),
+)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns that a word has, from its low bits on
+
+
+def packed(numbers: np.ndarray, bits: int, order=None) -> np.ndarray:
+    """Unsigned numbers [rows, columns] in words int32 [rows, columns * bits / 32]."""
+    per_word = 32 // bits
+    filled = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % per_word)))
+    words = []
+    for row in filled.tolist():
+        for at in range(0, len(row), per_word):
+            word = row[at : at + per_word]
+            words.append(sum(word[column] << bits * i for i, column in enumerate(order or range(per_word))))
+    return np.array(words, np.uint32).view(np.int32).reshape(len(numbers), -1)
+
+
+def drawn(rng, shape, bits: int, group: int, sym: bool, scales=np.float16):
+    """Codes [out, in] and zeros [out, groups], unsigned, scales [out, groups], and groups of the columns [in]."""
+    groups = np.arange(shape[1]) // group
+    of_groups = (shape[0], groups[-1] + 1)
+    codes = rng.integers(0, 1 << bits, shape)
+    zeros = np.full(of_groups, 1 << bits - 1) if sym else rng.integers(0, 1 << bits, of_groups)
+    return codes, zeros, rng.uniform(0.5, 2, of_groups).astype(scales) * scales(1 / (1 << bits)), groups
+
+
+def numbers_of(codes, zeros, scales, groups) -> np.ndarray:
+    """The definition, in float32."""
+    return (codes - zeros[:, groups]).astype(np.float32) * scales.astype(np.float32)[:, groups]
+
+
+def gptq(rng, shape, *, bits=4, group=32, sym=True, desc_act=False, version="gptq", scales=np.float16):
+    codes, zeros, scales, groups = drawn(rng, shape, bits, group, sym, scales)
+    if desc_act:
+        groups = rng.permutation(groups)
+    stored = (zeros - 1) % (1 << bits) if version == "gptq" else zeros
+    return {
+        "qweight": packed(codes.T.T, bits).T.copy(),
+        "qzeros": packed(stored.T, bits),
+        "scales": scales.T.copy(),
+        "g_idx": groups.astype(np.int32),
+    }, numbers_of(codes, zeros, scales, groups)
+
+
+def gptq_config(*, bits=4, group=32, sym=True, desc_act=False, version="gptq"):
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": desc_act}
+    return config | {"checkpoint_format": version}
+
+
+def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head", "embed_tokens")):
+    """A checkpoint whose matrices are quantised, and its twin in float32.
+
+    quantise: of a generator and a shape, returns the tensors of a matrix by the last component of their names, and its
+    numbers. plain: parts of names that stay as they are.
+    """
+    rng, tensors, twin = np.random.default_rng(0), {}, {}
+    for name, values in random_tensors(config).items():
+        if values.ndim != 2 or any(part in name for part in plain):
+            tensors[name] = twin[name] = values
+            continue
+        parts, twin[name] = quantise(rng, values.shape)
+        tensors |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+    folder.mkdir(exist_ok=True)
+    return (
+        write_model(folder / "quantised", tensors, config, quantization_config=settings),
+        write_model(folder / "twin", twin, config),
+    )
