@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -25,12 +27,18 @@ from ksana_jax.loading.stored_tensor import StoredTensor
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 100_000
+# Dtypes for which safetensors has no NumPy type, with one byte a value.
+UNKNOWN = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsTensor(StoredTensor):
-    """A tensor in a safetensors file, which is mapped again for each piece, to release the pages already read."""
+    """A tensor in a safetensors file, which is mapped again for each piece, to release the pages already read.
 
+    offset: of its first byte in the file, for a dtype of `UNKNOWN`.
+    """
+
+    offset: int | None = None
     dtypes = ("F32", "BF16", "F16")
 
     @property
@@ -38,11 +46,24 @@ class SafetensorsTensor(StoredTensor):
         return 4 if self.dtype == "F32" else 2
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
+        if self.offset is not None:
+            return self._of_unknown(self.offset, rows, columns)
         with _opened(self.path) as file:
             if not self.shape:
                 return file.get_tensor(self.name)
             found = file.get_slice(self.name)
             return found[rows] if columns == slice(None) else found[rows, columns]
+
+    def _of_unknown(self, offset: int, rows: slice, columns: slice) -> np.ndarray:
+        (num_rows, width), kind = self.shape, UNKNOWN[self.dtype]
+        first, stop, _ = rows.indices(num_rows)
+        try:
+            found = np.fromfile(self.path, kind, (stop - first) * width, offset=offset + first * width)
+        except OSError as error:
+            raise LoadError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        if len(found) < (stop - first) * width:
+            raise LoadError(f"{self.path}: {self.name} is cut off: the file has become shorter")
+        return found.reshape(stop - first, width)[:, columns]
 
 
 def has_weights(model: Path) -> bool:
@@ -144,9 +165,16 @@ def read_header(path: Path) -> dict[str, SafetensorsTensor]:
         if length > size - 8:
             raise LoadError(f"{path} is truncated: its header has {length:,} bytes, the file {size:,}")
         # Every entry opens a brace, whatever its name; the outer object and __metadata__ open two more.
-        entries = file.read(length).count(b"{") - 2
+        header = file.read(length)
+        entries = header.count(b"{") - 2
     if entries > MAX_TENSORS:
         raise LoadError(f"{path}: header has {entries:,} entries; supported: at most {MAX_TENSORS:,}")
     with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
-        return {n: SafetensorsTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+        found = {n: SafetensorsTensor(path, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    if any(stored.dtype in UNKNOWN for stored in found.values()):
+        entries = json.loads(header)
+        for name, stored in found.items():
+            if stored.dtype in UNKNOWN:
+                found[name] = dataclasses.replace(stored, offset=8 + length + entries[name]["data_offsets"][0])
+    return found

@@ -43,7 +43,12 @@ def with_quantised(
         tensors[name] = QuantisedTensor(path, name, scheme.method, shape, scheme, parts)
         bias = tensors.get(stem + "bias")
         # AutoGPTQ writes a bias of zeros for layers that have none.
-        if bias and bias.name not in expected and not any(piece.any() for _, piece in bias.chunks()):
+        if (
+            bias
+            and bias.name not in expected
+            and bias.dtype in bias.dtypes
+            and not any(piece.any() for _, piece in bias.chunks())
+        ):
             del tensors[bias.name]
     if problems:
         raise LoadError(f"{source}: {len(problems)} tensors do not fit {scheme}: {'; '.join(problems)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Format(abc.ABC):
       method: name in `METHODS`.
       bits: of a code. has_zeros: False if codes are symmetric.
       rows, columns: of a block that shares a scale; None for all.
+      group_of_column: name of a tensor [in] with the group of each column, where groups are not neighbouring columns.
     """
 
     method: str
@@ -52,6 +53,8 @@ class Format(abc.ABC):
         if self.rows == 1 and self.columns:
             shared = f"groups of {self.columns} share"
         return f"{self.method}, {self.bits} bits, {shared} a scale{' and a zero' * self.has_zeros}"
+
+    group_of_column: ClassVar[str] = "g_idx"
 
     @abc.abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
@@ -81,7 +84,7 @@ class InFirst(Format):
     Args:
       along_in: True if a word has codes of one column (GPTQ), False if of one row, in an order of its own (AWQ).
       one_less: True if zeros are stored less 1, modulo 2 ** bits (GPTQ version 1).
-      sorts: False if the groups are neighbouring columns, so that `g_idx`, the group of each, may be missing.
+      sorts: False if groups are neighbouring columns, so that `g_idx` may be missing.
 
     Source: AutoGPTQ and GPTQModel (torch kernels); AutoAWQ (gemm).
     """
@@ -129,6 +132,58 @@ class InFirst(Format):
         if not self.along_in:
             found = found.reshape(len(found), -1, len(_AWQ_ORDER))[..., _AWQ_ORDER].reshape(found.shape)
         return found[:, inside].T
+
+
+@dataclasses.dataclass(frozen=True)
+class OutFirst(Format):
+    """compressed-tensors and FP8 in blocks: tensors are [out, in]; words of 32 bits have codes of neighbouring columns,
+    and zeros of neighbouring rows.
+
+    Args:
+      stored: dtype of the codes; "I32" for words. scale: name of the tensor of scales.
+
+    Source: compressed-tensors (compressors); for FP8, transformers (finegrained_fp8).
+    """
+
+    stored: str
+    scale: str = "weight_scale"
+    group_of_column: ClassVar[str] = "weight_g_idx"
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        per_word, blocks = _WORD_BITS // self.bits, self.blocks(shape)
+        found = {self.scale: Part(blocks if self.rows or self.columns else (1,), FLOAT_SCALES)}
+        if self.stored != "I32":
+            found["weight"] = Part(shape, (self.stored,))
+            return found | ({"weight_zero_point": Part(found[self.scale].shape, ("I8",))} if self.has_zeros else {})
+        found["weight_packed"] = Part((shape[0], -(-shape[1] // per_word)), ("I32",))
+        found["weight_shape"] = Part((2,), ("I64",))  # which the config gives too
+        found[self.group_of_column] = Part(shape[1:], ("I32",), required=False)
+        zeros = Part((-(-shape[0] // per_word), blocks[1]), ("I32",))
+        return found | ({"weight_zero_point": zeros} if self.has_zeros else {})
+
+    def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
+        if self.stored != "I32":
+            return parts["weight"].read(rows, columns)
+        words, inside = _words(columns, self.bits)
+        return unpacked(parts["weight_packed"].read(rows, words), self.bits)[:, inside]
+
+    def scales(self, parts: Parts, rows: slice) -> np.ndarray:
+        return self._of_blocks(parts[self.scale], rows).astype(np.float32)
+
+    def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
+        if not self.has_zeros:
+            return None
+        stored = parts["weight_zero_point"]
+        if self.stored != "I32":
+            return self._of_blocks(stored, rows)
+        words, inside = _words(rows, self.bits)
+        return unpacked(stored.read(words, slice(None)).T, self.bits)[:, inside].T
+
+    def _of_blocks(self, stored: StoredTensor, rows: slice) -> np.ndarray:
+        """Returns what blocks share for each row, [rows, groups]."""
+        blocks = np.arange(rows.start, rows.stop) // (self.rows or rows.stop)
+        found = stored.read(slice(int(blocks[0]), int(blocks[-1]) + 1), slice(None))
+        return found.reshape(len(found), -1)[blocks - blocks[0]]
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:

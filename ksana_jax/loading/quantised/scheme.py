@@ -7,7 +7,7 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.loading.quantised.formats import Format, InFirst
+from ksana_jax.loading.quantised.formats import Format, InFirst, OutFirst
 from ksana_jax.models.families.fields import Fields
 
 FIELDS = ("quantization_config", "compression_config")
@@ -70,4 +70,90 @@ def _gptq(fields: Fields) -> Format:
     )
 
 
-METHODS: dict[str, Callable[[Fields], Format]] = {"gptq": _gptq}
+def _awq(fields: Fields) -> Format:
+    version = next((name for name in ("version", "checkpoint_format", "format") if fields.get(name)), "version")
+    if str(fields.get(version)).lower() != "gemm":
+        fields.problem(version, fields.get(version), "supported: gemm")
+    fields.must_be("zero_point", (True,), "supported: true")
+    bits, size = (next((n for n in names if fields.get(n) is not None), names[0]) for names in _AWQ_NAMES)
+    return InFirst("AWQ", _bits(fields, bits, (4,)), True, 1, _group_size(fields, size), along_in=False)
+
+
+def _compressed(fields: Fields) -> Format:
+    """Reads compressed-tensors; all groups of modules must be quantised alike."""
+    stored, bits = _STORED.get(str(fields.get("format")), ("I32", (4, 8)))
+    fields.must_be("format", tuple(_STORED), f"supported: {', '.join(_STORED)}")
+    fields.must_be("kv_cache_scheme", (), "supported: null")
+    for name in ("sparsity_config", "transform_config"):
+        if (fields.get(name) or {}) not in ({}, {"format": "dense"}):
+            fields.problem(name, fields.get(name), "supported: null")
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or not (flat := [_flat(group) for group in groups.values()]) or None in flat:
+        fields.problem("config_groups", groups, "must have groups, with weights of settings")
+    elif any(group != flat[0] for group in flat):
+        fields.problem("config_groups", list(groups), "supported: groups that are quantised alike")
+    fields.check()
+    of_group = Fields(flat[0] or {}, f"{fields.source}: config_groups", {"weights.symmetric": True})
+    if of_group.get("input_activations") and of_group.get("input_activations.dynamic") is not True:
+        of_group.problem("input_activations.dynamic", of_group.get("input_activations.dynamic"), "supported: true")
+    of_group.must_be("output_activations", (), "supported: null")
+    kind = "float" if stored == "F8_E4M3" else "int"
+    if of_group.get("weights.type") != kind:
+        of_group.problem("weights.type", of_group.get("weights.type"), f"supported by {fields.get('format')}: {kind}")
+    num_bits, has_zeros = _bits(of_group, "weights.num_bits", bits), not of_group.flag("weights.symmetric")
+    if has_zeros and kind == "float":
+        of_group.problem("weights.symmetric", False, "supported by float-quantized: true")
+    rows, columns = _block(of_group, stored)
+    of_group.check()
+    return OutFirst("compressed-tensors", num_bits, has_zeros, rows, columns, stored)
+
+
+def _flat(group: Any) -> dict[str, Any] | None:
+    """Returns the settings of a group as "weights.num_bits" and so on, or None if they are not a group's."""
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        return None
+    parts = {name: group.get(name) for name in ("weights", "input_activations", "output_activations")}
+    inner = {f"{name}.{key}": v for name, part in parts.items() if isinstance(part, dict) for key, v in part.items()}
+    return parts | inner
+
+
+def _block(fields: Fields, stored: str) -> tuple[int | None, int | None]:
+    """Returns the rows and columns of a matrix that share a scale, None for all."""
+    size = fields.get("weights.group_size")
+    strategy = fields.get("weights.strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    if strategy == "group":
+        return 1, fields.integer("weights.group_size")
+    if strategy == "block" and stored == "F8_E4M3":
+        return _block_size(fields, "weights.block_structure")
+    supported = ["channel", "group"] + ["tensor"] * (stored != "I32") + ["block"] * (stored == "F8_E4M3")
+    if strategy not in supported:
+        fields.problem("weights.strategy", strategy, f"supported: {', '.join(supported)}")
+    return (1 if strategy == "channel" else None), None
+
+
+def _block_size(fields: Fields, name: str) -> tuple[int, int]:
+    sizes = fields.get(name)
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(checks.integer(name, size, 1) for size in sizes):
+        fields.problem(name, sizes, "supported: rows and columns of a block, such as [128, 128]")
+        return 1, 1
+    return sizes[0], sizes[1]
+
+
+def _fp8(fields: Fields) -> Format:
+    fields.must_be("activation_scheme", ("dynamic",), "supported: dynamic")
+    fields.must_be("fmt", ("e4m3",), "supported: e4m3")
+    fields.must_be("kv_cache_scheme", (), "supported: null")
+    rows, columns = _block_size(fields, "weight_block_size")
+    return OutFirst("FP8", 8, False, rows, columns, "F8_E4M3", scale="weight_scale_inv")
+
+
+METHODS: dict[str, Callable[[Fields], Format]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+}
+# Of AWQ, in configs of today and before.
+_AWQ_NAMES = (("bits", "w_bit"), ("group_size", "q_group_size"))
+# Of compressed-tensors: dtype and possible bits of the codes.
+_STORED = {"pack-quantized": ("I32", (4, 8)), "int-quantized": ("I8", (8,)), "float-quantized": ("F8_E4M3", (8,))}

@@ -41,7 +41,7 @@ class QuantisedTensor(StoredTensor):
     def _groups(self) -> np.ndarray:
         """Returns the group of each column."""
         num_in, count = self.shape[1], self.format.blocks(self.shape)[1]
-        if (stored := self.parts.get("g_idx")) is None:
+        if (stored := self.parts.get(self.format.group_of_column)) is None:
             return np.arange(num_in) // (self.format.columns or num_in)
         groups = stored.read(slice(None), slice(None))
         if groups.min() < 0 or groups.max() >= count:

@@ -1,5 +1,6 @@
 """Small quantised checkpoints, packed by definitions of their own, and the numbers that they stand for."""
 
+import ml_dtypes
 import numpy as np
 
 from ksana_jax.core.config import ModelConfig
@@ -81,3 +82,27 @@ def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head",
         write_model(folder / "quantised", tensors, config, quantization_config=settings),
         write_model(folder / "twin", twin, config),
     )
+
+
+def awq(rng, shape, *, group=32, scales=np.float16):
+    codes, zeros, scales, groups = drawn(rng, shape, 4, group, False, scales)
+    return {
+        "qweight": packed(codes.T, 4, AWQ_ORDER),
+        "qzeros": packed(zeros.T, 4, AWQ_ORDER),
+        "scales": scales.T.copy(),
+    }, numbers_of(codes, zeros, scales, groups)
+
+
+def awq_config(*, group=32):
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+
+
+def fp8(rng, shape, *, block=(128, 128)):
+    codes = rng.standard_normal(shape).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.5, 2, [-(-size // part) for size, part in zip(shape, block, strict=True)]).astype(np.float32)
+    rows, columns = (np.arange(size) // part for size, part in zip(shape, block, strict=True))
+    return {"weight": codes, "weight_scale_inv": scales}, codes.astype(np.float32) * scales[rows][:, columns]
+
+
+def fp8_config(*, block=(128, 128)):
+    return {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic", "fmt": "e4m3"}

@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.loading import load_model
-from tests.loading.quantised.on_disk import gptq, gptq_config, write_quantised
+from tests.loading.quantised.on_disk import awq, awq_config, fp8, fp8_config, gptq, gptq_config, write_quantised
 
 GPTQ = [
     {},
@@ -45,6 +45,17 @@ def test_gptq_is_the_product_of_scales_and_codes_less_zeros(options, tmp_path):
     check_twins(*write_quantised(tmp_path, functools.partial(gptq, **options), gptq_config(**options)))
 
 
-def test_an_engine_computes_what_it_computes_with_the_numbers(tmp_path):
-    quantised, twin = write_quantised(tmp_path, gptq, gptq_config())
+@pytest.mark.parametrize("options", [{}, {"group": 40}], ids=shown)
+def test_awq_is_the_product_of_scales_and_codes_less_zeros(options, tmp_path):
+    check_twins(*write_quantised(tmp_path, functools.partial(awq, **options), awq_config(**options)))
+
+
+@pytest.mark.parametrize("options", [{}, {"block": (24, 40)}], ids=shown)
+def test_fp8_is_the_product_of_codes_and_scales_of_blocks(options, tmp_path):
+    check_twins(*write_quantised(tmp_path, functools.partial(fp8, **options), fp8_config(**options)))
+
+
+@pytest.mark.parametrize("quantise, settings", [(gptq, gptq_config()), (awq, awq_config()), (fp8, fp8_config())])
+def test_an_engine_computes_what_it_computes_with_the_numbers(quantise, settings, tmp_path):
+    quantised, twin = write_quantised(tmp_path, quantise, settings)
     np.testing.assert_array_equal(logprobs(quantised), logprobs(twin))
