@@ -153,7 +153,7 @@ METHODS: dict[str, Callable[[Fields], Format]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
 }
-# Of AWQ, in configs of today and before.
+# Names of AWQ's fields, and those of older configs.
 _AWQ_NAMES = (("bits", "w_bit"), ("group_size", "q_group_size"))
-# Of compressed-tensors: dtype and possible bits of the codes.
+# Dtype of the codes, and their possible bits, by format of compressed-tensors.
 _STORED = {"pack-quantized": ("I32", (4, 8)), "int-quantized": ("I8", (8,)), "float-quantized": ("F8_E4M3", (8,))}
