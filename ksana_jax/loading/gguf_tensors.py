@@ -17,8 +17,9 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import open_to_read
 from ksana_jax.core.gguf_file import TYPES, GGUFFile, TensorInfo
-from ksana_jax.loading.gguf_blocks import FLOATS, decode
-from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.gguf_blocks import FLOATS, apart, decode
+from ksana_jax.loading.stored_tensor import Apart, StoredTensor
+from ksana_jax.models.block_matrix import FORMS
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import View
 
@@ -74,6 +75,20 @@ class GGUFTensor(StoredTensor):
     @property
     def value_bytes(self) -> int:
         return 4 if self.plus_one else FLOATS.get(self.dtype, np.dtype(np.float32)).itemsize
+
+    @property
+    def form(self) -> str | None:
+        return self.dtype if self.dtype in FORMS else None
+
+    @property
+    def block(self) -> int:
+        return self.info.type.num_values
+
+    def apart(self, rows: slice, columns: slice) -> Apart:
+        begin, end, _ = columns.indices(self.shape[1])
+        _, size, num_bytes = self.info.type
+        blocks = self.blocks(rows)[:, begin // size * num_bytes : end // size * num_bytes]
+        return apart(self.dtype, np.ascontiguousarray(blocks))
 
     def blocks(self, rows: slice = slice(None)) -> np.ndarray:
         """Returns the blocks of rows, uint8 [rows, bytes per row], in Hugging Face's order; all values of a tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -12,11 +13,10 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
-from ksana_jax.loading.gguf_blocks import apart
-from ksana_jax.loading.gguf_tensors import GGUFTensor, find_gguf_tensors
+from ksana_jax.loading.find import find_weights
+from ksana_jax.loading.quantised.tensor import QuantisedTensor
 from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
 from ksana_jax.loading.views import PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
@@ -36,10 +36,8 @@ def with_kept(config: ModelConfig, model: Any, embedding_device: str = "device")
       ConfigError: it has no such matrix.
     """
     if isinstance(model, ModelConfig):
-        raise ConfigError("quantization is 'stored', but a ModelConfig has no file; give a GGUF file")
-    file = gguf_of(model_path(model))
-    found = find_gguf_tensors(read_gguf(file), config) if file else {}
-    return keeping(config, found, str(model), embedding_device)
+        raise ConfigError("quantization is 'stored', but a ModelConfig has no file; give a model that is quantised")
+    return keeping(config, find_weights(model_path(model), config), str(model), embedding_device)
 
 
 def keeping(
@@ -55,30 +53,31 @@ def keeping(
     """
     check_quantises(config, "stored")
     paths = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
-    kept, cut = [], []
+    kept, unkept = [], collections.Counter()
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
         if len(shape) != 2 or len(tensors) != 1:
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"
-        if not serves or not (holder := _holder(tensors[0])) or tensors[0].dtype not in FORMS:
+        if not serves:
             continue
         part = share(field, shape, 0, num_devices, config.num_kv_heads) if num_devices > 1 else WHOLE_WEIGHT
-        columns, block = len(range(shape[1])[part.columns]), holder.info.type.num_values
-        if columns % block:
-            cut.append(f"{tensors[0].name} ({shape[1]} / {num_devices} = {columns} columns, blocks of {block})")
+        columns = len(range(shape[1])[part.columns])
+        if tensors[0].form and columns % tensors[0].block:
+            unkept[f"{shape[1]} / {num_devices} = {columns} columns on a device, blocks of {tensors[0].block}"] += 1
+        elif tensors[0].form:
+            kept.append((jax.tree_util.keystr(path), tensors[0].form))
         else:
-            kept.append((jax.tree_util.keystr(path), tensors[0].dtype))
-    if cut:
-        logger.warning(
-            "%s: %d matrices are dequantised, for devices would divide blocks: %s", source, len(cut), "; ".join(cut)
-        )
+            unkept[_reason(tensors[0])] += 1
+    reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
     if not kept:
         raise ConfigError(
-            f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory; "
-            "leave it out to load a checkpoint in `dtype`"
+            f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory"
+            f"{reasons and f' ({reasons})'}; leave it out to load a checkpoint in `dtype`"
         )
+    if reasons:
+        logger.warning("%s: quantised matrices that memory cannot keep are dequantised: %s", source, reasons)
     if (platform := platform_of()) != "cpu":
         logger.info(
             "%s: all matrices are dequantised; only programs of CPUs keep them as stored, not %s", source, platform
@@ -87,10 +86,14 @@ def keeping(
     return dataclasses.replace(config, kept=tuple(kept))
 
 
-def _holder(stored: StoredTensor) -> GGUFTensor | None:
-    """Returns the tensor of a GGUF file whose blocks hold rows of a weight, or None."""
-    whole = stored.whole if isinstance(stored, PartOfTensor) and not stored.transposed else stored
-    return whole if isinstance(whole, GGUFTensor) else None
+def _reason(stored: StoredTensor) -> str | None:
+    """Returns why a quantised matrix is not kept, or None."""
+    whole = stored.whole if isinstance(stored, PartOfTensor) else stored
+    return whole.unkept if isinstance(whole, QuantisedTensor) else None
+
+
+def _zeros(rows: np.ndarray | None, count: int) -> np.ndarray | None:
+    return None if rows is None else np.zeros((count, *rows.shape[1:]), rows.dtype)
 
 
 def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> BlockMatrix:
@@ -99,18 +102,11 @@ def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> 
     Raises:
       LoadError: the file cannot be read, or a scale is not finite.
     """
-    holder = _holder(stored)
-    assert holder is not None and isinstance(stored, GGUFTensor | PartOfTensor), "only GGUF has blocks"
-    _, size, num_bytes = holder.info.type
-    begin, end, _ = share.columns.indices(stored.shape[1])
-    begin, end = begin // size * num_bytes, end // size * num_bytes
     row, last, _ = share.rows.indices(stored.shape[0])
-    step, pieces = max(CHUNK_BYTES // holder.info.row_bytes, 1), []
-    for first in range(row, last, step):
-        blocks = stored.blocks(slice(first, min(first + step, last)))[:, begin:end]
-        pieces.append(apart(stored.dtype, np.ascontiguousarray(blocks)))
+    step = max(CHUNK_BYTES // stored.shape[1], 1)
+    pieces = [stored.apart(slice(first, min(first + step, last)), share.columns) for first in range(row, last, step)]
     if share.padding or not pieces:
-        pieces.append(apart(stored.dtype, np.zeros((share.padding, end - begin), np.uint8)))
+        pieces.append(tuple(_zeros(part, share.padding) for part in stored.apart(slice(0, 1), share.columns)))
     codes: Any
     scales: Any
     minima: Any

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 CHUNK_BYTES = 8 * 2**20
+Apart = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,24 @@ class StoredTensor(abc.ABC):
         for first in range(begin, end, step):
             stop = min(first + step, end)
             yield slice(first - begin, stop - begin), self.read(slice(first, stop), columns)
+
+    @property
+    def form(self) -> str | None:
+        """Name in `models.block_matrix.FORMS` of the form in which memory keeps the tensor as stored, or None."""
+        return None
+
+    @property
+    def block(self) -> int:
+        """Columns of a block of a tensor with a `form`."""
+        raise NotImplementedError(f"{self.dtype} has no blocks")
+
+    def apart(self, rows: slice, columns: slice) -> Apart:
+        """Returns rows of a tensor with a `form`, or whole blocks of their columns.
+
+        Returns:
+          Codes, scales and, if any, minima and factors, as in `BlockMatrix`.
+        """
+        raise NotImplementedError(f"{self.dtype} has no codes in blocks")
 
     @property
     @abc.abstractmethod

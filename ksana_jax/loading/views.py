@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.stored_tensor import Apart, StoredTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import View
 from ksana_jax.models.frequencies import row_order
@@ -110,11 +110,21 @@ class PartOfTensor(StoredTensor):
     def value_bytes(self) -> int:
         return self.whole.value_bytes
 
-    def blocks(self, rows: slice) -> np.ndarray:
-        """Returns the blocks of rows of a tensor that has them, see `GGUFTensor.blocks`."""
+    @property
+    def form(self) -> str | None:
+        return None if self.transposed else self.whole.form
+
+    @property
+    def block(self) -> int:
+        return self.whole.block
+
+    def apart(self, rows: slice, columns: slice) -> Apart:
         at = self.rows[rows]
         between = slice(int(at.min()), int(at.max()) + 1)
-        return self.whole.blocks(between)[at - between.start]  # pyright: ignore[reportAttributeAccessIssue]
+        codes, scales, *others = self.whole.apart(between, columns)
+        at = at - between.start
+        minima, factors = (None if part is None else part[at] for part in others)
+        return codes[at], scales[at], minima, factors
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         at = self.rows[rows]

@@ -60,6 +60,10 @@ FORMS = {
     "IQ4_NL": Form(8),
     "MXFP4": Form(8, scales="float32"),
 }
+# Quantised safetensors: symmetric with scales of float16, with wider ones, or with zeros, whose products need float32.
+FORMS |= {f"int{bits}": Form(bits) for bits in (4, 8)}
+FORMS |= {f"int{bits}_f32": Form(bits, scales="float32") for bits in (4, 8)}
+FORMS |= {f"int{bits}_zeros": Form(bits, has_minima=True, scales="float32") for bits in (4, 8)}
 
 
 class Blocks(Matrix):

@@ -26,7 +26,7 @@ HALVES = {
 }
 KINDS = tuple(HALVES)
 # A type of each form.
-OF_FORMS = tuple({form: kind for kind, form in FORMS.items()}.values())
+OF_FORMS = tuple({FORMS[kind]: kind for kind in KINDS}.values())
 TYPE = {kind.name: kind for kind in TYPES.values()}
 
 

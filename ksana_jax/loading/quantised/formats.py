@@ -31,7 +31,7 @@ class Part(NamedTuple):
     required: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Format(abc.ABC):
     """A way to store a matrix.
 
@@ -39,7 +39,9 @@ class Format(abc.ABC):
       method: name in `METHODS`.
       bits: of a code. has_zeros: False if codes are symmetric.
       rows, columns: of a block that shares a scale; None for all.
-      group_of_column: name of a tensor [in] with the group of each column, where groups are not neighbouring columns.
+      stored: dtype of the codes; "I32" for words of several.
+      scale: name of the tensor of scales.
+      group_of_column: name of a tensor [in] with the group of each column; it may be missing if neighbours share one.
     """
 
     method: str
@@ -47,14 +49,15 @@ class Format(abc.ABC):
     has_zeros: bool
     rows: int | None
     columns: int | None
+    stored: str = "I32"
+    scale: str
+    group_of_column: ClassVar[str]
 
     def __str__(self) -> str:
         shared = f"{self.rows or 'all'} x {self.columns or 'all'} share" if self.rows != 1 else "each row has"
         if self.rows == 1 and self.columns:
             shared = f"groups of {self.columns} share"
         return f"{self.method}, {self.bits} bits, {shared} a scale{' and a zero' * self.has_zeros}"
-
-    group_of_column: ClassVar[str] = "g_idx"
 
     @abc.abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
@@ -77,14 +80,14 @@ class Format(abc.ABC):
         return -(-shape[0] // (self.rows or shape[0])), -(-shape[1] // (self.columns or shape[1]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InFirst(Format):
     """GPTQ and AWQ: tensors are [in, out], and words of 32 bits have zeros of neighbouring columns of these.
 
     Args:
       along_in: True if a word has codes of one column (GPTQ), False if of one row, in an order of its own (AWQ).
       one_less: True if zeros are stored less 1, modulo 2 ** bits (GPTQ version 1).
-      sorts: False if groups are neighbouring columns, so that `g_idx` may be missing.
+      sorts: True if the groups are in any order, so that `g_idx` must be present.
 
     Source: AutoGPTQ and GPTQModel (torch kernels); AutoAWQ (gemm).
     """
@@ -92,6 +95,8 @@ class InFirst(Format):
     along_in: bool
     one_less: bool = False
     sorts: bool = False
+    scale: str = "scales"
+    group_of_column = "g_idx"
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         (num_out, num_in), (_, groups) = shape, self.blocks(shape)
@@ -100,9 +105,10 @@ class InFirst(Format):
         found = {
             "qweight": Part((in_words, num_out) if self.along_in else (num_in, out_words), words),
             "qzeros": Part((groups, out_words), words),
-            "scales": Part((groups, num_out), FLOAT_SCALES),
+            self.scale: Part((groups, num_out), FLOAT_SCALES),
         }
-        return found | ({"g_idx": Part((num_in,), words, required=self.sorts)} if self.along_in else {})
+        groups = {self.group_of_column: Part((num_in,), words, required=self.sorts)}
+        return found | (groups if self.along_in else {})
 
     def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
         if self.along_in:
@@ -111,7 +117,7 @@ class InFirst(Format):
         return self._of_rows(parts["qweight"], columns, rows)
 
     def scales(self, parts: Parts, rows: slice) -> np.ndarray:
-        return parts["scales"].read(slice(None), rows).T.astype(np.float32)
+        return parts[self.scale].read(slice(None), rows).T.astype(np.float32)
 
     def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
         found = self._of_rows(parts["qzeros"], slice(None), rows)
@@ -134,20 +140,16 @@ class InFirst(Format):
         return found[:, inside].T
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutFirst(Format):
     """compressed-tensors and FP8 in blocks: tensors are [out, in]; words of 32 bits have codes of neighbouring columns,
     and zeros of neighbouring rows.
 
-    Args:
-      stored: dtype of the codes; "I32" for words. scale: name of the tensor of scales.
-
     Source: compressed-tensors (compressors); for FP8, transformers (finegrained_fp8).
     """
 
-    stored: str
     scale: str = "weight_scale"
-    group_of_column: ClassVar[str] = "weight_g_idx"
+    group_of_column = "weight_g_idx"
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
         per_word, blocks = _WORD_BITS // self.bits, self.blocks(shape)

@@ -31,7 +31,7 @@ def read_scheme(values: Mapping[str, Any], source: str) -> Format | None:
         raise ConfigError(f"{source}: {name} is {checks.shown(values[name])}; must be an object")
     fields = Fields(values[name], f"{source}: {name}", {})
     method = fields.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         fields.problem("quant_method", method, f"supported: {', '.join(METHODS)}")
         fields.check()
     found = METHODS[method](fields)
@@ -44,7 +44,7 @@ def _group_size(fields: Fields, name: str = "group_size") -> int | None:
 
 
 def _bits(fields: Fields, name: str, allowed: tuple[int, ...]) -> int:
-    if fields.get(name) not in allowed:
+    if not checks.is_integer(fields.get(name)) or fields.get(name) not in allowed:
         fields.problem(name, fields.get(name), f"supported: {' or '.join(map(str, allowed))}")
     return fields.get(name)
 
@@ -59,8 +59,8 @@ def _gptq(fields: Fields) -> Format:
     if not isinstance(rules, dict) or not all(str(rule).startswith("-:") for rule in rules):
         fields.problem("dynamic", rules, "supported: rules that leave modules out, which begin with -:")
     return InFirst(
-        "GPTQ",
-        _bits(fields, "bits", (4, 8)),
+        method="GPTQ",
+        bits=_bits(fields, "bits", (4, 8)),
         has_zeros=not fields.flag("sym"),
         rows=1,
         columns=_group_size(fields),
@@ -76,13 +76,21 @@ def _awq(fields: Fields) -> Format:
         fields.problem(version, fields.get(version), "supported: gemm")
     fields.must_be("zero_point", (True,), "supported: true")
     bits, size = (next((n for n in names if fields.get(n) is not None), names[0]) for names in _AWQ_NAMES)
-    return InFirst("AWQ", _bits(fields, bits, (4,)), True, 1, _group_size(fields, size), along_in=False)
+    return InFirst(
+        method="AWQ",
+        bits=_bits(fields, bits, (4,)),
+        has_zeros=True,
+        rows=1,
+        columns=_group_size(fields, size),
+        along_in=False,
+    )
 
 
 def _compressed(fields: Fields) -> Format:
     """Reads compressed-tensors; all groups of modules must be quantised alike."""
     stored, bits = _STORED.get(str(fields.get("format")), ("I32", (4, 8)))
-    fields.must_be("format", tuple(_STORED), f"supported: {', '.join(_STORED)}")
+    if fields.get("format") not in (*_STORED,):
+        fields.problem("format", fields.get("format"), f"supported: {', '.join(_STORED)}")
     fields.must_be("kv_cache_scheme", (), "supported: null")
     for name in ("sparsity_config", "transform_config"):
         if (fields.get(name) or {}) not in ({}, {"format": "dense"}):
@@ -105,7 +113,9 @@ def _compressed(fields: Fields) -> Format:
         of_group.problem("weights.symmetric", False, "supported by float-quantized: true")
     rows, columns = _block(of_group, stored)
     of_group.check()
-    return OutFirst("compressed-tensors", num_bits, has_zeros, rows, columns, stored)
+    return OutFirst(
+        method="compressed-tensors", bits=num_bits, has_zeros=has_zeros, rows=rows, columns=columns, stored=stored
+    )
 
 
 def _flat(group: Any) -> dict[str, Any] | None:
@@ -120,7 +130,7 @@ def _flat(group: Any) -> dict[str, Any] | None:
 def _block(fields: Fields, stored: str) -> tuple[int | None, int | None]:
     """Returns the rows and columns of a matrix that share a scale, None for all."""
     size = fields.get("weights.group_size")
-    strategy = fields.get("weights.strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = fields.get("weights.strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "group":
         return 1, fields.integer("weights.group_size")
     if strategy == "block" and stored == "F8_E4M3":
@@ -144,7 +154,15 @@ def _fp8(fields: Fields) -> Format:
     fields.must_be("fmt", ("e4m3",), "supported: e4m3")
     fields.must_be("kv_cache_scheme", (), "supported: null")
     rows, columns = _block_size(fields, "weight_block_size")
-    return OutFirst("FP8", 8, False, rows, columns, "F8_E4M3", scale="weight_scale_inv")
+    return OutFirst(
+        method="FP8",
+        bits=8,
+        has_zeros=False,
+        rows=rows,
+        columns=columns,
+        stored="F8_E4M3",
+        scale="weight_scale_inv",
+    )
 
 
 METHODS: dict[str, Callable[[Fields], Format]] = {

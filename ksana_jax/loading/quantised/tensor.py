@@ -9,7 +9,9 @@ import numpy as np
 
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.quantised.formats import METHODS, Format
-from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.loading.stored_tensor import Apart, StoredTensor
+from ksana_jax.models.block_matrix import FORMS, packed_codes, zero_of
+from ksana_jax.native.shapes import BLOCK
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +39,45 @@ class QuantisedTensor(StoredTensor):
                 values -= zeros.astype(np.float32)[:, groups]
             values *= scales[:, groups]
         return values
+
+    @property
+    def unkept(self) -> str | None:
+        """The reason for which memory cannot keep the codes, or None."""
+        size = self.format.columns or self.shape[1]
+        if not self.format.stored.startswith("I"):
+            return f"codes in {self.format.stored}"
+        if self.shape[1] % BLOCK:
+            return f"rows of {self.shape[1]:,} numbers, no multiple of {BLOCK}"
+        if self.format.has_zeros and self.parts[self.format.scale].dtype == "F32":
+            return "zeros with scales in F32, whose products are not exact"
+        groups = self._groups().reshape(-1, BLOCK)
+        if (groups != groups[:, :1]).any():
+            sorts = self.format.group_of_column in self.parts and size % BLOCK == 0
+            return "columns in an order of their own (desc_act)" if sorts else f"groups of {size:,} columns"
+        return None
+
+    @property
+    def form(self) -> str | None:
+        wide = "" if self.parts[self.format.scale].dtype == "F16" else "_f32"
+        return None if self.unkept else f"int{self.format.bits}{'_zeros' if self.format.has_zeros else wide}"
+
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def apart(self, rows: slice, columns: slice) -> Apart:
+        rows, columns = (slice(*part.indices(size)) for part, size in zip((rows, columns), self.shape, strict=True))
+        groups = self._groups()[columns][::BLOCK]
+        codes = self.format.codes(self.parts, rows, columns).reshape(-1, len(groups), BLOCK)
+        scales, zeros = self.format.scales(self.parts, rows)[:, groups], self.format.zeros(self.parts, rows)
+        form = FORMS[self.form or ""]
+        if form.bits == 4:
+            codes = packed_codes((codes + np.int8(zero_of(4))).view(np.uint8), 4)
+        if zeros is None:
+            return codes, scales.astype(form.scales), None, None
+        with np.errstate(over="ignore", invalid="ignore"):
+            minima = -(zeros[:, groups].astype(np.float32) + (zero_of(4) if form.bits == 4 else 0)) * scales
+        return codes, scales, minima, None
 
     def _groups(self) -> np.ndarray:
         """Returns the group of each column."""

@@ -38,7 +38,7 @@ def drawn(rng, shape, bits: int, group: int, sym: bool, scales=np.float16):
     of_groups = (shape[0], groups[-1] + 1)
     codes = rng.integers(0, 1 << bits, shape)
     zeros = np.full(of_groups, 1 << bits - 1) if sym else rng.integers(0, 1 << bits, of_groups)
-    return codes, zeros, rng.uniform(0.5, 2, of_groups).astype(scales) * scales(1 / (1 << bits)), groups
+    return codes, zeros, rng.uniform(0.5, 2, of_groups).astype(scales) * scales(0.5 / (1 << bits)), groups
 
 
 def numbers_of(codes, zeros, scales, groups) -> np.ndarray:
@@ -106,3 +106,24 @@ def fp8(rng, shape, *, block=(128, 128)):
 
 def fp8_config(*, block=(128, 128)):
     return {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def compressed(rng, shape, *, bits=4, group=32, sym=True, actorder=False, scales=np.float32):
+    """compressed-tensors, pack-quantized; actorder as versions before 0.20 wrote it."""
+    codes, zeros, scales, groups = drawn(rng, shape, bits, group, sym, scales)
+    if actorder:
+        groups = rng.permutation(groups)
+    parts = {
+        "weight_packed": packed(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(shape, np.int64),
+    }
+    parts |= {} if sym else {"weight_zero_point": packed(zeros.T, bits).T.copy()}
+    parts |= {"weight_g_idx": groups.astype(np.int32)} if actorder else {}
+    return parts, numbers_of(codes, zeros, scales, groups)
+
+
+def compressed_config(*, bits=4, group=32, sym=True, **weights):
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": sym} | weights
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}

@@ -24,8 +24,12 @@ SETTINGS = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "f32"}
 SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
 
 
-def logprobs(model, **options) -> np.ndarray:
-    [output] = LLM(model, **SETTINGS, **options).generate([PROMPT], SCORED)
+def logprobs(model) -> np.ndarray:
+    return scored(LLM(model, **SETTINGS))
+
+
+def scored(llm) -> np.ndarray:
+    [output] = llm.generate([PROMPT], SCORED)
     return np.array([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
 
 
