@@ -18,6 +18,7 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import listed, load_config, read_generation, read_json
 from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.load import auto_dtype
+from ksana_jax.loading.quantised.tensor import QuantisedTensor
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, render_chat
 from ksana_jax.tokenizers.files import one_line
 
@@ -166,4 +167,6 @@ def _stored(path: Path, config: ModelConfig) -> str:
     except LoadError as error:
         return str(error)
     counts = collections.Counter(tensor.dtype for tensor in tensors)
-    return "tensors: " + ", ".join(f"{count:,} in {dtype}" for dtype, count in counts.most_common())
+    said = "tensors: " + ", ".join(f"{count:,} in {dtype}" for dtype, count in counts.most_common())
+    formats = dict.fromkeys(str(tensor.format) for tensor in tensors if isinstance(tensor, QuantisedTensor))
+    return "; ".join([said, *formats])

@@ -31,25 +31,14 @@ def with_quantised(
             continue
         if weight.transposed:
             problems.append(f"{name} is the transpose of a matrix, which is supported only without quantization")
-        for part, (allowed, dtypes, required) in wanted.items():
-            if part not in parts:
-                stored = found.get(stem + part)
-                if required or stored:
-                    has = "is missing" if stored is None else f"is {stored.dtype}, supported: {', '.join(dtypes)}"
-                    problems.append(f"{stem}{part} {has}")
-            elif parts[part].shape != allowed:
-                problems.append(f"{stem}{part} has shape {list(parts[part].shape)}, the config gives {list(allowed)}")
+        if name in found and "weight" not in wanted:
+            problems.append(f"{name} is stored besides {', '.join(parts)}")
+        problems += [problem for part in wanted if (problem := _problem(stem + part, found, wanted[part]))]
         path = next(iter(parts.values())).path
         tensors[name] = QuantisedTensor(path, name, scheme.method, shape, scheme, parts)
-        bias = tensors.get(stem + "bias")
-        # AutoGPTQ writes a bias of zeros for layers that have none.
-        if (
-            bias
-            and bias.name not in expected
-            and bias.dtype in bias.dtypes
-            and not any(piece.any() for _, piece in bias.chunks())
-        ):
-            del tensors[bias.name]
+        bias = stem + "bias"
+        if bias not in expected and bias in tensors and _is_zero(tensors[bias]):
+            del tensors[bias]  # AutoGPTQ adds it to layers that have none
     if problems:
         raise LoadError(f"{source}: {len(problems)} tensors do not fit {scheme}: {'; '.join(problems)}")
     return tensors
@@ -57,3 +46,18 @@ def with_quantised(
 
 def _stores(stored: StoredTensor | None, part: Part) -> bool:
     return stored is not None and stored.dtype in part.dtypes
+
+
+def _problem(name: str, found: Mapping[str, StoredTensor], part: Part) -> str | None:
+    """Returns what is wrong with a part of a matrix, or None."""
+    if (stored := found.get(name)) is None:
+        return f"{name} is missing" if part.required else None
+    if stored.dtype not in part.dtypes:
+        return f"{name} is {stored.dtype}, supported: {', '.join(part.dtypes)}"
+    if stored.shape != part.shape:
+        return f"{name} has shape {list(stored.shape)}, the config gives {list(part.shape)}"
+    return None
+
+
+def _is_zero(bias: StoredTensor) -> bool:
+    return bias.dtype in bias.dtypes and not any(piece.any() for _, piece in bias.chunks())

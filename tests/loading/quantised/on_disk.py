@@ -64,11 +64,11 @@ def gptq_config(*, bits=4, group=32, sym=True, desc_act=False, version="gptq"):
     return config | {"checkpoint_format": version}
 
 
-def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head", "embed_tokens")):
+def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head", "embed_tokens"), change=None):
     """A checkpoint whose matrices are quantised, and its twin in float32.
 
     quantise: of a generator and a shape, returns the tensors of a matrix by the last component of their names, and its
-    numbers. plain: parts of names that stay as they are.
+    numbers. plain: parts of names that stay as they are. change: called with the tensors before they are written.
     """
     rng, tensors, twin = np.random.default_rng(0), {}, {}
     for name, values in random_tensors(config).items():
@@ -77,6 +77,8 @@ def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head",
             continue
         parts, twin[name] = quantise(rng, values.shape)
         tensors |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+    if change is not None:
+        change(tensors)
     folder.mkdir(exist_ok=True)
     return (
         write_model(folder / "quantised", tensors, config, quantization_config=settings),
