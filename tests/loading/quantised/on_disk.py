@@ -79,7 +79,7 @@ def write_quantised(folder, quantise, settings, config=CONFIG, plain=("lm_head",
         tensors |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
     if change is not None:
         change(tensors)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     return (
         write_model(folder / "quantised", tensors, config, quantization_config=settings),
         write_model(folder / "twin", twin, config),

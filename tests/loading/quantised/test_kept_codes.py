@@ -11,7 +11,6 @@ import pytest
 from ksana_jax import LLM
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.ops.linear import choose_linear
@@ -30,12 +29,11 @@ from tests.loading.quantised.on_disk import (
     gptq_config,
     write_quantised,
 )
-from tests.loading.quantised.test_formats import SETTINGS, scored, shown
+from tests.loading.quantised.test_formats import PHI3, SETTINGS, scored, shown
 from tests.loading.test_kept import matrices
 from tests.machine import native_products
 from tests.native.test_blocks import rounded
 
-PHI3 = dataclasses.replace(CONFIG, family="phi3", rope=RopeConfig(partial_rotary_factor=0.5))
 BF16 = ml_dtypes.bfloat16
 # Options of GPTQ, and the form that memory has.
 KEPT = [
