@@ -86,7 +86,7 @@ class InFirst(Format):
 
     Args:
       along_in: True if a word has codes of one column (GPTQ), False if of one row, in an order of its own (AWQ).
-      one_less: True if zeros are stored less 1, modulo 2 ** bits (GPTQ version 1).
+      one_less: True if zeros are stored less 1 (GPTQ version 1).
       sorts: True if the groups are in any order, so that `g_idx` must be present.
 
     Source: AutoGPTQ and GPTQModel (torch kernels); AutoAWQ (gemm).
@@ -120,10 +120,9 @@ class InFirst(Format):
         return parts[self.scale].read(slice(None), rows).T.astype(np.float32)
 
     def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
-        found = self._of_rows(parts["qzeros"], slice(None), rows)
-        if self.one_less:
-            half = 1 << self.bits - 1
-            found = ((found.astype(np.int16) + (1 + half)) % (2 * half) - half).astype(np.int8)
+        # GPTQModel adds 1 to all zeros of a word by a single addition, whose carries undo the borrows of storing them.
+        ones = (1 << _WORD_BITS) // ((1 << self.bits) - 1) if self.one_less else 0
+        found = self._of_rows(parts["qzeros"], slice(None), rows, np.uint32(ones))
         if self.has_zeros:
             return found
         if found.any():
@@ -131,10 +130,10 @@ class InFirst(Format):
             raise LoadError(f"{stored.path}: {stored.name} has zeros other than {1 << self.bits - 1}, but sym is true")
         return None
 
-    def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice) -> np.ndarray:
-        """Returns numbers [rows, of_in] from words [of_in, rows / per word]."""
+    def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice, added: np.uint32 = np.uint32(0)) -> np.ndarray:
+        """Returns numbers [rows, of_in] from words [of_in, rows / per word], to which a number is added."""
         words, inside = _words(rows, self.bits)
-        found = unpacked(stored.read(of_in, words), self.bits)
+        found = unpacked(stored.read(of_in, words).view(np.uint32) + added, self.bits)
         if not self.along_in:
             found = found.reshape(len(found), -1, len(_AWQ_ORDER))[..., _AWQ_ORDER].reshape(found.shape)
         return found[:, inside].T
@@ -189,8 +188,8 @@ class OutFirst(Format):
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the numbers of 4 or 8 bits, low ones first, in int32 [..., words], less 2 ** (bits - 1), in int8."""
-    found = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    """Returns the numbers of 4 or 8 bits, low ones first, in words [...] of 32 bits, less 2 ** (bits - 1), in int8."""
+    found = np.ascontiguousarray(words).view(np.uint8)  # low bytes first
     if bits == 4:
         found = np.stack([found & 15, found >> 4], axis=-1).reshape(*found.shape[:-1], -1)
     return (found - np.uint8(1 << bits - 1)).view(np.int8)

@@ -72,8 +72,10 @@ def _gptq(fields: Fields) -> Format:
 
 def _awq(fields: Fields) -> Format:
     version = next((name for name in ("version", "checkpoint_format", "format") if fields.get(name)), "version")
-    if str(fields.get(version)).lower() != "gemm":
+    if str(fields.get(version) or "gemm").lower() != "gemm":
         fields.problem(version, fields.get(version), "supported: gemm")
+    if fields.get("backend") == "llm-awq":
+        fields.problem("backend", "llm-awq", "which packs in another way; supported: others")
     fields.must_be("zero_point", (True,), "supported: true")
     bits, size = (next((n for n in names if fields.get(n) is not None), names[0]) for names in _AWQ_NAMES)
     return InFirst(

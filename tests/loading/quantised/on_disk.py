@@ -50,10 +50,12 @@ def gptq(rng, shape, *, bits=4, group=32, sym=True, desc_act=False, version="gpt
     codes, zeros, scales, groups = drawn(rng, shape, bits, group, sym, scales)
     if desc_act:
         groups = rng.permutation(groups)
-    stored = (zeros - 1) % (1 << bits) if version == "gptq" else zeros
+    stored = packed(zeros.T, bits)
+    if version == "gptq":  # less 1 each, with borrows, as GPTQModel stores them
+        stored = (stored.view(np.uint32) - np.uint32({4: 0x11111111, 8: 0x01010101}[bits])).view(np.int32)
     return {
-        "qweight": packed(codes.T.T, bits).T.copy(),
-        "qzeros": packed(stored.T, bits),
+        "qweight": packed(codes, bits).T.copy(),
+        "qzeros": stored,
         "scales": scales.T.copy(),
         "g_idx": groups.astype(np.int32),
     }, numbers_of(codes, zeros, scales, groups)

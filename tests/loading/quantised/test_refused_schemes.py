@@ -42,6 +42,7 @@ REFUSED = [
     (gptq_config() | {"dynamic": {r"+:.*\.18\..*": {"bits": 8}}}, "dynamic is"),
     (awq_config() | {"version": "gemv"}, "version is 'gemv'; supported: gemm"),
     (awq_config() | {"version": "marlin"}, "version is 'marlin'"),
+    (awq_config() | {"backend": "llm-awq"}, "backend is 'llm-awq'"),
     (awq_config() | {"bits": 8}, "bits is 8; supported: 4"),
     (awq_config() | {"zero_point": False}, "zero_point is False; supported: true"),
     (compressed_config() | {"format": "marlin-24"}, "format is 'marlin-24'; supported: pack-quantized, int-quantized"),
