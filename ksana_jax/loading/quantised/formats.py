@@ -107,8 +107,8 @@ class InFirst(Format):
             "qzeros": Part((groups, out_words), words),
             self.scale: Part((groups, num_out), FLOAT_SCALES),
         }
-        groups = {self.group_of_column: Part((num_in,), words, required=self.sorts)}
-        return found | (groups if self.along_in else {})
+        of_columns = {self.group_of_column: Part((num_in,), words, required=self.sorts)}
+        return found | (of_columns if self.along_in else {})
 
     def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
         if self.along_in:
@@ -122,7 +122,7 @@ class InFirst(Format):
     def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
         # GPTQModel adds 1 to all zeros of a word by a single addition, whose carries undo the borrows of storing them.
         ones = (1 << _WORD_BITS) // ((1 << self.bits) - 1) if self.one_less else 0
-        found = self._of_rows(parts["qzeros"], slice(None), rows, np.uint32(ones))
+        found = self._of_rows(parts["qzeros"], slice(None), rows, ones)
         if self.has_zeros:
             return found
         if found.any():
@@ -130,10 +130,10 @@ class InFirst(Format):
             raise LoadError(f"{stored.path}: {stored.name} has zeros other than {1 << self.bits - 1}, but sym is true")
         return None
 
-    def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice, added: np.uint32 = np.uint32(0)) -> np.ndarray:
+    def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice, added: int = 0) -> np.ndarray:
         """Returns numbers [rows, of_in] from words [of_in, rows / per word], to which a number is added."""
         words, inside = _words(rows, self.bits)
-        found = unpacked(stored.read(of_in, words).view(np.uint32) + added, self.bits)
+        found = unpacked(stored.read(of_in, words).view(np.uint32) + np.uint32(added), self.bits)
         if not self.along_in:
             found = found.reshape(len(found), -1, len(_AWQ_ORDER))[..., _AWQ_ORDER].reshape(found.shape)
         return found[:, inside].T
