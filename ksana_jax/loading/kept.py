@@ -21,9 +21,11 @@ from ksana_jax.loading.stored_tensor import CHUNK_BYTES, StoredTensor
 from ksana_jax.loading.views import PartOfTensor, sources_of
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
 from ksana_jax.models.params import check_quantises, is_shape, param_shapes, stated
+from ksana_jax.native.shapes import BLOCK
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, share
 
 logger = logging.getLogger("ksana_jax")
+_IN_BLOCKS = ", ".join(name for name in FORMS if not name.startswith("int"))
 
 
 def with_kept(config: ModelConfig, model: Any, embedding_device: str = "device") -> ModelConfig:
@@ -73,7 +75,8 @@ def keeping(
     reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
     if not kept:
         raise ConfigError(
-            f"quantization is 'stored', but {source} stores no matrix in {', '.join(FORMS)}, which are kept in memory"
+            f"quantization is 'stored', but {source} stores no matrix in {_IN_BLOCKS}, or in integers of 4 or 8 "
+            f"bits with groups of a multiple of {BLOCK} columns, which memory keeps"
             f"{reasons and f' ({reasons})'}; leave it out to load a checkpoint in `dtype`"
         )
     if reasons:
