@@ -1,4 +1,4 @@
 """Quantised safetensors: which tensors stand for a matrix in a format, and the numbers that they give.
 
-`scheme` and `find` are public; the rest is internal.
+`scheme`, `find` and `tensor` are public; the rest is internal.
 """

@@ -41,7 +41,8 @@ class Format(abc.ABC):
       rows, columns: of a block that shares a scale; None for all.
       stored: dtype of the codes; "I32" for words of several.
       scale: name of the tensor of scales.
-      group_of_column: name of a tensor [in] with the group of each column; it may be missing if neighbours share one.
+      group_of_column: name of a tensor [in] with the group of each column.
+      sorts: True if groups are columns in any order, so that this tensor must be present.
     """
 
     method: str
@@ -52,6 +53,7 @@ class Format(abc.ABC):
     stored: str = "I32"
     scale: str
     group_of_column: ClassVar[str]
+    sorts: bool = False
 
     def __str__(self) -> str:
         shared = f"{self.rows or 'all'} x {self.columns or 'all'} share" if self.rows != 1 else "each row has"
@@ -87,14 +89,12 @@ class InFirst(Format):
     Args:
       along_in: True if a word has codes of one column (GPTQ), False if of one row, in an order of its own (AWQ).
       one_less: True if zeros are stored less 1 (GPTQ version 1).
-      sorts: True if the groups are in any order, so that `g_idx` must be present.
 
     Source: AutoGPTQ and GPTQModel (torch kernels); AutoAWQ (gemm).
     """
 
     along_in: bool
     one_less: bool = False
-    sorts: bool = False
     scale: str = "scales"
     group_of_column = "g_idx"
 
@@ -158,7 +158,7 @@ class OutFirst(Format):
             return found | ({"weight_zero_point": Part(found[self.scale].shape, ("I8",))} if self.has_zeros else {})
         found["weight_packed"] = Part((shape[0], -(-shape[1] // per_word)), ("I32",))
         found["weight_shape"] = Part((2,), ("I64",))  # which the config gives too
-        found[self.group_of_column] = Part(shape[1:], ("I32",), required=False)
+        found[self.group_of_column] = Part(shape[1:], ("I32",), required=self.sorts)
         zeros = Part((-(-shape[0] // per_word), blocks[1]), ("I32",))
         return found | ({"weight_zero_point": zeros} if self.has_zeros else {})
 

@@ -116,7 +116,13 @@ def _compressed(fields: Fields) -> Format:
     rows, columns = _block(of_group, stored)
     of_group.check()
     return OutFirst(
-        method="compressed-tensors", bits=num_bits, has_zeros=has_zeros, rows=rows, columns=columns, stored=stored
+        method="compressed-tensors",
+        bits=num_bits,
+        has_zeros=has_zeros,
+        rows=rows,
+        columns=columns,
+        stored=stored,
+        sorts=of_group.get("weights.actorder") not in (None, False, "weight", "static"),
     )
 
 

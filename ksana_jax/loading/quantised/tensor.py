@@ -10,7 +10,7 @@ import numpy as np
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.quantised.formats import METHODS, Format
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
-from ksana_jax.models.block_matrix import FORMS, packed_codes, zero_of
+from ksana_jax.models.block_matrix import packed_codes, zero_of
 from ksana_jax.native.shapes import BLOCK
 
 
@@ -70,14 +70,15 @@ class QuantisedTensor(StoredTensor):
         groups = self._groups()[columns][::BLOCK]
         codes = self.format.codes(self.parts, rows, columns).reshape(-1, len(groups), BLOCK)
         scales, zeros = self.format.scales(self.parts, rows)[:, groups], self.format.zeros(self.parts, rows)
-        form = FORMS[self.form or ""]
-        if form.bits == 4:
+        is_packed = self.format.bits == 4
+        if is_packed:
             codes = packed_codes((codes + np.int8(zero_of(4))).view(np.uint8), 4)
         if zeros is None:
-            return codes, scales.astype(form.scales), None, None
+            is_half = self.parts[self.format.scale].dtype == "F16"
+            return codes, scales.astype(np.float16) if is_half else scales, None, None
+        unsigned = zeros[:, groups].astype(np.float32) + (zero_of(4) if is_packed else 0)
         with np.errstate(over="ignore", invalid="ignore"):
-            minima = -(zeros[:, groups].astype(np.float32) + (zero_of(4) if form.bits == 4 else 0)) * scales
-        return codes, scales, minima, None
+            return codes, scales, -unsigned * scales, None
 
     def _groups(self) -> np.ndarray:
         """Returns the group of each column."""

@@ -29,6 +29,7 @@ ALL = {
     "desc_act": (functools.partial(gptq, desc_act=True, sym=False), gptq_config(desc_act=True, sym=False)),
     "awq": (awq, awq_config()),
     "compressed": (functools.partial(compressed, sym=False), compressed_config(sym=False)),
+    "actorder": (functools.partial(compressed, actorder=True), compressed_config(actorder="group")),
     "fp8": (fp8, fp8_config()),
 }
 
@@ -80,6 +81,7 @@ BROKEN = [
     ("compressed", without("weight_packed"), "up_proj.weight_packed is missing"),
     ("compressed", cut("weight_packed", slice(95)), r"up_proj.weight_packed has shape \[95, 8\]"),
     ("compressed", cut("weight_scale", slice(None), 0), r"weight_scale has shape \[96\], the config gives \[96, 2\]"),
+    ("actorder", without("weight_g_idx"), "up_proj.weight_g_idx is missing"),
     ("fp8", without("weight_scale_inv"), "up_proj.weight_scale_inv is missing"),
     ("fp8", put("weight", np.zeros((96, 63), ml_dtypes.float8_e4m3fn)), r"up_proj.weight has shape \[96, 63\]"),
     ("fp8", put("weight", np.zeros(5, ml_dtypes.float8_e4m3fn)), r"up_proj.weight has shape \[5\]"),
