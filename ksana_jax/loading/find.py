@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
@@ -13,6 +14,8 @@ from ksana_jax.loading.quantised.find import with_quantised
 from ksana_jax.loading.quantised.scheme import read_scheme
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
+
+QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 
 
 def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
@@ -26,4 +29,11 @@ def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
         return find_gguf_tensors(read_gguf(gguf), config)
     found, source = find_tensors(path), path / "config.json"
     scheme = read_scheme(read_json(source), str(source))
-    return found if scheme is None else with_quantised(found, scheme, config, str(path))
+    if scheme is not None:
+        return with_quantised(found, scheme, config, str(path))
+    if name := next((name for name in found if name.endswith(QUANTISED_NAMES)), None):
+        raise LoadError(
+            f"{path} has quantised tensors, such as {name}, but its config.json has no quantization_config; add "
+            "it, for example the contents of quantize_config.json with a quant_method"
+        )
+    return found

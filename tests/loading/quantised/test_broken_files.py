@@ -125,6 +125,13 @@ def test_a_file_that_became_shorter_is_refused(kind, reason, tmp_path):
         list(stored.chunks())
 
 
+def test_quantised_tensors_without_a_config_are_explained(tmp_path):
+    for kind in ("gptq", "awq", "compressed", "fp8"):
+        path, _ = write_quantised(tmp_path / kind, ALL[kind][0], None)
+        with pytest.raises(LoadError, match=r"quantised tensors.*no quantization_config; add it"):
+            load_model(path)
+
+
 def test_biases_of_zeros_that_autogptq_adds_are_ignored(tmp_path):
     path, twin = write_quantised(tmp_path, *ALL["gptq"], change=put("bias", np.zeros(96, np.float16)))
     assert load_model(path)[0] == load_model(twin)[0] == CONFIG
