@@ -5,11 +5,14 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ksana_jax.core.errors import LoadError
+from ksana_jax.core.errors import ConfigError, LoadError
 from ksana_jax.loading import load_model
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.find import find_weights
+from ksana_jax.loading.load import open_model
 from tests.loading.quantised.on_disk import (
     CONFIG,
     awq,
@@ -141,3 +144,24 @@ def test_finding_tensors_reads_no_codes(tmp_path, monkeypatch):
     path, _ = write_quantised(tmp_path, *ALL["gptq"])
     monkeypatch.setattr("ksana_jax.loading.tensor_files.SafetensorsTensor.read", None)
     assert len(find_weights(path, load_config(path))) == 21
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_change_of_one_part_is_read_or_refused(tmp_path_factory, data):
+    kind = data.draw(st.sampled_from(sorted(ALL)))
+    kinds = [np.float16, np.float32, np.int8, np.int32, np.int64, np.uint8, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+
+    def change(tensors):
+        name = data.draw(st.sampled_from(sorted(name for name in tensors if name.startswith(NAME))))
+        shape = data.draw(st.lists(st.integers(0, 9), max_size=3)) if data.draw(st.booleans()) else tensors[name].shape
+        dtype = data.draw(st.sampled_from([tensors[name].dtype, *kinds]))
+        tensors[name] = np.full(shape, data.draw(st.integers(-100, 100))).astype(dtype)
+
+    path, _ = write_quantised(tmp_path_factory.mktemp("changed"), *ALL[kind], change=change)
+    for quantization in (None, "stored"):
+        try:
+            _, read = open_model(path, quantization=quantization)
+            read()
+        except (LoadError, ConfigError) as error:
+            assert len(str(error).splitlines()) == 1
