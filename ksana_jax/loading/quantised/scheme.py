@@ -95,8 +95,9 @@ def _compressed(fields: Fields) -> Format:
         fields.problem("format", fields.get("format"), f"supported: {', '.join(_STORED)}")
     fields.must_be("kv_cache_scheme", (), "supported: null")
     for name in ("sparsity_config", "transform_config"):
-        if (fields.get(name) or {}) not in ({}, {"format": "dense"}):
-            fields.problem(name, fields.get(name), "supported: null")
+        given = fields.get(name)
+        if given and not (isinstance(given, dict) and given.get("format") == "dense"):
+            fields.problem(name, given, "supported: null")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not (flat := [_flat(group) for group in groups.values()]) or None in flat:
         fields.problem("config_groups", groups, "must have groups, with weights of settings")

@@ -87,6 +87,47 @@ def test_names_of_older_configs_are_read():
     assert read_scheme({}, "") is read_scheme({"quantization_config": None}, "") is None
 
 
+INT4 = {
+    "actorder": "weight",
+    "dynamic": False,
+    "group_size": 128,
+    "num_bits": 4,
+    "observer": "mse",
+    "strategy": "group",
+}
+INT4 |= {"symmetric": True, "type": "int", "block_structure": None, "observer_kwargs": {}}
+DENSE = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured", "targets": []}
+# As the model cards' checkpoints have them: Qwen2.5 in GPTQ and AWQ, Qwen3 in FP8, and W4A16 of llm-compressor.
+PUBLISHED = [
+    (
+        {"batch_size": 1, "bits": 4, "damp_percent": 0.01, "desc_act": False, "exllama_config": {"version": 1}}
+        | {"group_size": 128, "quant_method": "gptq", "sym": True, "true_sequential": True, "use_exllama": True},
+        "GPTQ, 4 bits, groups of 128 share a scale",
+    ),
+    (
+        {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm"}
+        | {"zero_point": True},
+        "AWQ, 4 bits, groups of 128 share a scale and a zero",
+    ),
+    (
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+        | {"modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]},
+        "FP8, 8 bits, 128 x 128 share a scale",
+    ),
+    (
+        {"config_groups": {"group_0": {"input_activations": None, "targets": ["Linear"], "weights": INT4}}}
+        | {"format": "pack-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None, "sparsity_config": DENSE}
+        | {"quant_method": "compressed-tensors", "quantization_status": "compressed", "output_activations": None},
+        "compressed-tensors, 4 bits, groups of 128 share a scale",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), PUBLISHED, ids=[said for _, said in PUBLISHED])
+def test_configs_of_published_checkpoints_are_read(settings, said):
+    assert str(read_scheme({"quantization_config": settings}, "config.json")) == said
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**40) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
