@@ -55,7 +55,7 @@ def keeping(
     """
     check_quantises(config, "stored")
     paths = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
-    kept, unkept = [], collections.Counter()
+    kept, cut, unkept = [], [], collections.Counter()
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
         if len(shape) != 2 or len(tensors) != 1:
@@ -67,11 +67,17 @@ def keeping(
         part = share(field, shape, 0, num_devices, config.num_kv_heads) if num_devices > 1 else WHOLE_WEIGHT
         columns = len(range(shape[1])[part.columns])
         if tensors[0].form and columns % tensors[0].block:
-            unkept[f"{shape[1]} / {num_devices} = {columns} columns on a device, blocks of {tensors[0].block}"] += 1
+            cut.append(
+                f"{tensors[0].name} ({shape[1]} / {num_devices} = {columns} columns, blocks of {tensors[0].block})"
+            )
         elif tensors[0].form:
             kept.append((jax.tree_util.keystr(path), tensors[0].form))
         else:
             unkept[_reason(tensors[0])] += 1
+    if cut:
+        logger.warning(
+            "%s: %d matrices are dequantised, for devices would divide blocks: %s", source, len(cut), "; ".join(cut)
+        )
     reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
     if not kept:
         raise ConfigError(

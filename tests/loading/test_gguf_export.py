@@ -34,7 +34,7 @@ def test_codes_are_the_nearest_for_the_scale_of_their_block(kind):
     values[0, 0], values[0, 1], values[1, 0, 3] = 0, 2.5, 1e-9
     values = values.reshape(24, 96)
     blocks = encode(kind, values)
-    _, scales, minima = apart(kind, blocks)
+    _, scales, minima, _ = apart(kind, blocks)
     bits, has_minima = QUANTISED[kind]
     assert (minima is not None) == has_minima
     codes = np.arange(2**bits) - (0 if has_minima else 2 ** (bits - 1))
