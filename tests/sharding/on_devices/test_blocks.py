@@ -1,6 +1,7 @@
 """Matrices in blocks (`quantization: stored`), divided between blocks: numbers, tokens and memory."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -13,6 +14,15 @@ from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
 from ksana_jax.ops.packing import packed, unpacked
 from ksana_jax.sharding.placing import place_on
 from ksana_jax.sharding.shares import share
+from tests.loading.quantised.on_disk import (
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    gptq,
+    gptq_config,
+    write_quantised,
+)
 from tests.loading.test_kept import matrices, written
 from tests.machine import native_products
 from tests.sharding.on_devices.engines import GREEDY, SETTINGS
@@ -92,3 +102,25 @@ def test_matrices_whose_blocks_devices_would_divide_are_dequantised_and_named(tm
     layer = read().layers[0]
     assert isinstance(layer.w_down, BlockMatrix) and isinstance(layer.w_o, jax.Array)
     assert ".layers[0].w_o" not in dict(config.kept)
+
+
+@pytest.mark.parametrize(
+    ("quantise", "settings"),
+    [
+        (functools.partial(gptq, sym=False), gptq_config(sym=False)),
+        (awq, awq_config()),
+        (compressed, compressed_config()),
+    ],
+    ids=["gptq", "awq", "compressed-tensors"],
+)
+def test_codes_of_quantised_safetensors_are_divided(quantise, settings, tmp_path):
+    path, _ = write_quantised(tmp_path, quantise, settings)
+    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2))
+    (_, whole), kept, num_blocks = load_model(path), read(), 0
+    for device in range(2):
+        for (name, part), (_, w) in zip(matrices(on_device(kept, device)), matrices(whole), strict=True):
+            mine = share(name, w.shape, device, 2, config.num_kv_heads)
+            num_blocks += isinstance(part, BlockMatrix)
+            found = numbers_of(part) if isinstance(part, BlockMatrix) else part
+            np.testing.assert_array_equal(found, np.pad(w[mine.rows, mine.columns], ((0, mine.padding), (0, 0))), name)
+    assert num_blocks == 2 * len(config.kept) > 0
