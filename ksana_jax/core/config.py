@@ -14,6 +14,7 @@ from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.hosts_setting import canonical_distributed
 from ksana_jax.core.layer_spec import (
+    NORM_PLACEMENTS,
     PLAIN_ROPE,
     AttentionSpec,
     LayerSpec,
@@ -98,7 +99,7 @@ class ModelConfig:
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
         problems += [checks.number(name, getattr(self, name), above=0) for name in numbers]
         kinds = {"sinks": (None, "learned", "zero"), "qk_norm": (None, "head", "projection")}
-        kinds |= {"norm_placement": ("before", "after", "both")}
+        kinds |= {"norm_placement": tuple(NORM_PLACEMENTS)}
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):

@@ -10,7 +10,16 @@ from ksana_jax.core.patterns import AttentionPattern
 
 SinkLogits = Literal["learned", "zero"]
 QKNorm = Literal["head", "projection"]
-NormPlacement = Literal["before", "after", "both"]
+# Norms of a layer by placement, fields of `models.params.LayerParams`; see `NormSpec`.
+NORM_PLACEMENTS = {
+    "before": ("attn_norm", "mlp_norm"),
+    "after": ("post_attn_norm", "post_mlp_norm"),
+    "both": ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm"),
+    "parallel": ("attn_norm", "mlp_norm"),
+    "parallel_shared": ("attn_norm",),
+}
+PARALLEL = ("parallel", "parallel_shared")
+NormPlacement = Literal["before", "after", "both", "parallel", "parallel_shared"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +121,8 @@ class NormSpec:
     """Specifies the norms of one layer.
 
     kind: a name in `models.layers.NORMS`. placement: whether the inputs of attention and MLP are normalised ("before"),
-    their outputs before these are added ("after"), or "both".
+    their outputs before these are added ("after"), or "both". In "parallel" layers, attention and MLP both read the
+    layer's input, each with its own norm before it (GPT-J, GPT-NeoX); "parallel_shared" has one norm for both.
     """
 
     kind: str

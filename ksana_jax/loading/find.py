@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ksana_jax.loading.quantised.find import with_quantised
 from ksana_jax.loading.quantised.scheme import read_scheme
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
+from ksana_jax.models.families import FAMILIES
 
 QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 
@@ -27,7 +29,7 @@ def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
     """
     if (gguf := gguf_of(path)) is not None:
         return find_gguf_tensors(read_gguf(gguf), config)
-    found, source = find_tensors(path), path / "config.json"
+    found, source = _renamed(find_tensors(path), config), path / "config.json"
     scheme = read_scheme(read_json(source), str(source))
     if scheme is not None:
         return with_quantised(found, scheme, config, str(path))
@@ -36,4 +38,16 @@ def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
             f"{path} has quantised tensors, such as {name}, but its config.json has no quantization_config; add "
             "it, for example the contents of quantize_config.json with a quant_method"
         )
+    return found
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Returns tensors by the names that the config's family uses, where versions of transformers write others."""
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        for other, usual in FAMILIES[config.family].renamed.items():
+            name = re.sub(f"^{other}", usual, name)
+        if name in found:
+            raise LoadError(f"{stored.path}: {stored.name} and {found[name].name} are the same tensor, {name}")
+        found[name] = stored
     return found

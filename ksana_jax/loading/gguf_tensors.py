@@ -170,9 +170,9 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
         if layer and field in family.layer_names:
             of_field = family.name(field, int(layer[1]))
-            name = of_field.tensor if isinstance(of_field, View) else of_field
+            name = of_field.tensor if isinstance(of_field, View) else str(of_field)
         elif field in family.top_names:
-            name = family.top_names[field]
+            name = str(family.top_names[field])
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
         found[name] = as_stored(info, name, heads.get(field), plus_one)
     return found

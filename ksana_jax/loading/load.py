@@ -45,9 +45,6 @@ logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
 ALIGNMENT = 64  # bytes; XLA's CPU client requires it of a buffer that it adopts without a copy
 
-# Buffers that older versions of transformers saved with the weights; they are derived from the config.
-IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
 
 def array_dtype(name: str) -> Any:
     """Returns the jax dtype of a name such as "bf16".
@@ -250,7 +247,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source
     problems = [f"{name} is missing" for name in expected if name not in found]
     for name, stored in found.items():
         if name not in allowed:
-            if not IGNORED.fullmatch(name):
+            if not re.fullmatch(FAMILIES[config.family].buffers, name):
                 problems.append(f"{name} is not part of this {config.family} config")
         elif stored.shape != allowed[name]:
             problems.append(f"{name} has shape {list(stored.shape)}, the config gives {list(allowed[name])}")
@@ -264,7 +261,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, StoredTensor], source
 
 def _head_and_embed(config: ModelConfig) -> tuple[str, str]:
     names = FAMILIES[config.family].top_names
-    return names["head"], names["embed"]
+    return str(names["head"]), str(names["embed"])
 
 
 def _check_tied_head(config: ModelConfig, found: Mapping[str, StoredTensor], source: str) -> None:

@@ -67,6 +67,10 @@ def sources_of(config: ModelConfig) -> list[Source]:
         if isinstance(name, View):
             assert layer is not None, "the fields of a view are a layer's"
             source = _part(field, name, config, shapes.layers[layer])
+        elif isinstance(name, tuple):
+            if len(name) != shape[0]:
+                raise ConfigError(f"family {config.family} names {len(name)} rows of weight {field}, it has {shape[0]}")
+            source = Source({row: shape[1:] for row in name})
         elif "{}" in name:
             source = Source({name.format(i): shape[1:] for i in range(shape[0])})
         else:

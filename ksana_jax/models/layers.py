@@ -15,7 +15,7 @@ from ksana_jax.models.matrix import Matrix, dot, finished
 
 # A function with the contract of `linear`.
 Linear = Callable[..., jax.Array]
-# normalise(x [..., D], weight [D]) -> [..., D].
+# normalise(x [..., D], weight [D], or [2, D] with a bias) -> [..., D].
 Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -50,10 +50,21 @@ def _normalised(x: jax.Array, eps: float, axis: str | None) -> jax.Array:
     return x32 * jax.lax.rsqrt(mean + eps)
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Subtracts the mean of x [..., D] and divides by the standard deviation (arXiv:1607.06450), in float32.
+
+    weight: factors [D]; or [2, D], factors and a bias.
+    """
+    x32, rows = x.astype(jnp.float32), jnp.atleast_2d(weight).astype(jnp.float32)
+    out = _normalised(x32 - x32.mean(axis=-1, keepdims=True), eps, None) * rows[0]
+    return (out + rows[1] if len(rows) > 1 else out).astype(x.dtype)
+
+
 class Norm(NamedTuple):
     """A kind of norm, computed row by row, and the facts that settings depend on.
 
-    apply: (x [..., D], weight [D], eps) -> [..., D]. identity: weight that leaves x unscaled.
+    apply: (x [..., D], weight, eps) -> [..., D]. identity: weight that leaves x unscaled.
+    bias: whether the weight is [2, D], with a second row that is added; otherwise it is [D].
     plus_one: True if kernels add 1 to the weight of this root mean square norm; None for norms that kernels lack.
     row_by_row: for `numerics: invariant`, of a norm that kernels lack. apply consists of functions of single
       numbers: XLA orders a sum by the shape of the whole array.
@@ -63,12 +74,15 @@ class Norm(NamedTuple):
     identity: float
     plus_one: bool | None = None
     row_by_row: bool = False
+    bias: bool = False
 
 
 # Gemma stores weight - 1.
 NORMS = {
     "rms": Norm(rms_norm, 1.0, plus_one=False),
     "rms_plus_one": Norm(rms_norm_plus_one, 0.0, plus_one=True),
+    "layer": Norm(layer_norm, 1.0, bias=True),
+    "layer_no_bias": Norm(layer_norm, 1.0),
 }
 
 

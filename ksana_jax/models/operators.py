@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import Linear, Normalise
@@ -87,13 +87,14 @@ class Operators:
         """
         with jax.named_scope("output"):
             out = self.summed(self.linear(attended.reshape(*x.shape[:-1], -1), p.w_o, p.b_o))
-            x = self.added(x, out, p.post_attn_norm, spec)
+            added = self.added(x, out, p.post_attn_norm, spec)
         with jax.named_scope("mlp"):
-            return self.after_mlp(x, p, spec)
+            return self.after_mlp(added, p, spec, x)
 
-    def after_mlp(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> jax.Array:
-        """Returns hidden states [..., D] after a layer's MLP, from the MLP's input."""
-        normed = self.normed(x, p.mlp_norm, spec.norms)
+    def after_mlp(self, x: jax.Array, p: LayerParams, spec: LayerSpec, before: jax.Array) -> jax.Array:
+        """Returns hidden states [..., D] after a layer's MLP, from those after and before its attention."""
+        read, norm = (before if spec.norms.placement in PARALLEL else x), p.mlp_norm
+        normed = self.normed(read, p.attn_norm if norm is None else norm, spec.norms)
         out = self.summed(mlp_kind(spec.mlp.kind).apply(normed, p, self.linear, spec.mlp))
         return self.added(x, out, p.post_mlp_norm, spec)
 

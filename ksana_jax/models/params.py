@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import AttentionSpec
+from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec
 from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
@@ -31,7 +31,7 @@ class LayerParams:
     """Weights of one layer. A field is None if the family has no such weight; its metadata is a `Weight`.
 
     Matrices w_x are [out, in], with biases b_x, and may each be a `Matrix`. An engine may keep those with the same
-    input as one, in fields that no family has: see `models.joined`.
+    input as one, in fields that no family has: see `models.joined`. Norms [D] are [2, D] if their kind has a bias.
     """
 
     attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
@@ -132,18 +132,16 @@ def param_shapes(config: ModelConfig) -> Params:
       ConfigError: a layer has an unknown kind of MLP or norm, or its MLP a weight that LayerParams has no field for.
     """
     d, vocab, fields = config.d_model, config.vocab_size, weight_fields()
-    norm_kind(config.norm)
+    norm = (2, d) if norm_kind(config.norm).bias else (d,)
     layers: list[Any] = []
     for layer in config.layers:
         shapes = attention_shapes(d, layer.attention) | mlp_kind(layer.mlp.kind).shapes(d, layer.mlp)
         if unknown := [name for name in shapes if name not in fields]:
             raise ConfigError(f"mlp {layer.mlp.kind!r} has {', '.join(unknown)}, for which LayerParams has no field")
-        before = ("attn_norm", "mlp_norm") if layer.norms.placement != "after" else ()
-        after = ("post_attn_norm", "post_mlp_norm") if layer.norms.placement != "before" else ()
-        norms = dict.fromkeys((*before, *after), (d,))
+        norms = dict.fromkeys(NORM_PLACEMENTS[layer.norms.placement], norm)
         layers.append(LayerParams(**norms, **shapes))  # pyright: ignore[reportArgumentType]
     head: Any = None if config.tie_embeddings else (vocab, d)
-    return Params((vocab, d), tuple(layers), (d,), head)  # pyright: ignore[reportArgumentType]
+    return Params((vocab, d), tuple(layers), norm, head)  # pyright: ignore[reportArgumentType]
 
 
 def num_params(config: ModelConfig) -> int:
@@ -220,6 +218,7 @@ def init_params(
         starts = stated(name, "random initialisation").starts
         if starts == "identity":
             leaf = jnp.full(shape, norm_kind(config.norm).identity, dtype)
+            leaf = leaf if leaf.ndim == 1 else leaf.at[1].set(0)  # the bias of a norm
         elif starts == "zeros":
             leaf = jnp.zeros(shape, dtype)
         else:

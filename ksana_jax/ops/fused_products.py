@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
@@ -68,6 +68,9 @@ class FusedOperators(Operators):
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
+        if spec.norms.placement in PARALLEL:
+            return super().after_attention(x, attended, p, spec, following)
+        before = x
         with jax.named_scope("output"):
             flat = attended.reshape(*x.shape[:-1], -1)
             x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec, ahead=p.w_gate_up)
@@ -80,7 +83,7 @@ class FusedOperators(Operators):
                     with jax.named_scope("down"):
                         ahead = None if following is None else following.w_qkv
                         return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec, ahead=ahead)
-            return self.after_mlp(x, p, spec)
+            return self.after_mlp(x, p, spec, before)
 
     def _of_normed(
         self, x: jax.Array, weight: jax.Array | None, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any

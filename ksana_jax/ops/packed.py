@@ -7,7 +7,7 @@ from typing import Any
 import flax.struct
 import jax
 
-from ksana_jax.core.layer_spec import LayerSpec, NormSpec
+from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
@@ -62,7 +62,7 @@ class PackedOperators(Operators):
     ) -> jax.Array:
         matrices: Any = p.w_o, p.w_gate, p.w_up, p.w_down
         norms, activation = _norms(spec.norms), mlp_kind(spec.mlp.kind).activation
-        packed = _are_packed(*matrices) and spec.residual_scale == 1
+        packed = _are_packed(*matrices) and spec.residual_scale == 1 and spec.norms.placement not in PARALLEL
         if norms is None or activation not in ACTIVATIONS or not packed:
             return super().after_attention(x, attended, p, spec, following)
         output, gate, up, down = map(Weights.of, matrices, (p.b_o, p.b_gate, p.b_up, p.b_down))

@@ -47,7 +47,7 @@ def expect_dense(name: str, found: list, quantization: str | None = None) -> Non
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
-@pytest.mark.parametrize("name", ["everything", "after", "scaled", "own", "squared"])
+@pytest.mark.parametrize("name", ["everything", "after", "scaled", "own", "squared", "parallel", "shared"])
 def test_tokens_are_those_of_the_model_without_a_cache(name, quantization):
     expect_dense(name, completions(made(name, quantization=quantization)), quantization)
 
@@ -57,7 +57,7 @@ def test_tokens_of_kinds_without_statements_are_those_of_the_model_without_a_cac
 
 
 @native_products
-@pytest.mark.parametrize("name", ["everything", "after", "scaled", "own"])
+@pytest.mark.parametrize("name", ["everything", "after", "scaled", "own", "shared"])
 def test_numbers_are_invariant(name):
     alone = made(name, numerics="invariant", max_num_seqs=1, max_num_batched_tokens=4, query_tile=4)
     together = completions(made(name, numerics="invariant"))

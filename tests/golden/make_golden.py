@@ -105,6 +105,14 @@ GRANITE = BASE | {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.0,
 }
+GPT_NEOX = without(BASE, "num_key_value_heads", "rms_norm_eps") | {
+    "model_type": "gpt_neox",
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 5000,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -195,6 +203,7 @@ CASES = {
         },
     },
     "granite-gqa": GRANITE,
+    "gpt_neox-mha-rope-partial-biases": GPT_NEOX,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
 }
@@ -250,11 +259,11 @@ def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) ->
     for name, tensor in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if "norm" in name:
+        if name.endswith("bias"):
+            values = 0.3 * rng.standard_normal(tensor.shape)
+        elif "norm" in name:
             # Gemma's norms have weights that are added to 1.
             values = (not is_gemma) + 0.2 * rng.standard_normal(tensor.shape)
-        elif name.endswith("bias"):
-            values = 0.3 * rng.standard_normal(tensor.shape)
         else:
             std = 0.5 if "embed" in name or "lm_head" in name else 0.25
             values = std * rng.standard_normal(tensor.shape)

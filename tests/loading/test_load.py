@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading import abstract_params, load_config, load_model, stored_tensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits
@@ -176,3 +178,24 @@ def test_loading_takes_at_most_1_3_times_the_weights(tmp_path, stored, dtype, nu
     # The last device has rows of zeros after its part of the vocabulary, whole groups of ids.
     assert weights >= 4 * num_params(config) and weights == pytest.approx(4 * num_params(config), rel=0.02)
     assert peak <= 1.3 * weights
+
+
+def test_older_and_newer_names_of_a_tensor_are_the_same_and_buffers_are_left_out(tmp_path):
+    config = dataclasses.replace(
+        TINY,
+        **{"family": "gpt_neox", "num_kv_heads": 4, "head_dim": 4, "norm": "layer", "norm_placement": "parallel"},
+        **{"mlp": "gelu", "mlp_bias": True, "rope": RopeConfig(partial_rotary_factor=0.5)},
+    )
+    tensors = random_tensors(config)
+    _, params = load_model(write_model(tmp_path / "older", tensors, config))
+    layer = params.layers[1]
+    np.testing.assert_array_equal(layer.attn_norm[0], tensors["gpt_neox.layers.1.input_layernorm.weight"])
+    np.testing.assert_array_equal(layer.attn_norm[1], tensors["gpt_neox.layers.1.input_layernorm.bias"])
+    newer = {name.replace("embed_out", "lm_head"): values for name, values in tensors.items()}
+    newer["gpt_neox.layers.0.attention.bias"] = np.ones((1, 1, 64, 64), np.float32)
+    newer["gpt_neox.layers.0.attention.masked_bias"] = np.array(-1e9, np.float32)
+    _, same = load_model(write_model(tmp_path / "newer", newer, config))
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+    both = newer | {"embed_out.weight": newer["lm_head.weight"]}
+    with pytest.raises(LoadError, match=r"embed_out.weight and .*lm_head.weight are|lm_head.weight and embed_out"):
+        load_model(write_model(tmp_path / "both", both, config))

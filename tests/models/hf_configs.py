@@ -27,6 +27,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO
         "olmo3",
     )
 )
+GPT_NEOX = {"model_type": "gpt_neox"} | {n: v for n, v in SIZES.items() if n != "num_key_value_heads"}
 ROPES = {
     "default": ({}, RopeConfig(theta=5e5)),
     "linear": ({"factor": 4}, RopeConfig("linear", 5e5, 4.0)),

@@ -88,6 +88,12 @@ CONFIGS = {
     ),
     "after": dataclasses.replace(TINY, norm_placement="after", qk_norm="projection"),
     "scaled": dataclasses.replace(TINY, residual_scale=0.3, logit_scale=0.25),
+    "parallel": dataclasses.replace(
+        TINY,
+        **{"mlp": "gelu", "norm": "layer", "norm_placement": "parallel"},
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+    ),
+    "shared": dataclasses.replace(TINY, norm_placement="parallel_shared"),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),
@@ -104,11 +110,13 @@ def register(patch: pytest.MonkeyPatch, layer_params: type[LayerParams] = Stated
 
 @functools.cache
 def weights(name: str) -> Any:
-    """Weights of one of CONFIGS, with vectors that are neither 0 nor 1."""
+    """Weights of one of CONFIGS, with vectors and norms that are neither 0 nor 1."""
     with pytest.MonkeyPatch.context() as patch:
         register(patch)
         params = init_params(CONFIGS[name], seed=3, std=0.4)
     rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda w: w + jnp.asarray(0.3 * rng.standard_normal(w.shape), w.dtype) if w.ndim == 1 else w, params
-    )
+
+    def changed(w):
+        return w + jnp.asarray(0.3 * rng.standard_normal(w.shape), w.dtype) if w.size <= 2 * w.shape[-1] else w
+
+    return jax.tree.map(changed, params)

@@ -12,6 +12,7 @@ from tests.models.hf_configs import (
     GEMMA2,
     GEMMA3,
     GLM4,
+    GPT_NEOX,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -142,6 +143,19 @@ def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
     assert config_from_hf(GLM4 | {"partial_rotary_factor": 1.0}).rope == RopeConfig()
 
 
+def test_gpt_neox_rotates_a_quarter_of_each_head_and_may_have_its_parts_one_after_the_other():
+    config = config_from_hf(GPT_NEOX)
+    assert (config.norm, config.norm_placement, config.mlp, config.norm_eps) == ("layer", "parallel", "gelu", 1e-5)
+    assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.num_kv_heads) == (True, True, True, 8)
+    assert config.rope == RopeConfig(partial_rotary_factor=0.25)
+    older = {"rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    newer = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000, "partial_rotary_factor": 0.5}
+    expected = RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5)
+    assert rope_of(GPT_NEOX | older) == rope_of(GPT_NEOX | {"rope_parameters": newer}) == expected
+    config = config_from_hf(GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False})
+    assert (config.norm_placement, config.qkv_bias, config.mlp_bias) == ("before", False, True)
+
+
 def test_every_fourth_layer_of_olmo3_is_full_and_has_a_rope_of_its_own():
     plain, slide = RopeConfig(theta=5e5), AttentionPattern(window=4096)
     config = config_from_hf(OLMO3)
@@ -194,9 +208,19 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
             },
             999_885_952,
         ),  # Gemma-3 1B
+        (
+            GPT_NEOX
+            | {
+                "vocab_size": 50_304,
+                "hidden_size": 512,
+                "intermediate_size": 2048,
+                "num_hidden_layers": 6,
+            },
+            70_426_624,
+        ),  # Pythia 70M
     ],
 )
-def test_gemmas_have_as_many_weights_as_their_makers_say(values, expected):
+def test_models_have_as_many_weights_as_their_makers_say(values, expected):
     assert num_params(config_from_hf(values)) == expected
 
 

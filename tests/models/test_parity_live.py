@@ -64,6 +64,15 @@ GEMMA = dataclasses.replace(
     tie_embeddings=True,
     pattern=SLIDING,
 )
+NEOX = dataclasses.replace(
+    TINY,
+    family="gpt_neox",
+    num_kv_heads=4,
+    head_dim=8,
+    norm="layer",
+    mlp="gelu",
+    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+)
 EXPORTED = {
     "llama": TINY,
     "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -102,6 +111,10 @@ EXPORTED = {
     "granite": dataclasses.replace(
         TINY, family="granite", embed_scale=6.0, attention_scale=0.1, residual_scale=0.4, logit_scale=0.25
     ),
+    "gpt_neox": dataclasses.replace(
+        NEOX, norm_placement="parallel", rope=RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5)
+    ),
+    "gpt_neox, one part after the other": dataclasses.replace(NEOX, mlp="gelu_tanh", tie_embeddings=True),
     "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
     "gemma3": dataclasses.replace(
         GEMMA,

@@ -12,6 +12,7 @@ from tests.models.hf_configs import (
     GEMMA2,
     GEMMA3,
     GLM4,
+    GPT_NEOX,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -26,7 +27,7 @@ from tests.models.hf_configs import (
 
 # What is changed in a config, and what the message must name.
 REFUSED = [
-    (LLAMA, {"model_type": "gpt2"}, ["'gpt2'", "llama", "mistral", "qwen2", "qwen3"]),
+    (LLAMA, {"model_type": "gptj"}, ["'gptj'", "llama", "mistral", "qwen2", "qwen3"]),
     (LLAMA, {"model_type": None}, ["model_type is None", "LlamaForCausalLM"]),
     (LLAMA, {"model_type": ["llama"]}, ["model_type"]),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "supported"]),
@@ -153,6 +154,12 @@ REFUSED = [
     (GRANITE, {"residual_multiplier": None}, ["residual_multiplier is None"]),
     (GRANITE, {"attention_multiplier": -1.0}, ["attention_multiplier is -1.0"]),
     (GRANITE, {"sliding_window": 64}, ["sliding_window is 64"]),
+    (GPT_NEOX, {"rotary_pct": 1.5}, ["rotary_pct is 1.5", "from 0.001 to 1"]),
+    (GPT_NEOX, {"layer_norm_eps": 0}, ["layer_norm_eps is 0", "above 0"]),
+    (GPT_NEOX, {"rms_norm_eps": 1e-5}, ["rms_norm_eps is 1e-05", "is named layer_norm_eps here"]),
+    (GPT_NEOX, {"num_key_value_heads": 2}, ["num_key_value_heads is 2", "must be absent"]),
+    (GPT_NEOX, {"hidden_act": "silu"}, ["hidden_act is 'silu'", "gelu"]),
+    (GPT_NEOX, {"use_parallel_residual": "yes"}, ["use_parallel_residual is 'yes'", "true or false"]),
     (SMOLLM3, {"use_sliding_window": True}, ["use_sliding_window is True", "false"]),
 ]
 

@@ -21,6 +21,7 @@ GEMMA_SHAPE = {
     "attention_scale": 144**-0.5,
     "tie_embeddings": True,
 }
+NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
@@ -71,6 +72,13 @@ WRITABLE = [
         rope=(RopeConfig("linear", 5e5, 4.0), RopeConfig(theta=5e5)),
     ),
     ModelConfig(family="olmo3", norm_placement="after", qk_norm="projection", rope=RopeConfig(theta=5e5)),
+    ModelConfig(**NEOX, family="gpt_neox", norm_placement="parallel", rope=RopeConfig(partial_rotary_factor=0.25)),
+    ModelConfig(
+        **NEOX | {"qkv_bias": False, "out_bias": False, "mlp": "gelu_tanh"},
+        family="gpt_neox",
+        tie_embeddings=True,
+        rope=RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5),
+    ),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -90,6 +98,8 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"qk_norm": "head"}, "qk_norm head"),
         ({"norm_placement": "after"}, "norm_placement after"),
         ({"family": "olmo2", "norm_placement": "after", "qk_norm": "head"}, "qk_norm head"),
+        ({"norm_placement": "parallel"}, "norm_placement parallel"),
+        ({"family": "gpt_neox", **NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
         ({"sinks": "zero"}, "sinks zero"),
         ({"family": "llama_sinks"}, "attention_sinks is None"),
         ({"qkv_bias": True}, "out_bias False"),

@@ -16,7 +16,7 @@ from ksana_jax.lab.training.linear import linear
 from ksana_jax.lab.training.settings import TrainConfig
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import Params, weight_fields
 from ksana_jax.models.transformer import forward, logits, sink_logits
 
 COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -34,8 +34,15 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(lambda w: w.ndim > 1, params)),
+        optax.add_decayed_weights(config.weight_decay, mask=_decays),
     )
+
+
+def _decays(params: Params) -> Any:
+    """Returns which weights decay: matrices, not norms, biases and sink logits."""
+    decaying = ("normal", "residual")
+    of = {name: weight is not None and weight.starts in decaying for name, weight in weight_fields().items()}
+    return jax.tree_util.tree_map_with_path(lambda path, _: of[path[-1].name], params)
 
 
 def init_state(config: TrainConfig, params: Params) -> TrainState:

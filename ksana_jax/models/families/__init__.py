@@ -14,6 +14,7 @@ from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.glm4 import GLM4
+from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         GRANITE,
         GLM4,
         PHI3,
+        GPT_NEOX,
     )
 }
 

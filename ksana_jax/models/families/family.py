@@ -40,6 +40,10 @@ LAYER_NAMES = {
 }
 
 
+# Buffers that older versions of transformers saved with the weights; they are derived from the config.
+BUFFERS = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+
+
 class View(NamedTuple):
     """A weight that is a part of a stored tensor, or its transpose.
 
@@ -56,6 +60,14 @@ class View(NamedTuple):
     transposed: bool = False
 
 
+Name = str | tuple[str, ...] | View
+
+
+def with_bias(name: str) -> tuple[str, str]:
+    """Returns the names of a norm's factors and bias."""
+    return f"{name}.weight", f"{name}.bias"
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Describes the configs and checkpoints of one model family.
@@ -67,7 +79,13 @@ class Family:
       read: returns the ModelConfig fields in which it differs from a plain Llama.
       write: returns those fields as config fields.
       top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams; of the latter,
-        also views.
+        also views. A tuple names the tensors that are the rows of a weight, such as a norm's factors and bias.
+      layer_prefix: what names of layers begin with; {} is the layer.
+      renamed: what some versions of transformers write instead of the beginning of a name: regular expression, and the
+        beginning that is used here.
+      buffers: regular expression of names of tensors that are not weights, which loading leaves out.
+      fields: config fields that have other names than a Llama's, by those; None for one that its configs lack, which
+        then has its default, and is not written.
       activation: config field that names the activation of the MLP.
       mlps: kind of MLP (`models.mlp.MLPS`) by the activation's name; the first is written on export.
       read_rope: returns a config's rope, given its max_position_embeddings: one for all layers, or one per layer.
@@ -83,16 +101,20 @@ class Family:
     defaults: Mapping[str, Any]
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
-    top_names: Mapping[str, str] = dataclasses.field(default_factory=lambda: TOP_NAMES)
-    layer_names: Mapping[str, str | View] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    top_names: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=lambda: TOP_NAMES)
+    layer_names: Mapping[str, Name] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    layer_prefix: str = "model.layers.{}."
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    buffers: str = BUFFERS
+    fields: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     activation: str = "hidden_act"
     mlps: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu", "swish": "swiglu"})
     read_rope: Callable[[Fields, int], RopeConfig | tuple[RopeConfig, ...]] = read_rope
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
     rotates_neighbours: bool = False
 
-    def name(self, field: str, layer: int | None = None) -> str | View:
-        """Returns the Hugging Face name of a weight, or its view.
+    def name(self, field: str, layer: int | None = None) -> Name:
+        """Returns the Hugging Face name of a weight, the names of its rows, or its view.
 
         Args:
           field: of LayerParams if a layer is given, else of Params.
@@ -103,8 +125,10 @@ class Family:
         names = self.top_names if layer is None else self.layer_names
         if field not in names:
             raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
-        name, prefix = names[field], "" if layer is None else f"model.layers.{layer}."
-        return name._replace(tensor=prefix + name.tensor) if isinstance(name, View) else prefix + name
+        name, prefix = names[field], "" if layer is None else self.layer_prefix.format(layer)
+        if isinstance(name, View):
+            return name._replace(tensor=prefix + name.tensor)
+        return prefix + name if isinstance(name, str) else tuple(prefix + row for row in name)
 
 
 def read_config(family: Family, values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -114,7 +138,8 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
       ConfigError: fields are invalid or unsupported; one line names all of them.
     """
     activation = next(iter(family.mlps))
-    fields = Fields(values, source, {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults})
+    defaults = {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults}
+    fields = Fields(values, source, defaults, family.fields)
     fields.must_be(family.activation, tuple(family.mlps), f"supported: {activation}")
 
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -239,7 +264,7 @@ def one_or_each(values: Sequence[T]) -> T | tuple[T, ...]:
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Returns the config fields of a model; the caller checks that they read back as an equal model."""
     eos: Any = list(config.eos_ids) if len(config.eos_ids) > 1 else next(iter(config.eos_ids), None)
-    return {
+    values = {
         "architectures": [family.architectures[0]],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
@@ -259,3 +284,5 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any]:
         **family.write_rope(config),
         **family.write(config),
     }
+    named = {family.fields.get(name, name): value for name, value in values.items()}
+    return {name: value for name, value in named.items() if name is not None}

@@ -23,32 +23,54 @@ class Fields:
     Args:
       values: the parsed config.
       source: origin of the config, for error messages.
-      defaults: values that the family's config class in transformers assumes for absent fields.
+      defaults: values that the family's config class in transformers assumes for absent fields. One that follows from
+        other fields is a function of these Fields, which then also serves null.
+      names: of fields in this config, by their usual names; None for fields that it lacks.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any]):
-        self.values, self.source, self.defaults = values, source, defaults
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        defaults: Mapping[str, Any],
+        names: Mapping[str, str | None] | None = None,
+    ):
+        self.values, self.source, self.defaults, self.names = values, source, defaults, names or {}
         self.problems: list[str] = []
+        for usual, name in self.names.items():
+            if values.get(usual) is not None and usual not in self.names.values():
+                wanted = "must be absent" if name is None else f"is named {name} here"
+                self.problems.append(f"{usual} is {checks.shown(values[usual])}; {wanted}")
 
     def get(self, name: str) -> Any:
-        return self.values[name] if name in self.values else self.defaults.get(name)
+        key, default = self.names.get(name, name), self.defaults.get(name)
+        value = self.values[key] if key is not None and key in self.values else default
+        if not callable(default):
+            return value
+        return default(self) if value is None or value is default else value
+
+    def shown(self, name: str) -> str:
+        """Returns the name of a field in this config, for messages."""
+        return self.names.get(name) or name
 
     def problem(self, name: str, value: Any, supported: str) -> None:
-        self.problems.append(f"{name} is {checks.shown(value)}; {supported}")
+        self.problems.append(f"{self.shown(name)} is {checks.shown(value)}; {supported}")
 
     def integer(self, name: str, *, most: int = MAX_INTEGER) -> int:
         """Reads a positive integer."""
         value = self.get(name)
-        problem = checks.integer(name, value, 1, most)
+        shown = self.shown(name)
+        problem = checks.integer(shown, value, 1, most)
         if problem is None:
             return value
-        if value is None and name not in self.values:
-            problem = f"{name} is missing, must be an integer from 1 to {most:,}"
+        if value is None and shown not in self.values:
+            problem = f"{shown} is missing, must be an integer from 1 to {most:,}"
         self.problems.append(problem)
         return 1
 
     def number(self, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
         """Checks that a value is a positive finite number from low to high; `name` is for the report."""
+        name = self.shown(name)
         problem = checks.number(name, value, above=0) or checks.number(name, value, low, high)
         if problem is None:
             return float(value)

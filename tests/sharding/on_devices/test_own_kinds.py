@@ -43,6 +43,7 @@ def served(name: str, **settings) -> tuple[list[list[int]], list[float]]:
         ("everything", None),
         ("after", None),
         ("scaled", None),
+        ("parallel", None),
         pytest.param("everything", "w8a8", marks=pytest.mark.soak),
         pytest.param("own", "int8", marks=pytest.mark.soak),
         pytest.param("after", "w8a8", marks=pytest.mark.soak),
