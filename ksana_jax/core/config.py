@@ -47,6 +47,8 @@ class ModelConfig:
       norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
       embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of the outputs of attention and MLP
         when they are added to hidden states, and of the logits.
+      position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
+        position 0; None for no such table. Texts then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
@@ -76,6 +78,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    position_offset: int | None = None
     max_position: int = 2048
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
@@ -98,6 +101,7 @@ class ModelConfig:
         numbers = ("norm_eps", "embed_scale", "residual_scale", "logit_scale")
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
         problems += [checks.number(name, getattr(self, name), above=0) for name in numbers]
+        problems.append(checks.integer("position_offset", self.position_offset, 0, optional=True))
         kinds = {"sinks": (None, "learned", "zero"), "qk_norm": (None, "head", "projection")}
         kinds |= {"norm_placement": tuple(NORM_PLACEMENTS)}
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
@@ -380,7 +384,16 @@ class EngineConfig:
         return self.distributed["num_processes"]
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
-        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""
+        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None.
+
+        Raises:
+          ConfigError: texts may have more tokens than the model has positions for in a table.
+        """
+        # The last token of a text is sampled and never computed.
+        if model.position_offset is not None and (self.max_model_len or 0) - 1 > model.max_position:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len:,}, this model has a table of {model.max_position:,} positions"
+            )
         rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
         return dataclasses.replace(
             self,

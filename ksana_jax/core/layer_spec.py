@@ -77,7 +77,7 @@ class RopeConfig:
         ]
 
 
-PLAIN_ROPE = RopeConfig()
+PLAIN_ROPE, NO_ROPE = RopeConfig(), RopeConfig("none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,6 +76,9 @@ class Params:
     head: jax.Array | None = field(  # [V, D]
         default=None, metadata={KEY: Weight("vocabulary", "normal", quantises=False, packs=True)}
     )
+    positions: jax.Array | None = field(  # [position_offset + max_position, D]
+        default=None, metadata={KEY: Weight("whole", "normal", quantises=False)}
+    )
 
 
 def weight_fields() -> dict[str, Weight | None]:
@@ -141,7 +144,8 @@ def param_shapes(config: ModelConfig) -> Params:
         norms = dict.fromkeys(NORM_PLACEMENTS[layer.norms.placement], norm)
         layers.append(LayerParams(**norms, **shapes))  # pyright: ignore[reportArgumentType]
     head: Any = None if config.tie_embeddings else (vocab, d)
-    return Params((vocab, d), tuple(layers), norm, head)  # pyright: ignore[reportArgumentType]
+    positions: Any = None if config.position_offset is None else (config.position_offset + config.max_position, d)
+    return Params((vocab, d), tuple(layers), norm, head, positions)  # pyright: ignore[reportArgumentType]
 
 
 def num_params(config: ModelConfig) -> int:

@@ -1,7 +1,8 @@
 """One decoder-only forward for all families; layers are described by data, `ModelConfig.layers`.
 
-It knows tokens, not positions: attention, with its rope and its mask, is the caller's function `attend`. The engine's
-writes to the paged cache and reads from it, training's is dense, and `examples/attention_by_hand.ipynb` writes one.
+It knows tokens, and positions only of models that embed them: attention, with its rope and its mask, is the caller's
+function `attend`. The engine's writes to the paged cache and reads from it, training's is dense, and
+`examples/attention_by_hand.ipynb` writes one.
 All other operators of a layer are the caller's `Operators`, so that training has gradients for them.
 Layers are unrolled: a scan over layers was 17 times slower on CPU and copies slices of the cache.
 """
@@ -52,11 +53,17 @@ def forward(
 
 @jax.named_scope("embed")
 def embedded(
-    params: Params, tokens: jax.Array, *, config: ModelConfig, operators: Operators = XLA_OPERATORS
+    params: Params, tokens: jax.Array, at: Any = None, *, config: ModelConfig, operators: Operators = XLA_OPERATORS
 ) -> jax.Array:
-    """Looks up and scales the embedding of tokens: [..., D]; tokens as in `forward`."""
+    """Looks up and scales the embedding of tokens: [..., D]; tokens as in `forward`.
+
+    at: positions of the tokens in their text, for models with a table of them; None counts from 0.
+    """
     x = operators.embed(params.embed, tokens) if jnp.issubdtype(tokens.dtype, jnp.integer) else tokens
-    return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
+    x = x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
+    if params.positions is None:
+        return x
+    return x + params.positions[(jnp.arange(x.shape[-2]) if at is None else at) + (config.position_offset or 0)]
 
 
 def run_layers(

@@ -249,7 +249,7 @@ def step_packed(params, cache, vector, given, patterns, *, network: Network, sha
 
 def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alike):
     angles, layers = network.angles(arrays.positions), range(len(params.layers))
-    x = embedded(params, arrays.tokens, config=network.config, operators=network.operators)
+    x = embedded(params, arrays.tokens, arrays.positions, config=network.config, operators=network.operators)
     cache, x = _through(
         params.layers,
         cache,
@@ -269,7 +269,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
 def step_first(params, vector, given, *, network: Network, packing: Packing):
     """Embeds the tokens; returns the input of all layers, the arrays and angles of the ropes, and the settings."""
     arrays, settings = unpacked(vector, given, packing)
-    x = embedded(params, arrays.tokens, config=network.config, operators=network.operators)
+    x = embedded(params, arrays.tokens, arrays.positions, config=network.config, operators=network.operators)
     return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
 
 

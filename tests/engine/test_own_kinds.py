@@ -56,6 +56,12 @@ def test_tokens_of_kinds_without_statements_are_those_of_the_model_without_a_cac
     expect_dense("unstated", completions(made("unstated")))
 
 
+def test_texts_longer_than_a_table_of_positions_are_refused():
+    with pytest.raises(ConfigError, match="max_model_len is 66, this model has a table of 64 positions"):
+        made("parallel", max_model_len=66)
+    assert made("parallel", max_model_len=65).engine.max_model_len == 65
+
+
 @native_products
 @pytest.mark.parametrize("name", ["everything", "after", "scaled", "own", "shared"])
 def test_numbers_are_invariant(name):

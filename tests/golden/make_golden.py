@@ -113,6 +113,24 @@ GPT_NEOX = without(BASE, "num_key_value_heads", "rms_norm_eps") | {
     "rotary_pct": 0.5,
     "rotary_emb_base": 5000,
 }
+OPT = without(BASE, "num_key_value_heads", "rms_norm_eps", "hidden_act", "intermediate_size") | {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "ffn_dim": 48,
+    "activation_function": "relu",
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+}
+GPT2 = {name: BASE[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")} | {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -204,6 +222,8 @@ CASES = {
     },
     "granite-gqa": GRANITE,
     "gpt_neox-mha-rope-partial-biases": GPT_NEOX,
+    "opt-mha-positions-biases-tied": OPT,
+    "gpt2-mha-positions-biases-tied": GPT2,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
 }
@@ -261,11 +281,11 @@ def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) ->
             continue
         if name.endswith("bias"):
             values = 0.3 * rng.standard_normal(tensor.shape)
-        elif "norm" in name:
+        elif "norm" in name or ".ln_" in name:
             # Gemma's norms have weights that are added to 1.
             values = (not is_gemma) + 0.2 * rng.standard_normal(tensor.shape)
         else:
-            std = 0.5 if "embed" in name or "lm_head" in name else 0.25
+            std = 0.5 if any(part in name for part in ("embed", "lm_head", "wte", "wpe")) else 0.25
             values = std * rng.standard_normal(tensor.shape)
         tensors[name] = torch.tensor(values, dtype=torch.float32).to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -11,6 +11,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
+
+
+def without(values, *names):
+    return {key: value for key, value in values.items() if key not in names}
+
+
 LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO3 = (
     SIZES | {"model_type": kind}
     for kind in (
@@ -27,7 +33,17 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO
         "olmo3",
     )
 )
-GPT_NEOX = {"model_type": "gpt_neox"} | {n: v for n, v in SIZES.items() if n != "num_key_value_heads"}
+GPT_NEOX = without(SIZES, "num_key_value_heads") | {"model_type": "gpt_neox"}
+OPT = without(GPT_NEOX, "intermediate_size") | {"model_type": "opt", "ffn_dim": 96}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 1000,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_positions": 4096,
+    "eos_token_id": 0,
+}
 ROPES = {
     "default": ({}, RopeConfig(theta=5e5)),
     "linear": ({"factor": 4}, RopeConfig("linear", 5e5, 4.0)),
@@ -41,7 +57,3 @@ ROPES = {
         RopeConfig("yarn", 5e5, 4.0, 1024, beta_fast=16.0, mscale=1.2, truncate=False),
     ),
 }
-
-
-def without(values, *names):
-    return {key: value for key, value in values.items() if key not in names}

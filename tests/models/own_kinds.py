@@ -90,7 +90,7 @@ CONFIGS = {
     "scaled": dataclasses.replace(TINY, residual_scale=0.3, logit_scale=0.25),
     "parallel": dataclasses.replace(
         TINY,
-        **{"mlp": "gelu", "norm": "layer", "norm_placement": "parallel"},
+        **{"mlp": "gelu", "norm": "layer", "norm_placement": "parallel", "position_offset": 2},
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
     "shared": dataclasses.replace(TINY, norm_placement="parallel_shared"),

@@ -12,11 +12,13 @@ from tests.models.hf_configs import (
     GEMMA2,
     GEMMA3,
     GLM4,
+    GPT2,
     GPT_NEOX,
     GRANITE,
     LLAMA,
     MISTRAL,
     OLMO3,
+    OPT,
     PHI3,
     QWEN2,
     QWEN3,
@@ -156,6 +158,21 @@ def test_gpt_neox_rotates_a_quarter_of_each_head_and_may_have_its_parts_one_afte
     assert (config.norm_placement, config.qkv_bias, config.mlp_bias) == ("before", False, True)
 
 
+@pytest.mark.parametrize(("values", "offset", "mlp", "d_ff"), [(OPT, 2, "relu", 96), (GPT2, 0, "gelu_tanh", 256)])
+def test_models_with_a_table_of_positions_have_no_rope(values, offset, mlp, d_ff):
+    config = config_from_hf(values)
+    assert (config.position_offset, config.rope, config.mlp, config.d_ff) == (offset, NOPE, mlp, d_ff)
+    assert (config.norm, config.norm_placement, config.norm_eps) == ("layer", "before", 1e-5)
+    assert config.qkv_bias and config.out_bias and config.mlp_bias and config.tie_embeddings
+
+
+def test_gpt2_may_give_the_width_of_its_mlps_and_leave_scores_unscaled():
+    assert config_from_hf(GPT2 | {"n_inner": None}).d_ff == 256
+    assert config_from_hf(GPT2 | {"n_inner": 100}).d_ff == 100
+    assert config_from_hf(GPT2 | {"scale_attn_weights": False}).attention_scale == 1.0
+    assert not config_from_hf(OPT | {"enable_bias": False}).qkv_bias
+
+
 def test_every_fourth_layer_of_olmo3_is_full_and_has_a_rope_of_its_own():
     plain, slide = RopeConfig(theta=5e5), AttentionPattern(window=4096)
     config = config_from_hf(OLMO3)
@@ -218,6 +235,19 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
             },
             70_426_624,
         ),  # Pythia 70M
+        (GPT2 | {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}, 124_439_808),
+        (
+            OPT
+            | {
+                "vocab_size": 50_272,
+                "hidden_size": 768,
+                "ffn_dim": 3072,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "max_position_embeddings": 2048,
+            },
+            125_239_296,
+        ),  # OPT 125M
     ],
 )
 def test_models_have_as_many_weights_as_their_makers_say(values, expected):

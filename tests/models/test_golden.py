@@ -125,6 +125,14 @@ def test_golden_files_notice_a_rope_in_each_layer_without_one(name):
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
 
 
+@pytest.mark.parametrize("name", [case.name for case in CASES if "positions" in case.name])
+def test_golden_files_notice_a_shifted_table_of_positions(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    shifted = dataclasses.replace(config, position_offset=1)
+    scores = compiled_logits(params, case.prompts[2], config=shifted)
+    assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
+
+
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
     ours = {"llama_sinks"}  # transformers has no such model

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
@@ -115,6 +115,10 @@ EXPORTED = {
         NEOX, norm_placement="parallel", rope=RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5)
     ),
     "gpt_neox, one part after the other": dataclasses.replace(NEOX, mlp="gelu_tanh", tie_embeddings=True),
+    "opt": dataclasses.replace(NEOX, family="opt", mlp="relu", rope=NO_ROPE, position_offset=2),
+    "gpt2": dataclasses.replace(
+        NEOX, family="gpt2", mlp="gelu_tanh", rope=NO_ROPE, position_offset=0, attention_scale=1.0, tie_embeddings=True
+    ),
     "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
     "gemma3": dataclasses.replace(
         GEMMA,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from tests.models.hf_configs import ROPES
@@ -79,6 +79,8 @@ WRITABLE = [
         tie_embeddings=True,
         rope=RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5),
     ),
+    ModelConfig(**NEOX | {"mlp": "relu"}, family="opt", rope=NO_ROPE, position_offset=2, tie_embeddings=True),
+    ModelConfig(**NEOX | {"mlp": "gelu_tanh"}, family="gpt2", rope=NO_ROPE, position_offset=0, attention_scale=1.0),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -100,6 +102,8 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"family": "olmo2", "norm_placement": "after", "qk_norm": "head"}, "qk_norm head"),
         ({"norm_placement": "parallel"}, "norm_placement parallel"),
         ({"family": "gpt_neox", **NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
+        ({"position_offset": 0}, "position_offset 0"),
+        ({"family": "opt", **NEOX, "mlp": "relu", "rope": NO_ROPE, "position_offset": 0}, "position_offset 0"),
         ({"sinks": "zero"}, "sinks zero"),
         ({"family": "llama_sinks"}, "attention_sinks is None"),
         ({"qkv_bias": True}, "out_bias False"),

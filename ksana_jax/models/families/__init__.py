@@ -14,6 +14,7 @@ from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.glm4 import GLM4
+from ksana_jax.models.families.gpt2 import GPT2
 from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.llama import LLAMA
@@ -21,6 +22,7 @@ from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.olmo3 import OLMO3
+from ksana_jax.models.families.opt import OPT
 from ksana_jax.models.families.phi3 import PHI3
 from ksana_jax.models.families.qwen2 import QWEN2
 from ksana_jax.models.families.qwen3 import QWEN3
@@ -43,6 +45,8 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         PHI3,
         GPT_NEOX,
+        OPT,
+        GPT2,
     )
 }
 

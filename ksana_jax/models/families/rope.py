@@ -11,7 +11,7 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.models.families.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -196,6 +196,13 @@ def _read_yarn(
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=truncate is True,
     )
+
+
+def read_no_rope(fields: Fields, max_position: int) -> RopeConfig:
+    """Returns the rope of families that have none."""
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        fields.must_be(name, (), "supported: none")
+    return NO_ROPE
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:

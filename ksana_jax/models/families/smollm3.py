@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import PLAIN_ROPE, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, PLAIN_ROPE, RopeConfig
 from ksana_jax.models.families import llama
 from ksana_jax.models.families.family import Family, one_or_each
 from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, rope_fields
-
-NOPE = RopeConfig("none")
 
 
 def read(fields: Fields) -> dict[str, Any]:
@@ -30,13 +28,13 @@ def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConf
     if not isinstance(rotates, list) or len(rotates) != count or any(value not in (0, 1) for value in rotates):
         fields.problem("no_rope_layers", rotates, f"must list 0 or 1 for each of {count} layers")
         return rope
-    return one_or_each([rope if value else NOPE for value in rotates])
+    return one_or_each([rope if value else NO_ROPE for value in rotates])
 
 
 def write_ropes(config: ModelConfig) -> dict[str, Any]:
     ropes = [layer.attention.rope for layer in config.layers]
-    rope = next((rope for rope in ropes if rope != NOPE), PLAIN_ROPE)
-    return {**rope_fields(rope), "no_rope_layers": [int(rope != NOPE) for rope in ropes]}
+    rope = next((rope for rope in ropes if rope != NO_ROPE), PLAIN_ROPE)
+    return {**rope_fields(rope), "no_rope_layers": [int(rope != NO_ROPE) for rope in ropes]}
 
 
 SMOLLM3 = Family(
