@@ -41,6 +41,7 @@ class ModelConfig:
       soft_cap, logit_soft_cap: attention scores and logits become cap * tanh(x / cap); None for no cap.
       sinks: each head has a logit without a key or a value in the softmax's denominator: "learned", or "zero" for
         softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
+      alibi: slope of each head, by which scores fall with distance, see `layer_spec.AttentionSpec`; None for none.
       mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
       norm: kind of the norms, a name in `models.layers.NORMS`.
       qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
@@ -72,6 +73,7 @@ class ModelConfig:
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     sinks: SinkLogits | None = None
+    alibi: tuple[float, ...] | None = None
     mlp: str = "swiglu"
     norm: str = "rms"
     norm_placement: NormPlacement = "before"
@@ -101,6 +103,9 @@ class ModelConfig:
         numbers = ("norm_eps", "embed_scale", "residual_scale", "logit_scale")
         problems = [checks.number(name, getattr(self, name), above=0, optional=True) for name in optional]
         problems += [checks.number(name, getattr(self, name), above=0) for name in numbers]
+        problems += [checks.number("alibi", slope, above=0) for slope in self.alibi or ()]
+        if self.alibi is not None and len(self.alibi) != self.num_heads:
+            problems.append(f"alibi has {len(self.alibi)} slopes, num_heads is {self.num_heads}")
         problems.append(checks.integer("position_offset", self.position_offset, 0, optional=True))
         kinds = {"sinks": (None, "learned", "zero"), "qk_norm": (None, "head", "projection")}
         kinds |= {"norm_placement": tuple(NORM_PLACEMENTS)}
@@ -134,6 +139,7 @@ class ModelConfig:
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             qk_norm=self.qk_norm,
+            alibi=self.alibi,
         )
         mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)

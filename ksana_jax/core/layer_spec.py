@@ -92,6 +92,8 @@ class AttentionSpec:
       exp(x_i) / (1 + sum_j exp(x_j)), softmax-off-by-one (arXiv:2309.17453, section 3.3); None for no such logit.
     qk_norm: norms of queries and keys before the rotation, each head separately ("head", Qwen3) or all heads of a token
       together ("projection", OLMo 2); None for none.
+    alibi: slope of each head of the model, all devices' heads: a score gets slope * (position of the key - position of
+      the query) added after the scale (arXiv:2108.12409); None for no such bias.
     """
 
     num_heads: int
@@ -105,6 +107,7 @@ class AttentionSpec:
     qkv_bias: bool
     out_bias: bool
     qk_norm: QKNorm | None
+    alibi: tuple[float, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

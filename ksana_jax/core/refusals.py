@@ -30,6 +30,7 @@ WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
+ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 SEVERAL_COMPLETIONS = "several completions of one prompt"
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -46,6 +47,7 @@ REFUSALS = (
     Refusal("kv_eviction", SEVERAL_COMPLETIONS, "they share its blocks, and eviction moves tokens within blocks"),
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide which tokens later queries see", principle=True),
+    Refusal(ABSOLUTE, ALIBI, "its biases are computed from positions in the cache: set positions to 'cache'"),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),

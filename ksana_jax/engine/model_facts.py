@@ -43,9 +43,10 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     path = model_path(model, weights=False)
     config, tokenizer = load_config(path), find_tokenizer(path)
     source = (gguf_of(path) or path / "config.json").name
+    table = "" if config.position_offset is None else ", the length of a table of positions"
     facts = [
         Fact("model", f"{config.family}, {config.num_layers} layers, embedding of {config.vocab_size:,} rows", source),
-        Fact("context", f"{config.max_position:,} tokens", source),
+        Fact("context", f"{config.max_position:,} tokens{table}", source),
     ]
     ends = ending_files(path, config, tokenizer)
     facts += [Fact("ends a text", _token(i, config, tokenizer), ", ".join(files)) for i, files in ends.items()]
@@ -74,6 +75,8 @@ def _scores(config: ModelConfig) -> list[str]:
     said += [f"soft cap {cap:g} of {name}" for name, cap in caps.items() if cap is not None]
     scales = {"residuals": config.residual_scale, "logits": config.logit_scale}
     said += [f"scale {scale:.6g} of {name}" for name, scale in scales.items() if scale != 1]
+    if config.alibi is not None:
+        said.append(f"ALiBi with slopes from {max(config.alibi):.4g} to {min(config.alibi):.4g} of heads")
     return said + ["trained attention sinks"] * (config.sinks is not None)
 
 

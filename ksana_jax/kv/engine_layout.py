@@ -31,15 +31,19 @@ def make_layout(
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = layout.with_exact_layers(exact, raw.leaf("kv"))
-    _check_stored(config, layout)
+    _check_stored(model, config, layout)
     return layout
 
 
-def _check_stored(config: EngineConfig, layout: KVLayout) -> None:
-    """Refuses settings under which a pool of this layout would keep traces of later tokens."""
+def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> None:
+    """Refuses settings under which a pool of this layout would lack positions, or keep traces of later tokens."""
     method = None if layout.eviction is None else layout.eviction.method
     refusals.check(
         {
+            refusals.ALIBI: model.alibi is not None,
+            refusals.ABSOLUTE: method is not None
+            and method.positions == "absolute"
+            and f"kv_eviction {type(method).__name__} with positions 'absolute'",
             "speculative_config": config.speculative_config is not None,
             "enable_prefix_caching": config.enable_prefix_caching,
             refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.alibi import biases
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.params import Params
@@ -58,6 +59,8 @@ def _attend(
         q, k = (rope.rotate(x, angles[id(rope)]) for x in (q, k))
         grouped = q.reshape(*q.shape[:-2], spec.num_kv_heads, -1, spec.head_dim)
         scores = jnp.einsum("...tkgh,...ckh->...kgtc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
+        if spec.alibi is not None:
+            scores += biases(jnp.array(spec.alibi), positions[:, None], positions[None], spec.num_kv_heads)
         visible = spec.pattern.visible(positions[:, None], positions)
         scores = jnp.where(visible, soft_capped(scores, spec.soft_cap), -jnp.inf)
         weights = _softmax(scores, sink_logits(params.layers[layer], spec))

@@ -35,6 +35,10 @@ class Operators:
         """Sums the devices' results of a product whose columns are divided among them."""
         return out
 
+    def of_heads(self, values: tuple[float, ...]) -> jax.Array:
+        """Returns the values of this device's query heads, from those of all heads of the model."""
+        return jnp.array(values, jnp.float32)
+
     def queries_keys_values(
         self, x: jax.Array, p: LayerParams, spec: LayerSpec
     ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.patterns import FAR
+from ksana_jax.models.alibi import biases
 from ksana_jax.models.layers import soft_capped
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.context import AttentionContext
-from ksana_jax.ops.kv_write import CEILING, Queries
+from ksana_jax.ops.kv_write import CEILING, Queries, sink_query_position
 from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sources import Source, sources
@@ -337,4 +338,9 @@ def _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles: _Tiles, source: Source, context:
     group = q_SKRH.shape[2] // chosen_SQC.shape[1]
     chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
     scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
+    if context.alibi is not None:
+        if sinks:  # from the position at which queries look at sink 0; with "ceiling", its key counts as there
+            at_ceiling = context.pattern.sink_position == CEILING
+            kv_pos, q_pos = jnp.where(at_ceiling, 0, kv_pos), sink_query_position(context.pattern, q_pos, 0)
+        scores += biases(context.alibi, q_pos, kv_pos, scores.shape[1]).reshape(scores.shape)
     return jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)

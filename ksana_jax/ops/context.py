@@ -22,7 +22,8 @@ class AttentionContext(NamedTuple):
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's
     denominator. observer: None without an eviction method. residual: with a block codec, of the exact keys and
     of the exact values the layer's index in a block, and the batch with the tables of their group; else None.
-    features: operations that programs may use on the device.
+    features: operations that programs may use on the device. alibi: [N], slopes of the heads (`models.alibi`) by
+    positions in the cache; None without.
     """
 
     layer: int
@@ -36,3 +37,4 @@ class AttentionContext(NamedTuple):
     observer: Observer | None = None
     residual: tuple[tuple[int, StepArrays], tuple[int, StepArrays]] | None = None
     features: Features = ALL_FEATURES
+    alibi: jax.Array | None = None

@@ -218,6 +218,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
     """Returns the first unsupported requirement other than codecs, or None."""
     if reason := _unread(needs.pattern_fields):
         return reason
+    if needs.alibi:
+        return "scores have biases by distance (ALiBi), which the kernels do not add"
     if (method := needs.eviction) is not None:
         name = f"kv_eviction {type(method).__name__}"
         if method.positions == "cache":

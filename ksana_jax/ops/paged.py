@@ -24,7 +24,7 @@ class PagedLayer(NamedTuple):
 
     angles: of its rope at the step's text positions.
     pattern: its numbers, int32 scalars: traced, so that changing a window does not compile again.
-    sink_logits: [N] of its heads (`models.transformer.sink_logits`), or None.
+    sink_logits, alibi: [N] of its heads, see `AttentionContext`; or None.
     observer: None where nothing is evicted.
     at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
     residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
@@ -36,6 +36,7 @@ class PagedLayer(NamedTuple):
     angles: tuple[jax.Array, jax.Array]
     pattern: PatternArrays
     sink_logits: jax.Array | None
+    alibi: jax.Array | None
     observer: Observer | None
     at: Any
     batch: StepArrays
@@ -73,6 +74,7 @@ def paged_attend(
             layer.observer,
             layer.residual,
             features,
+            layer.alibi,
         )
         if (observer := context.observer) is not None:
             cache = cache.enter(at, context.batch.slots, context.batch.positions)

@@ -21,7 +21,8 @@ class Requirements(NamedTuple):
     dtype: NumPy's name of the stored type of keys and values. codec: how they are encoded in it, see
       `KVLayout`. query_dtype: NumPy's name of the queries' type; None where it is dtype.
     num_repositioned_sinks: maximum number of repositioned sinks.
-    soft_cap: whether scores are capped. sinks: whether heads have sink logits.
+    soft_cap: whether scores are capped. sinks: whether heads have sink logits. alibi: whether scores have
+      biases by distance.
     eviction: method that evicts tokens; None if there is none.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than requested.
@@ -41,6 +42,7 @@ class Requirements(NamedTuple):
     codec: str = "bf16"
     query_dtype: str | None = None
     eviction: EvictionMethod | None = None
+    alibi: bool = False
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Requirements(NamedTuple):
             f"{layout.codec} beside full precision" if mixed else layout.codec,
             query_dtype,
             None if layout.eviction is None else layout.eviction.method,
+            config.alibi is not None,
         )
 
 

@@ -296,6 +296,7 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
                 angles=turns,
                 pattern=patterns.layer(layer),
                 sink_logits=sink_logits(p, spec.attention),
+                alibi=None if (slopes := spec.attention.alibi) is None else network.operators.of_heads(slopes),
                 observer=network.observer(kind, layer),
                 at=at,
                 batch=of_group(group),

@@ -33,6 +33,10 @@ class DividedOperators(Operators):
     def summed(self, out: jax.Array) -> jax.Array:
         return jax.lax.psum(out, AXIS)
 
+    def of_heads(self, values: tuple[float, ...]) -> jax.Array:
+        divided = super().of_heads(values).reshape(jax.lax.axis_size(AXIS), -1)
+        return divided[jax.lax.axis_index(AXIS)]
+
     @jax.named_scope("norm")
     def normed_projection(self, x: jax.Array, weight: jax.Array, norms: NormSpec) -> jax.Array:
         # A mean of means: devices have equally many channels, and each kv head is on as many of them as any other.

@@ -131,6 +131,16 @@ GPT2 = {name: BASE[name] for name in ("vocab_size", "bos_token_id", "eos_token_i
     "activation_function": "gelu_new",
     "tie_word_embeddings": True,
 }
+MPT = {name: BASE[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")} | {
+    "model_type": "mpt",
+    "architectures": ["MptForCausalLM"],
+    "d_model": 48,
+    "n_heads": 6,
+    "n_layers": 2,
+    "max_seq_len": 128,
+    "tie_word_embeddings": True,
+    "attn_config": {"softmax_scale": 0.5},
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -224,6 +234,7 @@ CASES = {
     "gpt_neox-mha-rope-partial-biases": GPT_NEOX,
     "opt-mha-positions-biases-tied": OPT,
     "gpt2-mha-positions-biases-tied": GPT2,
+    "mpt-mha-alibi-tied": MPT,
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
 }

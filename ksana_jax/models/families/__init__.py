@@ -20,6 +20,7 @@ from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.mistral import MISTRAL
+from ksana_jax.models.families.mpt import MPT
 from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.olmo3 import OLMO3
 from ksana_jax.models.families.opt import OPT
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Family] = {
         GPT_NEOX,
         OPT,
         GPT2,
+        MPT,
     )
 }
 
