@@ -74,7 +74,8 @@ def reference_logprobs(
         for n in range(heads):
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
             k_ij = np.where(read[:, :, None], exact_k[None, :, n], k[None, :, n])
-            scores = np.where(mask, _capped((q_ij * k_ij).sum(-1) * spec.scale, spec.soft_cap), -np.inf)
+            biases = 0 if spec.alibi is None else spec.alibi[n] * (j - stands)
+            scores = np.where(mask, _capped((q_ij * k_ij).sum(-1) * spec.scale + biases, spec.soft_cap), -np.inf)
             top = scores.max(-1, keepdims=True)
             w = np.exp(scores - top)
             sink = 0 if spec.sinks is None else np.exp(sink_logits[n] - top)

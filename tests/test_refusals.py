@@ -1,18 +1,19 @@
 """Each pair of settings in the list is refused, by a door that users have, with the reason in one line."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from ksana_jax import SamplingParams
+from ksana_jax import LLM, SamplingParams
 from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.refusals import REFUSALS
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.loading.export import export_hf
 from tests.engine.drafters import draft_model
-from tests.engine.small import make_llm, tokens_of
+from tests.engine.small import SMALL, make_llm, model, tokens_of
 
 SOME = {
     "kv_eviction": {"kv_eviction": {"method": "knorm", "budget": 20}},
@@ -21,6 +22,8 @@ SOME = {
     "shared_prefix_attention": {"shared_prefix_attention": True},
     refusals.WHOLE_BLOCKS: {"kv_cache_dtype": "kivi4"},
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
+    refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},
+    refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
     refusals.UNEVEN: {"kv_cache_dtype": "int8", "pattern": [{"window": 8}, "full"]},
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
@@ -70,6 +73,9 @@ def test_listed_settings_are_refused_together(refusal, drafter):
         elif refusals.SEVERAL_COMPLETIONS in names:
             params = SamplingParams(n=given.pop("n"), detokenize=False)
             tokens_of(make_llm(**given), [[5, 6]], params)
+        elif refusals.ALIBI in names:
+            config, params = model()
+            LLM.from_params(dataclasses.replace(config, alibi=given.pop("alibi")), params, **SMALL, **given)
         else:
             make_llm(**given)
     assert "\n" not in str(caught.value) and " does not go with " in str(caught.value)

@@ -67,6 +67,21 @@ def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_ha
     expect_dense(llm, CONFIG, params, [rng.integers(0, 61, 40)], streaming)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        AttentionPattern(window=6, num_sinks=3),
+        AttentionPattern(window=6, num_sinks=3, sink_position="ceiling", sink_ceiling=9),
+        AttentionPattern(window=6, num_sinks=3, sink_position="absolute"),
+    ],
+    ids=lambda pattern: pattern.sink_position,
+)
+def test_scores_fall_with_the_distance_at_which_a_query_looks_at_a_key(params, pattern):
+    config = dataclasses.replace(CONFIG, alibi=(0.5, 0.2, 0.1, 0.05))
+    rng = np.random.default_rng(7)
+    expect_dense(make_llm(params, config), config, params, [rng.integers(0, 61, n) for n in (40, 3)], pattern)
+
+
 def test_softmax_off_by_one_has_a_sink_logit_of_zero_and_no_parameter(params):
     text = np.random.default_rng(7).integers(0, 61, 40)
     config = dataclasses.replace(CONFIG, sinks="zero")
@@ -117,6 +132,9 @@ def test_dense_logits_and_weights_see_scale_caps_sinks_ropes_and_windows(params)
         ({"soft_cap": 0.0}, "soft_cap is 0.0, must be a finite number above 0 or None"),
         ({"attention_scale": -1.0}, "attention_scale is -1.0"),
         ({"sinks": True}, "sinks is True, must be one of None, learned, zero"),
+        ({"alibi": (0.5, 0.1)}, "alibi has 2 slopes, num_heads is 4"),
+        ({"alibi": (0.5, 0.1, 0.1, 0.0)}, "alibi is 0.0"),
+        ({"position_offset": -1}, "position_offset is -1"),
         ({"rope": (RopeConfig(),)}, "rope has 1 entries, the model has 2 layers"),
         ({"rope": (RopeConfig(), RopeConfig(theta=-1.0))}, "rope theta is -1.0"),
     ],
@@ -130,8 +148,8 @@ def test_a_spec_that_cannot_be_is_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mlp": "relu"}, "mlp is 'relu', must be one of swiglu"),
-        ({"norm": "layer"}, "norm is 'layer', must be one of rms"),
+        ({"mlp": "relu2"}, "mlp is 'relu2', must be one of swiglu"),
+        ({"norm": "batch"}, "norm is 'batch', must be one of rms"),
     ],
 )
 def test_an_unknown_kind_is_refused_with_those_that_there_are(change, message):

@@ -141,6 +141,15 @@ MPT = {name: BASE[name] for name in ("vocab_size", "bos_token_id", "eos_token_id
     "tie_word_embeddings": True,
     "attn_config": {"softmax_scale": 0.5},
 }
+FALCON = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")} | {
+    "model_type": "falcon",
+    "architectures": ["FalconForCausalLM"],
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -235,6 +244,11 @@ CASES = {
     "opt-mha-positions-biases-tied": OPT,
     "gpt2-mha-positions-biases-tied": GPT2,
     "mpt-mha-alibi-tied": MPT,
+    "falcon-mqa-tied": FALCON,
+    "falcon-gqa-two-norms-untied": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    "falcon-mha-alibi-biases-tied": FALCON
+    | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True, "num_attention_heads": 2},
     "smollm3-gqa-nope-tied": SMOLLM3
     | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "rope_theta": 1e4},
 }
@@ -280,7 +294,9 @@ def make_case(name: str, folder: Path) -> None:
 
 
 def load(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # transformers 5.24.0 adds ALiBi twice in Falcon's eager attention.
+    attention = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:

@@ -44,6 +44,8 @@ GPT2 = {
     "n_positions": 4096,
     "eos_token_id": 0,
 }
+MPT = {"model_type": "mpt", "vocab_size": 1000, "d_model": 64, "n_layers": 4, "n_heads": 8, "max_seq_len": 4096}
+FALCON = without(SIZES, "intermediate_size", "num_key_value_heads") | {"model_type": "falcon"}
 ROPES = {
     "default": ({}, RopeConfig(theta=5e5)),
     "linear": ({"factor": 4}, RopeConfig("linear", 5e5, 4.0)),

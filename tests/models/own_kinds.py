@@ -91,6 +91,7 @@ CONFIGS = {
     "parallel": dataclasses.replace(
         TINY,
         **{"mlp": "gelu", "norm": "layer", "norm_placement": "parallel", "position_offset": 2},
+        alibi=(0.5, 0.25, 0.125, 0.0625),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
     "shared": dataclasses.replace(TINY, norm_placement="parallel_shared"),

@@ -9,6 +9,7 @@ from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.params import num_params
 from tests.models.hf_configs import (
+    FALCON,
     GEMMA2,
     GEMMA3,
     GLM4,
@@ -17,6 +18,7 @@ from tests.models.hf_configs import (
     GRANITE,
     LLAMA,
     MISTRAL,
+    MPT,
     OLMO3,
     OPT,
     PHI3,
@@ -173,6 +175,31 @@ def test_gpt2_may_give_the_width_of_its_mlps_and_leave_scores_unscaled():
     assert not config_from_hf(OPT | {"enable_bias": False}).qkv_bias
 
 
+def test_slopes_of_mpt_are_powers_of_two_in_turn_if_heads_are_no_power_of_two():
+    config = config_from_hf(MPT)
+    assert config.alibi == tuple(2.0**-i for i in range(1, 9)) and config.rope == NOPE
+    assert (config.norm, config.mlp, config.d_ff, config.tie_embeddings) == ("layer_no_bias", "gelu", 256, True)
+    assert config_from_hf(MPT | {"d_model": 72, "n_heads": 6}).alibi == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
+    assert config_from_hf(MPT | {"attn_config": {"softmax_scale": 0.5, "attn_pdrop": 0.1}}).attention_scale == 0.5
+    assert config_from_hf(MPT | {"expansion_ratio": 2}).d_ff == 128
+
+
+def test_falcons_differ_in_kv_heads_norms_and_positions():
+    def facts(**changes):
+        config = config_from_hf(FALCON | changes)
+        return config.num_kv_heads, config.norm_placement, config.qkv_bias
+
+    grouped = {"new_decoder_architecture": True, "num_kv_heads": 2}
+    assert facts() == facts(num_kv_heads=8) == (1, "parallel_shared", False)
+    assert facts(multi_query=False, parallel_attn=False, bias=True) == (8, "before", True)
+    assert facts(**grouped) == (2, "parallel", False)
+    assert facts(**grouped, num_ln_in_parallel_attn=1) == (2, "parallel_shared", False)
+    config = config_from_hf(FALCON | {"alibi": True})
+    assert config.rope == NOPE and config.alibi == tuple(2.0**-i * 8**-0.5 for i in range(1, 9))
+    assert config_from_hf(FALCON | {"rope_theta": 1e5}).rope == RopeConfig(theta=1e5)
+    assert config_from_hf(FALCON | {"ffn_hidden_size": 100}).d_ff == 100
+
+
 def test_every_fourth_layer_of_olmo3_is_full_and_has_a_rope_of_its_own():
     plain, slide = RopeConfig(theta=5e5), AttentionPattern(window=4096)
     config = config_from_hf(OLMO3)
@@ -248,6 +275,11 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
             },
             125_239_296,
         ),  # OPT 125M
+        (
+            FALCON | {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
+            6_921_720_704,
+        ),  # Falcon 7B
+        (MPT | {"vocab_size": 50_432, "d_model": 4096, "n_layers": 32, "n_heads": 32}, 6_649_286_656),  # MPT 7B
     ],
 )
 def test_models_have_as_many_weights_as_their_makers_say(values, expected):

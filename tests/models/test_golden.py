@@ -133,6 +133,15 @@ def test_golden_files_notice_a_shifted_table_of_positions(name):
     assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
 
 
+@pytest.mark.parametrize("name", [case.name for case in CASES if "alibi" in case.name])
+def test_golden_files_notice_the_slopes_of_another_head(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    scores = compiled_logits(
+        params, case.prompts[2], config=dataclasses.replace(config, alibi=config.alibi and config.alibi[::-1])
+    )
+    assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 1
+
+
 def test_golden_files_cover_every_family_rope_kind_and_grouping():
     configs = {case.name: model_of(case.name)[0] for case in CASES}
     ours = {"llama_sinks"}  # transformers has no such model

@@ -11,6 +11,7 @@ from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.families.mpt import alibi_slopes
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.params import init_params
 from tests.golden.cases import golden_cases
@@ -73,6 +74,7 @@ NEOX = dataclasses.replace(
     mlp="gelu",
     **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
 )
+FALCON = dataclasses.replace(TINY, family="falcon", head_dim=8, norm="layer", mlp="gelu")
 EXPORTED = {
     "llama": TINY,
     "llama, biases": dataclasses.replace(TINY, qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -118,6 +120,19 @@ EXPORTED = {
     "opt": dataclasses.replace(NEOX, family="opt", mlp="relu", rope=NO_ROPE, position_offset=2),
     "gpt2": dataclasses.replace(
         NEOX, family="gpt2", mlp="gelu_tanh", rope=NO_ROPE, position_offset=0, attention_scale=1.0, tie_embeddings=True
+    ),
+    "mpt": dataclasses.replace(
+        TINY,
+        **{"family": "mpt", "num_kv_heads": 4, "head_dim": 8, "norm": "layer_no_bias", "mlp": "gelu", "d_ff": 128},
+        **{"rope": NO_ROPE, "alibi": alibi_slopes(4)},
+    ),
+    "falcon, one norm": dataclasses.replace(FALCON, norm_placement="parallel_shared"),
+    "falcon, two norms": dataclasses.replace(FALCON, norm_placement="parallel", num_kv_heads=1, mlp="gelu_tanh"),
+    "falcon, alibi": dataclasses.replace(
+        FALCON,
+        **{"norm_placement": "before", "num_kv_heads": 4, "rope": NO_ROPE, "tie_embeddings": True},
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+        alibi=tuple(slope * 8**-0.5 for slope in alibi_slopes(4)),
     ),
     "gemma2": dataclasses.replace(GEMMA, family="gemma2", soft_cap=2.0, logit_soft_cap=9.0),
     "gemma3": dataclasses.replace(

@@ -9,6 +9,7 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.frequencies import make_rope
 from tests.models.hf_configs import (
+    FALCON,
     GEMMA2,
     GEMMA3,
     GLM4,
@@ -17,6 +18,7 @@ from tests.models.hf_configs import (
     GRANITE,
     LLAMA,
     MISTRAL,
+    MPT,
     OLMO3,
     OPT,
     PHI3,
@@ -174,6 +176,22 @@ REFUSED = [
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx is True", "false"]),
     (GPT2, {"add_cross_attention": True}, ["add_cross_attention is True"]),
     (GPT2, {"hidden_size": 64}, ["hidden_size is 64", "is named n_embd here"]),
+    (MPT, {"attn_config": {"clip_qkv": 6.0}}, ["attn_config.clip_qkv is 6.0", "supported: None"]),
+    (MPT, {"attn_config": {"alibi": False}}, ["attn_config.alibi is False", "True"]),
+    (MPT, {"attn_config": {"alibi_bias_max": 16}}, ["attn_config.alibi_bias_max is 16", "supported: 8"]),
+    (MPT, {"attn_config": {"attn_type": "multiquery_attention"}}, ["multiquery_attention", "multihead_attention"]),
+    (MPT, {"attn_config": {"rope": True}}, ["attn_config.rope is True", "not supported"]),
+    (MPT, {"attn_config": {"softmax_scale": 0}}, ["attn_config.softmax_scale is 0"]),
+    (MPT, {"attn_config": 3}, ["attn_config is 3", "object"]),
+    (MPT, {"no_bias": False}, ["no_bias is False", "true"]),
+    (MPT, {"logit_scale": "inv_sqrt_d_model"}, ["logit_scale is 'inv_sqrt_d_model'", "null"]),
+    (MPT, {"norm_type": "rmsnorm"}, ["norm_type is 'rmsnorm'"]),
+    (MPT, {"expansion_ratio": 0}, ["expansion_ratio is 0"]),
+    (FALCON, {"new_decoder_architecture": True, "parallel_attn": False}, ["parallel_attn is False", "true"]),
+    (FALCON, {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, ["num_ln_in_parallel_attn is 3"]),
+    (FALCON, {"num_ln_in_parallel_attn": 2}, ["num_ln_in_parallel_attn is 2", "new_decoder_architecture"]),
+    (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 3}, ["multiple of num_key_value_heads 3"]),
+    (FALCON, {"activation": "silu"}, ["activation is 'silu'", "gelu"]),
     (SMOLLM3, {"use_sliding_window": True}, ["use_sliding_window is True", "false"]),
 ]
 

@@ -1,6 +1,7 @@
 """A model is written as the config of its family, or refused if the family cannot express it."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
+from ksana_jax.models.families.mpt import alibi_slopes
 from tests.models.hf_configs import ROPES
 
 SLIDING = (FULL, AttentionPattern(window=9))
@@ -22,6 +24,9 @@ GEMMA_SHAPE = {
     "tie_embeddings": True,
 }
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
+MOSAIC |= {"d_ff": 2048}
+TII: Any = {"family": "falcon", "norm": "layer", "mlp": "gelu"}
 WRITABLE = [
     ModelConfig(vocab_size=64, num_layers=2, bos_id=3, eos_ids=(4, 5)),
     ModelConfig(num_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True, tie_embeddings=True, rope=ROPES["yarn"][1]),
@@ -81,6 +86,17 @@ WRITABLE = [
     ),
     ModelConfig(**NEOX | {"mlp": "relu"}, family="opt", rope=NO_ROPE, position_offset=2, tie_embeddings=True),
     ModelConfig(**NEOX | {"mlp": "gelu_tanh"}, family="gpt2", rope=NO_ROPE, position_offset=0, attention_scale=1.0),
+    ModelConfig(**MOSAIC, tie_embeddings=True),
+    ModelConfig(**MOSAIC | {"attention_scale": 0.3, "d_ff": 512}),
+    ModelConfig(**TII, norm_placement="parallel_shared", num_kv_heads=1),
+    ModelConfig(**TII, norm_placement="parallel_shared", num_kv_heads=2, tie_embeddings=True),
+    ModelConfig(**TII, norm_placement="parallel", num_kv_heads=1, rope=RopeConfig("linear", 1e4, 2.0)),
+    ModelConfig(
+        **TII | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        norm_placement="before",
+        rope=NO_ROPE,
+        alibi=tuple(slope / 8 for slope in alibi_slopes(8)),
+    ),
     ModelConfig(family="smollm3", num_layers=2, rope=RopeConfig("none"), tie_embeddings=True, mlp_bias=True),
 ]
 
@@ -104,6 +120,10 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"family": "gpt_neox", **NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
         ({"position_offset": 0}, "position_offset 0"),
         ({"family": "opt", **NEOX, "mlp": "relu", "rope": NO_ROPE, "position_offset": 0}, "position_offset 0"),
+        ({**MOSAIC, "alibi": (0.5,) * 8}, "alibi"),
+        ({**MOSAIC, "d_ff": 2000}, "d_ff 2000"),
+        ({"alibi": (0.5,) * 8}, "alibi"),
+        ({**TII, "norm_placement": "before", "num_kv_heads": 4}, "parallel_attn is False"),
         ({"sinks": "zero"}, "sinks zero"),
         ({"family": "llama_sinks"}, "attention_sinks is None"),
         ({"qkv_bias": True}, "out_bias False"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.models.families.falcon import FALCON
 from ksana_jax.models.families.family import Family, read_config, write_config
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Family] = {
         GPT_NEOX,
         OPT,
         GPT2,
+        FALCON,
         MPT,
     )
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import NormPlacement, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
@@ -80,6 +80,7 @@ class Family:
       write: returns those fields as config fields.
       top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams; of the latter,
         also views. A tuple names the tensors that are the rows of a weight, such as a norm's factors and bias.
+      norm_names: by placement of norms, names that take the place of those in layer_names.
       layer_prefix: what names of layers begin with; {} is the layer.
       renamed: what some versions of transformers write instead of the beginning of a name: regular expression, and the
         beginning that is used here.
@@ -103,6 +104,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     top_names: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=lambda: TOP_NAMES)
     layer_names: Mapping[str, Name] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
+    norm_names: Mapping[str, Mapping[str, Name]] = dataclasses.field(default_factory=dict)
     layer_prefix: str = "model.layers.{}."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = BUFFERS
@@ -113,16 +115,16 @@ class Family:
     write_rope: Callable[[ModelConfig], dict[str, Any]] = write_rope
     rotates_neighbours: bool = False
 
-    def name(self, field: str, layer: int | None = None) -> Name:
+    def name(self, field: str, layer: int | None = None, placement: NormPlacement = "before") -> Name:
         """Returns the Hugging Face name of a weight, the names of its rows, or its view.
 
         Args:
-          field: of LayerParams if a layer is given, else of Params.
+          field: of LayerParams if a layer is given, else of Params. placement: of the model's norms.
 
         Raises:
           ConfigError: the family has no name for it.
         """
-        names = self.top_names if layer is None else self.layer_names
+        names = self.top_names if layer is None else {**self.layer_names, **self.norm_names.get(placement, {})}
         if field not in names:
             raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
         name, prefix = names[field], "" if layer is None else self.layer_prefix.format(layer)
