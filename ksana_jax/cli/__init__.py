@@ -79,6 +79,7 @@ COMMANDS = (
     machine.plan,
     training.train,
     machine.doctor,
+    machine.models,
 )
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)

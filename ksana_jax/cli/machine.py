@@ -78,6 +78,13 @@ def plan(
     )
 
 
+def models() -> None:
+    """Lists the model families, and what works with each, as Markdown."""
+    from ksana_jax.engine.family_table import table
+
+    print(table())
+
+
 def doctor(
     model: Annotated[
         str | None,

@@ -26,6 +26,8 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
+# Architectures whose names converters also give models of another family.
+SHARED = {"mistral": "llama", "olmo3": "olmo2"}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",

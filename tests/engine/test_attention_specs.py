@@ -67,6 +67,7 @@ def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_ha
     expect_dense(llm, CONFIG, params, [rng.integers(0, 61, 40)], streaming)
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -77,9 +78,25 @@ def test_each_layer_has_its_own_rope_and_window_and_all_are_capped_scaled_and_ha
     ids=lambda pattern: pattern.sink_position,
 )
 def test_scores_fall_with_the_distance_at_which_a_query_looks_at_a_key(params, pattern):
-    config = dataclasses.replace(CONFIG, alibi=(0.5, 0.2, 0.1, 0.05))
+    config = dataclasses.replace(CONFIG, alibi=(0.5, 0.2, 0.1, 0.05), rope=RopeConfig())
     rng = np.random.default_rng(7)
     expect_dense(make_llm(params, config), config, params, [rng.integers(0, 61, n) for n in (40, 3)], pattern)
+
+
+@pytest.mark.usefixtures("few_shapes")
+def test_distances_are_those_in_the_cache_if_tokens_in_between_were_evicted(params):
+    config = dataclasses.replace(CONFIG, alibi=(0.5, 0.2, 0.1, 0.05), rope=RopeConfig(), pattern=AttentionPattern())
+    asked = SamplingParams(temperature=0, max_tokens=24, logprobs=0, detokenize=False)
+    streaming = {"method": "streaming_llm", "budget": 8, "sinks": 2, "interval": 1}
+    found = []
+    for setting in ({"kv_eviction": streaming}, {"pattern": AttentionPattern(window=7, num_sinks=2)}):
+        sizes = {"block_size": 8, "max_num_seqs": 1, "query_tile": 8, "max_model_len": 32, "max_num_batched_tokens": 8}
+        llm = LLM.from_params(config, params, **sizes, **setting)
+        found.append(llm.generate({"prompt_token_ids": range(5, 12)}, asked)[0].outputs[0])
+    one, other = found
+    assert one.token_ids == other.token_ids
+    found, expected = ([e[i].logprob for e, i in zip(c.logprobs or [], c.token_ids)] for c in (one, other))
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
 def test_softmax_off_by_one_has_a_sink_logit_of_zero_and_no_parameter(params):

@@ -32,5 +32,6 @@ LLAMA_SINKS = Family(
     defaults=llama.LLAMA.defaults,
     read=read,
     write=write,
+    example={"attention_sinks": "learned"},
     layer_names={**LAYER_NAMES, "sink_logits": "self_attn.sinks"},
 )

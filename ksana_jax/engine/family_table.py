@@ -1,0 +1,79 @@
+"""What works with each model family, as a table for `ksana models` and docs/reference/models.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import per_layer
+from ksana_jax.loading.gguf_config import ARCHITECTURES, SHARED
+from ksana_jax.models.families import FAMILIES, config_from_hf
+from ksana_jax.models.families.family import Family
+from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.mlp import unstated
+from ksana_jax.models.params import check_quantises
+from ksana_jax.sharding.shares import local_model
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+# norms: placement and kind, and whether layers have windows. int8: `quantization`, w8a8 too. invariant: `numerics`.
+COLUMNS = ("family", "class", "positions", "norms", "MLP", "tensor parallel", "int8", "invariant", "attention", "GGUF")
+
+
+def example(family: Family) -> ModelConfig:
+    """Returns a small model of a family, with the family's defaults."""
+    named = {family.fields.get(name, name): value for name, value in SIZES.items()}
+    values: dict[str, Any] = {name: value for name, value in named.items() if name is not None}
+    return config_from_hf({"model_type": family.model_type, **family.example, **values}, family.model_type)
+
+
+def row(family: Family) -> tuple[str, ...]:
+    """Returns the cells of a family, in the order of COLUMNS."""
+    config = example(family)
+    norm, windows = norm_kind(config.norm), {pattern.window for pattern in per_layer(config.pattern, config.num_layers)}
+    row_by_row = (norm.row_by_row or norm.plus_one is not None) and not unstated(config, "row_by_row")
+    own = {model_type: name for name, model_type in ARCHITECTURES.items()}
+    return (
+        f"`{family.model_type}`",
+        family.architectures[0],
+        _positions(config),
+        ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
+        config.mlp,
+        _works(lambda: local_model(config, 2)),
+        _works(lambda: check_quantises(config, "int8")),
+        "yes" if row_by_row and config.alibi is None else "no",
+        "all" if config.alibi is None else "xla",
+        f"`{gguf}`" if (gguf := (own | SHARED).get(family.model_type)) else "no",
+    )
+
+
+def _positions(config: ModelConfig) -> str:
+    ropes = [layer.attention.rope for layer in config.layers]
+    kinds = ["ALiBi"] * (config.alibi is not None) + ["table"] * (config.position_offset is not None)
+    if rotated := [rope for rope in ropes if rope.kind != "none"]:
+        part = rotated[0].partial_rotary_factor
+        kinds.append("rope" if part == 1 else f"rope of {part:g} of a head")
+        kinds += ["none in some layers"] * (len(rotated) < len(ropes))
+    return ", ".join(kinds)
+
+
+def _works(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except ConfigError:
+        return "no"
+    return "yes"
+
+
+def table() -> str:
+    """Returns the table as Markdown."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *map(row, FAMILIES.values())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

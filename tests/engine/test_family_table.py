@@ -1,0 +1,19 @@
+"""The table of families says what settings do; `tests/test_docs.py` compares it with the page."""
+
+import pytest
+
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.engine import family_table
+from ksana_jax.models.families import FAMILIES
+from ksana_jax.ops.invariant import check_invariant
+from ksana_jax.ops.requirements import Requirements
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_numerics_are_refused_as_the_table_says(family):
+    cells = dict(zip(family_table.COLUMNS, family_table.row(family), strict=True))
+    config = family_table.example(family)
+    needs = Requirements("cpu", None, "float32", 4, 4, 16, 16, codec="f32", alibi=config.alibi is not None)
+    if cells["invariant"] == "no":
+        with pytest.raises(ConfigError, match=r"norms are layer|ALiBi"):
+            check_invariant(config, needs, "float32")
