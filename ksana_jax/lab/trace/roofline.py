@@ -65,8 +65,9 @@ def roofline(
     if dtype not in chip.flops_per_s:
         raise ConfigError(f"{chip.name} has no published rate for {dtype}, only for {', '.join(chip.flops_per_s)}")
     params, stored = (abstract_params(model, dtype, q) for q in (None, quantization))
-    matrices = sum(x.size for x in jax.tree.leaves(params.layers) if len(x.shape) == 2)
-    matrix_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored.layers) if len(x.shape) == 2)
+    # Norms with biases have two rows.
+    whole, codes = ([x for x in jax.tree.leaves(p.layers) if len(x.shape) == 2 < x.shape[0]] for p in (params, stored))
+    matrices, matrix_bytes = sum(x.size for x in whole), sum(x.size * x.dtype.itemsize for x in codes)
     vocabulary = model.vocab_size * model.d_model
     itemsize = params.final_norm.dtype.itemsize
     attended, seen = _attended(model, patterns, shape, context)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NormPlacement, RopeConfig
-from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.patterns import AttentionPattern, per_layer
 from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 
@@ -235,6 +235,21 @@ def layer_windows(fields: Fields) -> dict[str, Any]:
         fields.problem("layer_types", kinds, "sliding_attention needs use_sliding_window true and a sliding_window")
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return {"pattern": one_or_each([AttentionPattern(window=window) for window in windows])}
+
+
+def sliding_in(fields: Fields, kinds: Sequence[str]) -> AttentionPattern | tuple[AttentionPattern, ...]:
+    """Returns the patterns of layers of these kinds; sliding ones have the window `sliding_window`."""
+    slide = AttentionPattern(window=fields.integer("sliding_window") if "sliding_attention" in kinds else None)
+    return one_or_each([slide if kind == "sliding_attention" else AttentionPattern() for kind in kinds])
+
+
+def write_windows(config: ModelConfig) -> dict[str, Any]:
+    """Returns the layers' windows as config fields; of several window sizes, the first is written."""
+    windows = [pattern.window for pattern in per_layer(config.pattern, config.num_layers)]
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
 
 
 def layer_kinds(fields: Fields, otherwise: list[str]) -> list[str]:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.patterns import AttentionPattern, per_layer
-from ksana_jax.models.families.family import LAYER_NAMES, Family, layer_kinds, one_or_each
-from ksana_jax.models.families.fields import Fields
+from ksana_jax.models.families.family import LAYER_NAMES, Family, layer_kinds, sliding_in, write_windows
+from ksana_jax.models.families.fields import MAX_LAYERS, Fields
 
 NAMES = LAYER_NAMES | {
     "post_attn_norm": "post_attention_layernorm.weight",
@@ -29,7 +28,7 @@ DEFAULTS = {
 def kinds_in_turn(fields: Fields) -> list[str]:
     """Returns the kind of each layer: `layer_types`, or else every `sliding_window_pattern`-th layer is full."""
     every = fields.integer("sliding_window_pattern")
-    count = fields.integer("num_hidden_layers", most=10_000)
+    count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     return layer_kinds(
         fields, ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
     )
@@ -41,10 +40,9 @@ def read(fields: Fields) -> dict[str, Any]:
 
     fields.must_be("use_bidirectional_attention", (False,), "supported: false")
     kinds, bias = kinds_in_turn(fields), fields.flag("attention_bias")
-    slide = AttentionPattern(window=fields.integer("sliding_window") if "sliding_attention" in kinds else None)
     scalar = fields.number("query_pre_attn_scalar", fields.get("query_pre_attn_scalar"))
     return {
-        "pattern": one_or_each([slide if kind == "sliding_attention" else AttentionPattern() for kind in kinds]),
+        "pattern": sliding_in(fields, kinds),
         "qkv_bias": bias,
         "out_bias": bias,
         "attention_scale": scalar**-0.5,
@@ -57,14 +55,12 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    windows = [pattern.window for pattern in per_layer(config.pattern, config.num_layers)]
     return {
         "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": round(config.layers[0].attention.scale ** -2),
         "attn_logit_softcapping": config.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        **write_windows(config),
     }
 
 

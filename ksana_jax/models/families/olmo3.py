@@ -7,9 +7,8 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
-from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.models.families import gemma2, gemma3, olmo2, qwen2
-from ksana_jax.models.families.family import Family, one_or_each
+from ksana_jax.models.families import gemma2, gemma3, olmo2
+from ksana_jax.models.families.family import Family, sliding_in, write_windows
 from ksana_jax.models.families.fields import Fields
 from ksana_jax.models.families.rope import rope_fields
 
@@ -18,10 +17,7 @@ PLAIN = RopeConfig(theta=THETA)
 
 
 def read(fields: Fields) -> dict[str, Any]:
-    kinds = gemma2.kinds_in_turn(fields)
-    slide = AttentionPattern(window=fields.integer("sliding_window") if "sliding_attention" in kinds else None)
-    patterns = [slide if kind == "sliding_attention" else AttentionPattern() for kind in kinds]
-    return olmo2.read_norms(fields) | {"pattern": one_or_each(patterns)}
+    return olmo2.read_norms(fields) | {"pattern": sliding_in(fields, gemma2.kinds_in_turn(fields))}
 
 
 def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConfig, ...]:
@@ -37,8 +33,7 @@ def read_ropes(fields: Fields, max_position: int) -> RopeConfig | tuple[RopeConf
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    windows = qwen2.write_windows(config)
-    return olmo2.write(config) | {name: windows[name] for name in ("sliding_window", "layer_types")}
+    return olmo2.write(config) | write_windows(config)
 
 
 def write_ropes(config: ModelConfig) -> dict[str, Any]:

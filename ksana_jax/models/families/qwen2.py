@@ -6,7 +6,7 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import per_layer
-from ksana_jax.models.families.family import Family, layer_windows
+from ksana_jax.models.families.family import Family, layer_windows, write_windows
 from ksana_jax.models.families.fields import Fields
 
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
@@ -18,16 +18,10 @@ def read(fields: Fields) -> dict[str, Any]:
     return {"qkv_bias": True, **layer_windows(fields)}
 
 
-def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """Returns the layers' windows as config fields; of several window sizes, the first is written."""
+def write(config: ModelConfig) -> dict[str, Any]:
     windows = [pattern.window for pattern in per_layer(config.pattern, config.num_layers)]
-    sizes = [window for window in windows if window is not None]
-    return {
-        "use_sliding_window": bool(sizes),
-        "sliding_window": next(iter(sizes), None),
-        "max_window_layers": next((i for i, window in enumerate(windows) if window is not None), len(windows)),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
-    }
+    first = next((i for i, window in enumerate(windows) if window is not None), len(windows))
+    return {"use_sliding_window": any(windows), "max_window_layers": first, **write_windows(config)}
 
 
 QWEN2 = Family(
@@ -35,5 +29,5 @@ QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
     defaults={"num_key_value_heads": 32, **WINDOW_DEFAULTS},
     read=read,
-    write=write_windows,
+    write=write,
 )

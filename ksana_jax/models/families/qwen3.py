@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.models.families import qwen2
 from ksana_jax.models.families.family import Family, layer_windows
 from ksana_jax.models.families.fields import Fields
-from ksana_jax.models.families.qwen2 import WINDOW_DEFAULTS, write_windows
 
 
 def read(fields: Fields) -> dict[str, Any]:
@@ -17,13 +17,13 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias, **write_windows(config)}
+    return {"attention_bias": config.qkv_bias, **qwen2.write(config)}
 
 
 QWEN3 = Family(
     model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    defaults={"num_key_value_heads": 32, "head_dim": 128, **WINDOW_DEFAULTS},
+    defaults={"num_key_value_heads": 32, "head_dim": 128, **qwen2.WINDOW_DEFAULTS},
     read=read,
     write=write,
 )
