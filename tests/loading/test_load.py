@@ -15,7 +15,7 @@ import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.loading import abstract_params, load_config, load_model, stored_tensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits
@@ -199,3 +199,22 @@ def test_older_and_newer_names_of_a_tensor_are_the_same_and_buffers_are_left_out
     both = newer | {"embed_out.weight": newer["lm_head.weight"]}
     with pytest.raises(LoadError, match=r"embed_out.weight and .*lm_head.weight are|lm_head.weight and embed_out"):
         load_model(write_model(tmp_path / "both", both, config))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "prefix"),
+    [
+        ("gpt2", {"position_offset": 0, "mlp": "gelu_tanh"}, "transformer."),
+        ("opt", {"position_offset": 2, "mlp": "relu"}, "model."),
+    ],
+)
+def test_first_checkpoints_of_a_family_lack_a_prefix(tmp_path, family, changes, prefix):
+    biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+    shape = {"num_kv_heads": 4, "head_dim": 4, "norm": "layer", "rope": NO_ROPE, "tie_embeddings": True}
+    config = dataclasses.replace(TINY, family=family, **shape, **biases, **changes)
+    tensors = random_tensors(config)
+    found, params = load_model(write_model(tmp_path / "usual", tensors, config))
+    assert found == config and params.positions is not None and len(params.positions) == 64 + changes["position_offset"]
+    first = {name.removeprefix(prefix): values for name, values in tensors.items()}
+    _, same = load_model(write_model(tmp_path / "first", first, config))
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
