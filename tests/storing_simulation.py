@@ -180,8 +180,6 @@ class StoringSimulation(Simulation):
             self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
             self.storage = Storage(self.pattern, self.block_size, codec, eviction=self.draw_eviction())
             self.disk = None
-            method = self.storage.method
-            self.settings["caching"] &= method is not None and not method.observes
             self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 8, 50, 200])}
             # With prompts of so many tokens, the longest text just fits, and only alone.
             most = self.storage.layout.blocks_of(LONGEST - 1, num_prompt=rng.choice([5, 10, 25, 39]))
@@ -285,12 +283,6 @@ class StoringSimulation(Simulation):
         if self.storage.eviction and len(scheduler.order):
             scheduler._preempt(int(scheduler.order[-1]))
 
-    def refusal(self, num_prompt: int, max_len: int, params) -> str:
-        words = super().refusal(num_prompt, max_len, params)
-        if words != "max_model_len" and self.storage.eviction and params.num_sequences > 1:
-            return "share its blocks"
-        return words
-
     def most_blocks(self, max_tokens: int, num_prompt: int) -> int:
         return self.engine.scheduler.layout.blocks_of(max_tokens, num_prompt=num_prompt)
 
@@ -313,7 +305,27 @@ class StoringSimulation(Simulation):
             return super().starts_of(group, row)
         done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
         counts = counted(self.storage, group, int(rows.num_prompt[row])).cached
-        # A row with cached blocks evicts when the next step is scheduled.
-        waits = self.settings["caching"] and bool((rows.evict_at[:, row] <= done).any())
+        # A row that shares blocks evicts when the next step is scheduled.
+        waits = bool((rows.evict_at[:, row] <= done).any())
         cached = counts[done - 1] + 1 if waits else counts[done]
         return list(range(0, covered - done + cached, self.block_size))
+
+
+class SnapshotSimulation(StoringSimulation):
+    """Lives of an engine that adds up attention and caches snapshots, with many chats."""
+
+    def draws_eviction(self) -> bool:
+        return True
+
+    def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
+        while not read_eviction(dict(found := super().draw_eviction())).observes:  # type: ignore[union-attr]
+            pass
+        return found
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        self.settings |= {"caching": True, "host_slots": self.rng.choice([0, 0, 8])}
+        self.settings["num_blocks"] += self.rng.choice([0, 20])
+
+    def add(self) -> None:
+        (self.next_turn if self.rng.random() < 0.5 else super().add)()

@@ -13,7 +13,7 @@ from ksana_jax.core.refusals import REFUSALS
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.loading.export import export_hf
 from tests.engine.drafters import draft_model
-from tests.engine.small import SMALL, make_llm, model, tokens_of
+from tests.engine.small import SMALL, make_llm, model
 
 SOME = {
     "kv_eviction": {"kv_eviction": {"method": "knorm", "budget": 20}},
@@ -27,7 +27,6 @@ SOME = {
     refusals.UNEVEN: {"kv_cache_dtype": "int8", "pattern": [{"window": 8}, "full"]},
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
-    refusals.SEVERAL_COMPLETIONS: {"n": 2},
     "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     refusals.BRANCHES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}},
     refusals.COMPARES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}},
@@ -70,9 +69,6 @@ def test_listed_settings_are_refused_together(refusal, drafter):
     with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
         if names <= OF_REQUESTS:
             SamplingParams(**given)
-        elif refusals.SEVERAL_COMPLETIONS in names:
-            params = SamplingParams(n=given.pop("n"), detokenize=False)
-            tokens_of(make_llm(**given), [[5, 6]], params)
         elif refusals.ALIBI in names:
             config, params = model()
             LLM.from_params(dataclasses.replace(config, alibi=given.pop("alibi")), params, **SMALL, **given)

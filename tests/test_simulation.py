@@ -5,15 +5,20 @@ import dataclasses
 import os
 import random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.codecs.sealing import Sealing
+from ksana_jax.kv.device_tier import DeviceTier
+from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_eviction import RowEviction
 from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
@@ -24,7 +29,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
-from tests.storing_simulation import METHODS, StoringSimulation
+from tests.storing_simulation import METHODS, SnapshotSimulation, StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)
@@ -125,15 +130,16 @@ def a_step_late(monkeypatch):
 
 def a_block_twice(monkeypatch):
     """A block that an eviction empties returns to the pool, and so does it when its row ends."""
-    compact = RowBlocks.compact
+    compact = RowEviction._compact
 
     def compact_twice(self, rows, kept):
-        before = {row: self.rows.block_ids(row) for row in rows.tolist()}
+        r, device = self.row_blocks.rows, self.row_blocks.memory.device
+        before = {row: r.block_ids(row) for row in rows.tolist()}
         compact(self, rows, kept)
         for row, ids in before.items():
-            self.memory.device.release(ids[~(ids[:, None] == self.rows.block_ids(row)).any(axis=1)][:1])
+            device.release(ids[~(ids[:, None] == r.block_ids(row)).any(axis=1)][:1])
 
-    monkeypatch.setattr(RowBlocks, "compact", compact_twice)
+    monkeypatch.setattr(RowEviction, "_compact", compact_twice)
 
 
 def no_count_of_what_went(monkeypatch):
@@ -153,17 +159,42 @@ def in_cached_blocks(monkeypatch):
     monkeypatch.setattr(PendingMoves, "evict", lambda moves, e: evict(moves, e._replace(targets=e.tables)))
 
 
-@pytest.mark.parametrize(
-    "plant", [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
-)
-def test_lives_find_a_planted_bug(plant, monkeypatch):
+def scores_in_snapshots(monkeypatch):
+    """A row goes on to add up attention in the blocks of its snapshot."""
+    monkeypatch.setattr(KVLayout, "scored_groups", property(lambda layout: np.zeros(len(layout.groups), bool)))
+
+
+def any_prompt(monkeypatch):
+    """A snapshot is found by prompts of any length."""
+    monkeypatch.setattr(EvictionSchedule, "counts_prompt", False)
+
+
+def copied_at_once(monkeypatch):
+    """A block that is being loaded is copied before it arrives."""
+
+    def copy(device, block):
+        (new,) = device.allocate(1).tolist()
+        device._moves.copy(block, new)
+        device.release(np.array([block], np.int32))
+        return new
+
+    monkeypatch.setattr(DeviceTier, "copy", copy)
+
+
+PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
+PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
+PLANTED += [(plant, SnapshotSimulation, range(15, 24)) for plant in (scores_in_snapshots, any_prompt, copied_at_once)]
+
+
+@pytest.mark.parametrize(("plant", "kind", "seeds"), PLANTED)
+def test_lives_find_a_planted_bug(plant, kind, seeds, monkeypatch):
     plant(monkeypatch)
-    for seed in range(60):
+    for seed in seeds:
         try:
-            live_a_life(random.Random(seed), kind=StoringSimulation)
+            live_a_life(random.Random(seed), kind=kind)
         except AssertionError:
             return
-    raise AssertionError("60 lives ended well")
+    raise AssertionError(f"{len(seeds)} lives ended well")
 
 
 def test_a_target_accepts_most_of_its_own_drafts_in_its_lives():

@@ -31,7 +31,6 @@ NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
-SEVERAL_COMPLETIONS = "several completions of one prompt"
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
 DRAFT_MODEL = "speculative_config with a draft model"
@@ -41,10 +40,8 @@ PREFER = "operators.prefer"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
-    Refusal(ADDS_UP_ATTENTION, "enable_prefix_caching", "the sums of a cached block's tokens depend on later queries"),
     Refusal("kv_eviction", "disk_cache_dir", "eviction from blocks that were read from disk is untested"),
-    Refusal("kv_eviction", "shared_prefix_attention", "rows that evict share no blocks", principle=True),
-    Refusal("kv_eviction", SEVERAL_COMPLETIONS, "they share its blocks, and eviction moves tokens within blocks"),
+    Refusal("kv_eviction", "shared_prefix_attention", "rows that evict have blocks of their own", principle=True),
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide which tokens later queries see", principle=True),
     Refusal(ABSOLUTE, ALIBI, "its biases are computed from positions in the cache: set positions to 'cache'"),

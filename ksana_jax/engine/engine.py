@@ -132,7 +132,7 @@ class Engine:
                 raise ValueError(f"request id {request.request_id!r} is in use")
         leaders = [next(iter(request.sequences)) for request in requests]
         for leader in leaders:
-            self.scheduler.rank(leader)
+            self.scheduler.queue.rank(leader)
         self.lock.begin_write()
         if not self.scheduler.has_work:
             self._reported_s = None

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ksana_jax.core import refusals
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.request import RequestInput, RequestMetrics, SamplingParams
@@ -119,9 +118,6 @@ class RequestFactory:
                 f"question has {num_question:,} of {count:,} prompt tokens, must leave at least one before it"
             )
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        if params.num_sequences > 1 and scheduler.layout.eviction is not None:
-            several = f"{params.num_sequences} completions of one prompt"
-            refusals.check({"kv_eviction": True, refusals.SEVERAL_COMPLETIONS: several}, ValueError)
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)

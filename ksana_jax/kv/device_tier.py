@@ -62,14 +62,20 @@ class DeviceTier(Tier):
                 if not self.pool.kept[block]:
                     loads.pop(block, None)
 
-    def is_shared(self, block: int) -> bool:
-        """True if a block must be copied before one of its owners writes to it."""
-        return bool(self.pool.ref_count[block] > 1 or self.pool.kept[block])
+    def is_shared(self, ids: np.ndarray) -> np.ndarray:
+        """Returns for each of some blocks whether it must be copied before one of its owners writes to it."""
+        return (self.pool.ref_count[ids] > 1) | self.pool.kept[ids]
 
     def copy(self, block: int) -> int:
         """Copies a shared block for one of its owners, releases the shared one, and returns the copy."""
         (new,) = self.allocate(1).tolist()
-        self._moves.copy(block, new)
+        if (slot := self._moves.loads.get(block)) is None:
+            self._moves.copy(block, new)
+        else:  # copies come before loads: load it twice
+            assert self._host is not None
+            self._host.pool.share(np.array([slot], np.int32))
+            self._host.in_moves.append(slot)
+            self._moves.load(slot, new)
         self.release(np.array([block], np.int32))
         return new
 
@@ -110,12 +116,12 @@ class DeviceTier(Tier):
         node = self.victim()
         assert node is not None, "idle blocks, and none of them can be replaced"
         self._counters.replaced += 1
+        self._moves.loads.pop(node.at[DEVICE], None)
         self._drop_saved(node)
 
     def _drop_saved(self, node: Node) -> None:
         """Drops a node here; the host tier receives it, unless writes are dropped."""
         if self._write != "drop":
             self.save(node)
-        self._moves.loads.pop(node.at[DEVICE], None)
         self.drop(node)
         self._index.drop_if_empty(node)

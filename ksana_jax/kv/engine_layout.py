@@ -45,7 +45,6 @@ def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
             and method.positions == "absolute"
             and f"kv_eviction {type(method).__name__} with positions 'absolute'",
             "speculative_config": config.speculative_config is not None,
-            "enable_prefix_caching": config.enable_prefix_caching,
             refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",
             refusals.ADDS_UP_ATTENTION: method is not None
             and method.observes

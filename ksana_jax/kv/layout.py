@@ -250,6 +250,12 @@ class KVLayout:
         return dataclasses.replace(self, eviction=dataclasses.replace(self.eviction, method=method))
 
     @property
+    def scored_groups(self) -> np.ndarray:
+        """Groups whose blocks receive scores from every later query: bool [Gk]."""
+        adds = self.eviction is not None and self.eviction.method.observes
+        return np.array([adds and group.share is not None for group in self.groups])
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block: all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves)

@@ -12,7 +12,9 @@ from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import Link, PrefixIndex
+from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.state import HeldBlocks, KVState, Origin
 from ksana_jax.kv.tier import DEVICE, HOST, Node
 
@@ -23,6 +25,7 @@ class Hit:
 
     last: for each group of layers, the node of the last tokens, whether or not it is needed.
     awaits: a running row is computing the next block, or it is being read from disk: try again later.
+    num_evicted: number of evicted tokens, [Gk] or 0. snapshot: True if the nodes are those of a snapshot.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -31,6 +34,12 @@ class Hit:
     num_tokens: int = 0
     num_loads: int = 0
     awaits: bool = False
+    num_evicted: np.ndarray | int = 0
+    snapshot: bool = False
+
+    def allocated_until(self, block_size: int) -> int:
+        """Text position of the token that will need new blocks."""
+        return self.num_tokens + int(np.max((self.num_evicted - self.num_tokens) % block_size))
 
 
 class PrefixCache:
@@ -43,6 +52,7 @@ class PrefixCache:
 
     Attributes:
       lives: positions that stay visible to later tokens, for each group of layers.
+      snapshots: of rows that evict tokens; None if none do.
     """
 
     def __init__(
@@ -58,6 +68,17 @@ class PrefixCache:
         self._index, self._device, self._host = index, device, host
         self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, KVState] = {}
+        self.snapshots: Snapshots | None = None
+
+    def set_layout(self, layout: KVLayout) -> None:
+        """Changes the visible positions and the evictions. Only while nothing runs or waits."""
+        self.lives = [group.live for group in layout.groups]
+        schedule = layout.eviction if self.enabled else None
+        if schedule is None or schedule.method.needs_full_text:
+            self.snapshots = None
+        else:
+            self.snapshots = self.snapshots or Snapshots(self._index, self._device)
+            self.snapshots.set_schedule(schedule)
 
     def pin(self, state: KVState, token_ids: np.ndarray, max_tokens: int) -> Hit:
         """Finds the longest cached prefix of a sequence, of at most max_tokens tokens, and pins it.
@@ -87,12 +108,16 @@ class PrefixCache:
             hit.nodes += [nodes[depth] for depth in needed]
             hit.last += nodes[num_blocks - 1 : num_blocks] if num_blocks else []
         hit.num_tokens = num_blocks * size
+        self.pin_found(hit)
+        return hit
+
+    def pin_found(self, hit: Hit) -> None:
+        """Pins the nodes of a hit where they are, and counts those to load."""
         hit.num_loads = sum(node.at[DEVICE] < 0 for node in hit.nodes)
         on_device, on_host = _places(hit.nodes)
         self._device.share(on_device)
         if self._host is not None:
             self._host.pool.share(on_host)
-        return hit
 
     def _links(self, state: KVState, token_ids: np.ndarray, group: int, num_blocks: int) -> list[Link]:
         """Returns the links of at least the first num_blocks blocks of a sequence in one group."""
@@ -221,7 +246,8 @@ class PrefixCache:
             self._count(num_tokens, hit, origins)
         ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
         groups = np.array([node.group for node in hit.nodes], np.intp)
-        return HeldBlocks(ids, np.array(hit.starts, np.int32), groups, hit.num_tokens, np.array(origins, np.uint8))
+        starts, by_origin = np.array(hit.starts, np.int32), np.array(origins, np.uint8)
+        return HeldBlocks(ids, starts, groups, hit.num_tokens, by_origin, hit.num_evicted)
 
     def _count(self, num_tokens: int, hit: Hit, origins: list[Origin]) -> None:
         c = self._counters

@@ -147,9 +147,16 @@ class PrefixIndex:
         node = self.nodes.get(key)
         if node is not None:
             return node if node.parent is parent and node.tokens == tokens else None
+        return self.add(parent, key, depth, tokens)
+
+    def add(self, parent: Node, key: bytes, depth: int, tokens: bytes | None = None) -> Node:
+        """Adds and returns a node; no other has its key. Without tokens, it is not found by them: zeros stand there."""
+        tokens = bytes(4 * self.block_size) if tokens is None else tokens
         node = Node(key, parent, tokens, depth, self._cost(depth * self.block_size), group=parent.group)
         node.inserted = node.last_use = self.tick()
-        self._add(node)
+        self.nodes[key] = node
+        node.known = True
+        parent.num_children += 1
         return node
 
     def current(self, node: Node) -> Node | None:
@@ -178,12 +185,6 @@ class PrefixIndex:
             node = node.parent
             if node is not None:
                 node.num_children -= 1
-
-    def _add(self, node: Node) -> None:
-        self.nodes[node.key] = node
-        node.known = True
-        if node.parent is not None:
-            node.parent.num_children += 1
 
     def check(self) -> None:
         """Checks the tree's consistency.

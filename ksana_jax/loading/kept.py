@@ -101,8 +101,8 @@ def _reason(stored: StoredTensor) -> str | None:
     return whole.unkept if isinstance(whole, QuantisedTensor) else None
 
 
-def _zeros(rows: np.ndarray | None, count: int) -> np.ndarray | None:
-    return None if rows is None else np.zeros((count, *rows.shape[1:]), rows.dtype)
+def _zeros(row: np.ndarray, count: int) -> np.ndarray:
+    return np.zeros((count, *row.shape[1:]), row.dtype)
 
 
 def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> BlockMatrix:
@@ -115,7 +115,9 @@ def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> 
     step = max(CHUNK_BYTES // stored.shape[1], 1)
     pieces = [stored.apart(slice(first, min(first + step, last)), share.columns) for first in range(row, last, step)]
     if share.padding or not pieces:
-        pieces.append(tuple(_zeros(part, share.padding) for part in stored.apart(slice(0, 1), share.columns)))
+        codes, scales, *others = stored.apart(slice(0, 1), share.columns)
+        minima, factors = (None if part is None else _zeros(part, share.padding) for part in others)
+        pieces.append((_zeros(codes, share.padding), _zeros(scales, share.padding), minima, factors))
     codes: Any
     scales: Any
     minima: Any

@@ -13,6 +13,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
 from ksana_jax.kv.tier import DEVICE
+from ksana_jax.scheduler.copy_on_write import CopyOnWrite
 from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.step.types import NewBlocks
 
@@ -26,22 +27,25 @@ class RowBlocks:
     Attributes:
       num_held: blocks that rows hold, a shared one once for each row. num_ahead: those among them that begin after the
         computed tokens of their row: taken for a step that is scheduled.
+      compacted: True once text and cache positions of some row may differ.
+      copying: copies shared blocks before a row writes to them.
     """
 
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
         self._eviction = layout.eviction
-        self._lives = [group.live for group in layout.groups]
+        self.lives = [group.live for group in layout.groups]
         # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
         self._windowed = [
-            (live, np.array([group for group, other in enumerate(self._lives) if other == live]))
-            for live in dict.fromkeys(self._lives)
+            (live, np.array([group for group, other in enumerate(self.lives) if other == live]))
+            for live in dict.fromkeys(self.lives)
             if live.window is not None
         ]
         self._size = memory.block_size
         self.num_held = self.num_ahead = 0
-        self._compacted = False  # whether text and cache positions of some row may differ
+        self.compacted = False
         self._groups = np.arange(rows.num_groups)[:, None]
+        self.copying = CopyOnWrite(rows, memory.device, layout.scored_groups)
 
     @property
     def has_windows(self) -> bool:
@@ -58,6 +62,7 @@ class RowBlocks:
             r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
             r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
             r.num_recent[:, row] = self._eviction.num_recent(budgets)
+            seq.kv.cacheable &= not self._eviction.method.observes
         r.forked[row] = forked
         if self.memory.prefixes.enabled and seq.kv.cacheable:
             r.index_at[row] = (seq.kv.num_indexed + 1) * self._size
@@ -78,7 +83,8 @@ class RowBlocks:
         for origin, number in enumerate(np.bincount(origins).tolist()):
             if number:
                 self._note(seq, Origin(origin), number)
-        seq.kv.cacheable &= not np.any(held.num_evicted)
+        if np.any(held.num_evicted):
+            seq.kv.cacheable, self.compacted = False, True
 
     def take(self, rows: np.ndarray) -> NewBlocks:
         """Allocates one block of each group for each of some rows; the caller has made sure of room."""
@@ -87,7 +93,7 @@ class RowBlocks:
         of_group = rows if r.num_groups == 1 else (self._groups * len(r.seqs) + rows).reshape(-1)
         entries = r.num_blocks.reshape(-1)[of_group]
         at, starts = of_group * r.block_tables.shape[2] + entries, until
-        if r.num_groups > 1 or self._compacted:
+        if r.num_groups > 1 or self.compacted:
             starts = (until - r.num_evicted.take(rows, axis=1)).reshape(-1)
         ids = self.memory.device.allocate(len(at))
         r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, starts
@@ -113,30 +119,13 @@ class RowBlocks:
         self.num_held += count
         self.num_ahead += count
 
-    def writes_to_shared(self, rows: np.ndarray) -> np.ndarray:
-        """Returns whether each row is about to write to a shared block, by group: boolean [Gk, rows]."""
-        r = self.rows
-        if not np.count_nonzero(r.forked):
-            return np.zeros((r.num_groups, len(rows)), bool)
-        forked = r.forked[rows]
-        inside = r.num_computed[rows] < r.allocated_until[rows]
-        last = r.block_tables[self._groups, rows, np.maximum(r.num_blocks[:, rows] - 1, 0)]
-        shared = forked & inside & ((self.memory.blocks.ref_count[last] > 1) | self.memory.blocks.kept[last])
-        r.forked[rows] = shared.any(axis=0)
-        return shared
-
     def provide(self, row: int, count: int) -> None:
-        """Prepares a row to write `count` tokens: copies its last blocks if they are shared, and allocates new ones;
-        the caller has ensured that they are available."""
+        """Prepares a row to write `count` tokens: copies the blocks that it shares, and allocates new ones; the caller
+        has ensured that they are available."""
         r = self.rows
         r.num_rewrites += 1
-        if r.forked[row]:
-            for group in np.flatnonzero(self.writes_to_shared(np.array([row]))[:, 0]).tolist():
-                at = group, row, r.num_blocks[group, row] - 1
-                r.block_tables[at] = self.memory.device.copy(int(r.block_tables[at]))
-                r.block_origins[at] = Origin.COPIED
-                self._note(r.seqs[row], Origin.COPIED)
-            r.forked[row] = False
+        if r.forked[row] and (copied := self.copying.copy(row)):
+            self._note(r.seqs[row], Origin.COPIED, copied)
         end = int(r.num_computed[row]) + count
         if new := -(-max(end - int(r.allocated_until[row]), 0) // self._size):
             self._take_several(row, new)
@@ -151,14 +140,14 @@ class RowBlocks:
 
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
-        r = self.rows
+        r, allocated = self.rows, int(self.rows.allocated_until[row] - self.rows.num_computed[row])
         available = self.memory.device.num_available
         if r.forked[row]:
-            available -= int(np.count_nonzero(self.writes_to_shared(np.array([row]))))
-        room = int(r.allocated_until[row] - r.num_computed[row]) + available // r.num_groups * self._size
-        count = max(min(most, room), 0)
-        self.provide(row, count)
-        return count
+            wanted = -(-max(most - allocated, 0) // self._size) * r.num_groups
+            available -= self.copying.prepare(row, available - wanted)
+        if (count := min(most, allocated + available // r.num_groups * self._size)) > 0:
+            self.provide(row, count)
+        return max(count, 0)
 
     def num_next_blocks(self, rows: np.ndarray | int) -> int:
         """Returns the blocks that rows, or one, allocate next: one per group for each that will outgrow its blocks."""
@@ -185,16 +174,16 @@ class RowBlocks:
 
     def share(self, row: int, num_tokens: int) -> HeldBlocks:
         """Adds an owner to the blocks of a row's first tokens, and returns them."""
-        held = self._before(row, num_tokens)
+        held = self.before(row, num_tokens)
+        assert num_tokens == self.rows.num_computed[row] or not np.any(held.num_evicted), "the beginning is missing"
         self.memory.device.share(held.ids)
         self.rows.forked[row] = True
         return held._replace(origins=Origin.SHARED)
 
-    def _before(self, row: int, num_tokens: int) -> HeldBlocks:
-        """Returns a row's blocks that begin before a text position; all of its blocks if it has evicted tokens."""
+    def before(self, row: int, num_tokens: int) -> HeldBlocks:
+        """Returns a row's blocks that begin before a text position, which is after its last eviction."""
         r = self.rows
         evicted = r.num_evicted[:, row].copy()
-        assert num_tokens == r.num_computed[row] or not evicted.any(), "the beginning of an evicted text is missing"
         starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])
         some = starts < num_tokens - evicted[groups]
         return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens, num_evicted=evicted)
@@ -204,7 +193,7 @@ class RowBlocks:
         swap, r = self.memory.swap, self.rows
         if swap is None or (r.num_computed[row] >= r.evict_at[:, row]).any():  # it would come back without its eviction
             return None
-        filled = self._before(row, int(r.num_computed[row]))
+        filled = self.before(row, int(r.num_computed[row]))
         if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
             return None
         return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED)
@@ -275,52 +264,6 @@ class RowBlocks:
         wanted = starts + (FAR + 1) * table
         at = np.minimum(held.searchsorted(wanted), len(held) - 1)
         return np.where(held[at] == wanted, at - width * table, -1)
-
-    def compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
-        """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
-
-        The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
-        enter the prefix index.
-
-        Args:
-          kept: [Gk, rows] tokens that each group keeps; for one row equal modulo the block size, since all groups take
-            their next blocks at the same token. No other owner may share its blocks, see `row_checks`.
-        """
-        r, size = self.rows, self._size
-        computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
-        assert len(kept) == 1 or not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
-        for group in range(r.num_groups):
-            here = (kept[group] < computed - evicted[group]).nonzero()[0]
-            if len(here):
-                self._shorten(group, rows[here], -(-kept[group, here] // size))
-        r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
-        r.num_rewrites += 1
-        self._compacted = True
-        until = computed + -kept[0] % size
-        r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
-        r.allocated_until[rows] = until
-        if self.memory.prefixes.enabled:
-            for row in rows.tolist():
-                seq = r.seqs[row]
-                assert seq is not None
-                self.memory.prefixes.expect_no_more(seq.kv)
-                seq.kv.leave_index()
-                seq.kv.cacheable = False
-            r.index_at[rows] = FAR
-
-    def _shorten(self, group: int, rows: np.ndarray, count: np.ndarray) -> None:
-        """Shortens rows to their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
-        others."""
-        r, old = self.rows, self.rows.num_blocks[group, rows]
-        index = np.arange(int(old.max()), dtype=np.int32)
-        which, gone = np.nonzero((index >= count[:, None]) & (index < old[:, None]))
-        which = rows[which]
-        self.memory.device.release(r.block_tables[group, which, gone])
-        r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
-        if self._lives[group].window is not None:  # there may have been gaps
-            r.block_starts[group, rows, : len(index)] = np.where(index < count[:, None], self._size * index, FAR)
-        r.num_blocks[group, rows] = count
-        self.num_held -= len(which)
 
     def return_invisible(self, rows: np.ndarray) -> None:
         """Releases blocks that no later query of their row sees."""

@@ -37,6 +37,7 @@ def check_row_blocks(row_blocks: RowBlocks, layout: KVLayout, pool: BlockManager
             last = r.block_tables[group, row, r.num_blocks[group, row] - 1]
             own = pool.ref_count[last] == 1 and not pool.kept[last]
             assert own, "a block that will be written to has other owners"
-        if evicted and not r.forked[row]:
+        if row_blocks.copying.scored[group] and not r.forked[row]:
             ids = r.block_tables[group, row, : r.num_blocks[group, row]]
-            assert (pool.ref_count[ids] == 1).all() and not pool.kept[ids].any(), "others own a compacted block"
+            own = (pool.ref_count[ids] == 1).all() and not pool.kept[ids].any()
+            assert own, "others own a block whose scores will change"

@@ -6,15 +6,18 @@ Knows numbers of tokens; the method chooses on the device which tokens stay.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.moves import Evictions
+from ksana_jax.kv.state import Origin
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_snapshots import RowSnapshots
 from ksana_jax.scheduler.running import Running
+from ksana_jax.scheduler.step.types import ScheduledBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,33 +27,49 @@ class RowEviction:
     Cached blocks stay whole: a row's first eviction moves the kept tokens to new blocks.
 
     Args:
-      schedule: when rows evict; None for never.
+      schedule: when rows evict.
       preempt: takes a row's blocks; its sequence waits again.
+      snapshots: of rows after their evictions; None takes none.
     """
 
-    schedule: EvictionSchedule | None
+    schedule: EvictionSchedule
     row_blocks: RowBlocks
     running: Running
     preempt: Callable[[int], None]
+    snapshots: RowSnapshots | None
+
+    @classmethod
+    def of(
+        cls,
+        schedule: EvictionSchedule | None,
+        row_blocks: RowBlocks,
+        running: Running,
+        preempt: Callable[[int], None],
+    ) -> RowEviction | None:
+        """Returns the evictions of a scheduler; None without a schedule."""
+        if schedule is None:
+            return None
+        found = row_blocks.memory.prefixes.snapshots
+        return cls(schedule, row_blocks, running, preempt, found and RowSnapshots(found, row_blocks))
 
     def evict(self, rows: np.ndarray) -> None:
         """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties.
 
         Rows that share blocks, or that fill the prefix cache, wait for `evict_shared`.
         """
-        r, memory = self.row_blocks.rows, self.row_blocks.memory
-        if self.schedule is None or not len(rows := rows[self._is_due(rows)]):
-            return
-        if memory.prefixes.enabled:
-            _, counts = self._kept(rows)
-            rows = rows[(r.index_at[rows] == FAR) & ~self._shared(rows, counts).any(axis=(0, 2))]
-        self._record(rows, r.block_tables.take(rows, axis=1))
+        r = self.row_blocks.rows
+        if len(due := rows[self._is_due(rows)]):
+            _, counts = self._kept(due)
+            due = due[(r.index_at[due] == FAR) & ~self._shared(due, counts).any(axis=(0, 2))]
+            self._record(due, r.block_tables.take(due, axis=1))
+        if self.snapshots is not None:
+            self.snapshots.take_due(rows)
 
     def evict_shared(self) -> None:
         """Evicts tokens from all rows that have waited for it. Only between two steps: it may preempt rows."""
         r, device = self.row_blocks.rows, self.row_blocks.memory.device
         rows = self.running.order
-        if self.schedule is None or not len(rows := rows[self._is_due(rows)]):
+        if not len(rows := rows[self._is_due(rows)]):
             return
         tables = r.block_tables.take(rows, axis=1)
         replaced = self._fork(rows)
@@ -59,11 +78,18 @@ class RowEviction:
         # Only now: until all are recorded, no eviction may write to a block that another one reads.
         if replaced:
             device.release(np.concatenate(replaced))
+        if self.snapshots is not None:
+            self.snapshots.take_due(rows[alive])
+
+    def leave(self, rows: np.ndarray, unsettled: Sequence[ScheduledBatch]) -> None:
+        """Takes snapshots of rows that are about to be left; see `RowSnapshots.leave`."""
+        if self.snapshots is not None:
+            self.snapshots.leave(rows, unsettled)
 
     @property
     def waits(self) -> bool:
         """True if rows wait for `evict_shared`."""
-        return self.schedule is not None and bool(np.count_nonzero(self._is_due(self.running.order)))
+        return bool(np.count_nonzero(self._is_due(self.running.order)))
 
     def _is_due(self, rows: np.ndarray) -> np.ndarray:
         r = self.row_blocks.rows
@@ -72,7 +98,6 @@ class RowEviction:
     def _kept(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns for rows that evict now the number of tokens that each group keeps, and of blocks (0: no eviction):
         [Gk, n] each."""
-        assert self.schedule is not None
         r, size = self.row_blocks.rows, self.row_blocks.memory.block_size
         length = r.num_computed[rows]
         kept = length - self.schedule.evictions(length, r.budgets.take(rows, axis=1))[0]
@@ -85,7 +110,7 @@ class RowEviction:
           tables: [Gk, n, P] blocks of the rows before; afterwards they use the first ones of their tables.
         """
         r, schedule = self.row_blocks.rows, self.schedule
-        if schedule is None or not len(rows):
+        if not len(rows):
             return
         length, num_sinks = r.num_computed[rows], schedule.method.sinks
         evicted, following = schedule.evictions(length, r.budgets.take(rows, axis=1))
@@ -103,8 +128,58 @@ class RowEviction:
                 sources, targets = tables[group, some, :width], r.block_tables[group, rows[some], :width]
                 given = schedule.method.given(group, length[some])
                 self.row_blocks.memory.moves.evict(Evictions(sources, targets, *columns, given=given))
-        self.row_blocks.compact(rows, kept)
+        self._compact(rows, kept)
         r.evict_at[:, rows] = following
+
+    def _compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
+        """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
+
+        The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
+        enter the prefix index.
+
+        Args:
+          kept: [Gk, rows] tokens that each group keeps; for one row equal modulo the block size, since all groups take
+            their next blocks at the same token.
+        """
+        r, memory = self.row_blocks.rows, self.row_blocks.memory
+        size = memory.block_size
+        computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
+        assert len(kept) == 1 or not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
+        for group in range(r.num_groups):
+            here = (kept[group] < computed - evicted[group]).nonzero()[0]
+            if len(here):
+                self._shorten(group, rows[here], -(-kept[group, here] // size))
+        r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
+        r.num_rewrites += 1
+        self.row_blocks.compacted = True
+        until = computed + -kept[0] % size
+        r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
+        r.allocated_until[rows] = until
+        if memory.prefixes.enabled:
+            for row in rows.tolist():
+                seq = r.seqs[row]
+                assert seq is not None
+                memory.prefixes.expect_no_more(seq.kv)
+                seq.kv.leave_index()
+                seq.kv.cacheable = False
+            r.index_at[rows] = FAR
+
+    def _shorten(self, group: int, rows: np.ndarray, count: np.ndarray) -> None:
+        """Shortens rows to their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
+        others."""
+        r, row_blocks = self.row_blocks.rows, self.row_blocks
+        old = r.num_blocks[group, rows]
+        index = np.arange(int(old.max()), dtype=np.int32)
+        which, gone = np.nonzero((index >= count[:, None]) & (index < old[:, None]))
+        which = rows[which]
+        row_blocks.memory.device.release(r.block_tables[group, which, gone])
+        r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
+        if row_blocks.lives[group].window is not None:  # there may have been gaps
+            r.block_starts[group, rows, : len(index)] = np.where(
+                index < count[:, None], row_blocks.memory.block_size * index, FAR
+            )
+        r.num_blocks[group, rows] = count
+        row_blocks.num_held -= len(which)
 
     def _fork(self, rows: np.ndarray) -> list[np.ndarray]:
         """Replaces the blocks that evictions from rows will write to and that have other owners by new ones.
@@ -126,8 +201,8 @@ class RowEviction:
 
     def _shared(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Returns which of rows' first counts [Gk, n] blocks have other owners or are cached: boolean [Gk, n, P]."""
-        pool, ids = self.row_blocks.memory.blocks, self.row_blocks.rows.block_tables.take(rows, axis=1)
-        return (np.arange(ids.shape[2]) < counts[:, :, None]) & ((pool.ref_count[ids] > 1) | pool.kept[ids])
+        ids = self.row_blocks.rows.block_tables.take(rows, axis=1)
+        return (np.arange(ids.shape[2]) < counts[:, :, None]) & self.row_blocks.memory.device.is_shared(ids)
 
     def _make_room(self, row: int, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Makes room for copies of a row's first count [Gk] blocks as far as others, or the cache, own them.

@@ -110,7 +110,8 @@ class Provision:
         r, size, count = self.row_blocks.rows, self.memory.block_size, len(short)
         if not only_decodes:
             count = int(np.add.reduce((r.num_tokens[short] - r.allocated_until[short] + size - 1) // size))
-        return r.num_groups * (count + int(np.count_nonzero(r.forked)))
+        copies = self.row_blocks.copying.most_copies if np.count_nonzero(r.forked) else 0
+        return r.num_groups * count + copies
 
     def to_decodes(self, decodes: np.ndarray, short: np.ndarray) -> tuple[np.ndarray, NewBlocks | None]:
         """Provides rows with blocks for one token each, preempting others if need be.
@@ -123,11 +124,10 @@ class Provision:
         """
         r, copies, needed = self.row_blocks.rows, None, len(short) * self.row_blocks.rows.num_groups
         if np.count_nonzero(r.forked):
-            copies = self.row_blocks.writes_to_shared(decodes).sum(axis=0)
+            copies = self.row_blocks.copying.shared(decodes).sum(axis=(0, 2))
             needed += int(copies.sum())
         if needed > self.memory.device.num_available:
-            is_short = r.num_computed[decodes] >= r.allocated_until[decodes]
-            return self._by_force(decodes, is_short * r.num_groups + (0 if copies is None else copies)), None
+            return self._by_force(decodes), None
         new = self.row_blocks.take(short) if len(short) else None
         if copies is not None:
             for row in decodes[copies > 0].tolist():
@@ -149,19 +149,25 @@ class Provision:
             counts[place] = self.row_blocks.extend(int(decodes[place]), 1 + int(counts[place])) - 1
         return counts
 
-    def _by_force(self, decodes: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Provides rows with the blocks they need, in order, preempting from the end; returns the rows that run.
-
-        Args:
-          needed: [decodes] blocks that each row needs for one token.
-        """
-        runs, alive = needed == 0, self.row_blocks.rows.alive
-        for i in np.flatnonzero(needed):
+    def _by_force(self, decodes: np.ndarray) -> np.ndarray:
+        """Provides rows with the blocks they need for one token, in order, preempting from the end; returns the rows
+        that run."""
+        r = self.row_blocks.rows
+        needs = (r.num_computed[decodes] >= r.allocated_until[decodes]) | r.forked[decodes]
+        for i in np.flatnonzero(needs):
             row = int(decodes[i])
-            if alive[row] and self._make_room(row, int(needed[i])):
+            if r.alive[row] and self._make_room_to_write(row):
                 self.row_blocks.provide(row, 1)
-                runs[i] = True
-        return decodes[runs & alive[decodes]]
+                needs[i] = False
+        return decodes[~needs & r.alive[decodes]]
+
+    def _make_room_to_write(self, row: int) -> bool:
+        """Makes room for one more token of a row, and for copies of the blocks that it shares; see `_make_room`."""
+        r, available = self.row_blocks.rows, self.memory.device.num_available
+        count = r.num_groups if r.num_computed[row] >= r.allocated_until[row] else 0
+        if r.forked[row]:
+            count += self.row_blocks.copying.prepare(row, available - count)
+        return self._make_room(row, count)
 
     def _make_room(self, row: int, count: int) -> bool:
         """Makes `count` blocks available to a row, preempting rows after it; False if it is the last and must wait.
@@ -183,7 +189,7 @@ class Provision:
         most = budget.most(r.next_chunk(row)) if r.alive[row] else 0
         if not most:
             return 0
-        if r.num_computed[row] >= r.allocated_until[row] and not self._make_room(row, r.num_groups):
+        if not self._make_room_to_write(row):
             return 0
         budget.take(count := self.row_blocks.extend(row, most))
         return count

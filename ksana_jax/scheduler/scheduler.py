@@ -89,15 +89,14 @@ class Scheduler:
         self.layout = layout
         self.memory.set_layout(layout, scope or self.memory.index.scope)
         most_tokens = self.max_num_batched_tokens
-        width = layout.table_width(self.max_model_len, most_tokens)
-        self.rows = Rows(self.max_num_seqs, width, len(layout.groups))
-        self.row_blocks = RowBlocks(self.rows, self.memory, layout)
-        self.eviction = RowEviction(layout.eviction, self.row_blocks, self.running, self._preempt)
-        self.provision = Provision(self.memory, self.running, self.row_blocks, self._preempt, self.queue.reclaim_shared)
+        self.rows = Rows(self.max_num_seqs, layout.table_width(self.max_model_len, most_tokens), len(layout.groups))
+        blocks = self.row_blocks = RowBlocks(self.rows, self.memory, layout)
+        self.eviction = RowEviction.of(layout.eviction, blocks, self.running, self._preempt)
+        self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:
-            self.drafting = Drafting(self.row_blocks, self.provision, self.speculation, most_tokens)
-        self.admission = Admission(self.memory, self.queue, self.running, self.row_blocks, layout, most_tokens)
+            self.drafting = Drafting(blocks, self.provision, self.speculation, most_tokens)
+        self.admission = Admission(self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction)
 
     @property
     def order(self) -> np.ndarray:
@@ -124,10 +123,6 @@ class Scheduler:
         """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
         self.queue.add(seq)
 
-    def rank(self, seq: Sequence) -> None:
-        """Asks the policy for a sequence's rank, once; a policy may be a user's own and raise anything."""
-        self.queue.rank(seq)
-
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, whatever its state; a finished one is left alone."""
         if seq.finish_reason is not None:
@@ -153,9 +148,12 @@ class Scheduler:
 
         Args:
           child: has at least one token more than are shared, and the shared ones equal the parent's.
-          num_computed: tokens to share; None shares all tokens that the parent has computed.
+          num_computed: tokens to share; None shares all that the parent has computed. Where rows evict, all or none are
+            shared.
         """
-        if parent.row is not None:
+        if self.eviction is not None and num_computed is None:
+            self.eviction.evict_shared()
+        if parent.row is not None and (self.eviction is None or num_computed is None):
             count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
             child.kv.shared = self.row_blocks.share(parent.row, count)
             child.kv.share_index(parent.kv, count // self.blocks.block_size)
@@ -170,7 +168,7 @@ class Scheduler:
         reads = self.memory.disk_reads
         if reads is not None:
             reads.poll()
-        if self.layout.eviction is not None:
+        if self.eviction is not None:
             self.eviction.evict_shared()
         batch = self._schedule()
         # Beams that wait for their request's others compute nothing, and may hold all blocks. A finished read may
@@ -206,7 +204,8 @@ class Scheduler:
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
-        waits |= memory.prefixes.enabled and (self.row_blocks.has_windows or self.eviction.waits)
+        waits |= memory.prefixes.enabled and self.row_blocks.has_windows
+        waits |= self.eviction is not None and self.eviction.waits
         return waits or bool(r.num_beams + r.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
@@ -282,7 +281,7 @@ class Scheduler:
         self.row_blocks.num_ahead = 0
         if self.drafting is not None and len(batch.chunks):
             self.drafting.keep_up(rows, self.order)
-        if self.layout.eviction is not None:
+        if self.eviction is not None:
             self.eviction.evict(rows)
         # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
         if not self.memory.prefixes.enabled and not self.queue.leaders:
@@ -312,7 +311,8 @@ class Scheduler:
         if num_accepted is not None:
             assert self.drafting is not None
             tokens, counts = self.drafting.append(batch, tokens, num_accepted)
-            self.eviction.evict(batch.decodes)
+            if self.eviction is not None:
+                self.eviction.evict(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
@@ -365,6 +365,8 @@ class Scheduler:
     def _leave(self, leaving: np.ndarray) -> None:
         """Removes rows and releases their blocks."""
         r = self.rows
+        if self.eviction is not None:
+            self.eviction.leave(leaving, self._unsettled)
         self.row_blocks.release(leaving)
         self.running.leave(leaving)
         for batch in self._unsettled:
@@ -390,9 +392,8 @@ class Scheduler:
         Raises:
           AssertionError: see `KVMemory.check` and `check_row_blocks`; or rows and their order differ.
         """
-        order = self.order.tolist()
-        waiting = [seq for _, _, seq in self.waiting]
-        owned = [self.rows.block_ids(row) for row in order] + [seq.kv.shared.ids for seq in waiting if seq.kv.shared]
-        self.memory.check(owned, [seq.kv.swapped.ids for seq in waiting if seq.kv.swapped])
+        order, waiting = self.order.tolist(), [seq.kv for _, _, seq in self.waiting]
+        owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
+        self.memory.check(owned, [kv.swapped.ids for kv in waiting if kv.swapped])
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

@@ -115,11 +115,12 @@ class Rows:
     prefix_end: [R] `allocated_until` when the sequence was placed: the end of its shared, cached or swapped blocks.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
-    forked: [R] True if the last block may have other owners, so it must be copied before it is written to.
+    forked: [R] True if a block that is written to may have other owners, so it must be copied before.
     budgets, num_recent: [Gk, R] maximum tokens that each group caches, and number of newest tokens that it always
       keeps; see `EvictionSchedule`.
     evict_at: [Gk, R] number of computed tokens at which each group evicts next, and where chunks end; FAR for never.
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
+    snapshot_at: [R] number of computed tokens of which a snapshot is taken, and where a chunk ends; FAR for none.
     is_beam: [R] see `Sequence`.
     stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.types.SamplingArrays`.
     """
@@ -151,6 +152,7 @@ class Rows:
         self.num_recent = np.zeros((num_groups, num_rows), np.int32)
         self.evict_at = np.full((num_groups, num_rows), FAR, np.int32)
         self.index_at = np.full(num_rows, FAR, np.int32)
+        self.snapshot_at = np.full(num_rows, FAR, np.int32)
         self.is_beam = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
@@ -216,7 +218,7 @@ class Rows:
         self.block_tables[:, row] = 0
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
-        self.index_at[row] = self.evict_at[:, row] = FAR
+        self.index_at[row] = self.snapshot_at[row] = self.evict_at[:, row] = FAR
         self.samples[row] = self.dense[row] = self.alive[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
@@ -226,8 +228,8 @@ class Rows:
         self.num_asking += change * seq.asks
 
     def next_chunk(self, row: int) -> int:
-        """Returns the number of tokens that a row can compute at once: the remaining ones, up to its next eviction."""
-        return int(min(self.num_tokens[row], self.evict_at[:, row].min()) - self.num_computed[row])
+        """Returns the number of tokens that a row can compute at once: up to its next eviction or snapshot."""
+        return int(min(self.num_tokens[row], self.snapshot_at[row], *self.evict_at[:, row]) - self.num_computed[row])
 
     def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
         """Counts the token of each row that a running step, the last one scheduled, samples at a place among its

@@ -17,6 +17,7 @@ from ksana_jax.kv.state import HeldBlocks
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.scheduler.policies import SchedulingPolicy
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_eviction import RowEviction
 from ksana_jax.scheduler.running import Running, StepBudget
 from ksana_jax.scheduler.sequence import Sequence
 
@@ -39,7 +40,7 @@ class WaitingQueue:
         self.leaders: dict[Sequence, None] = {}
 
     def rank(self, seq: Sequence) -> None:
-        """Asks the policy for a sequence's rank, once."""
+        """Asks the policy for a sequence's rank, once; a policy may be a user's own and raise anything."""
         if seq.rank is None:
             seq.rank = self._policy.rank(seq)
 
@@ -110,6 +111,7 @@ class Admission:
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
       longest_chunk: maximum tokens of a step.
+      eviction: from rows, and snapshots of them; None without.
     """
 
     memory: KVMemory
@@ -118,6 +120,7 @@ class Admission:
     row_blocks: RowBlocks
     layout: KVLayout
     longest_chunk: int
+    eviction: RowEviction | None
 
     def admit(self, budget: StepBudget, computing: np.ndarray) -> list[tuple[int, int]]:
         """Places waiting sequences in rows, in order, as long as the budget lasts.
@@ -143,7 +146,7 @@ class Admission:
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held
-            hit = prefixes.pin(seq.kv, seq.token_ids, self._max_cached_tokens(seq)) if finds else None
+            hit = self._pin(seq) if finds else None
             if hit and hit.awaits:
                 at += 1
                 continue
@@ -179,14 +182,12 @@ class Admission:
         loads = hit.num_loads if hit else len(kv.swapped.ids) if kv.swapped else 0
         # A preempted one starts when all its tokens fit, or it would soon be preempted again.
         count = left if seq.num_preemptions and not alone else budget.most(left)
-        allocated = held.allocated_until(size) if held else done
+        allocated = held.allocated_until(size) if held else hit.allocated_until(size) if hit else 0
         num_groups = len(self.layout.groups)
 
         def first_blocks() -> int:
             """Returns the number of blocks that the first token needs."""
-            if done >= allocated:
-                return loads + num_groups
-            return loads + (0 if kv.shared is None else self._num_shared(kv.shared))
+            return loads + (num_groups if done >= allocated else 0) + self._num_copies(kv.shared, hit, done < allocated)
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
@@ -200,16 +201,24 @@ class Admission:
                 return False
         return True
 
-    def _max_cached_tokens(self, seq: Sequence) -> int:
-        """Returns the maximum tokens that a sequence takes from the cache: tokens after its first eviction attend to
-        fewer than the cached ones did."""
-        eviction, most = self.layout.eviction, seq.max_cached_tokens
-        return most if eviction is None else min(most, eviction.first_at(seq.num_context) - 1)
+    def _pin(self, seq: Sequence) -> Hit:
+        """Pins the longest cached prefix of a sequence. After its first eviction, tokens attend to fewer than those in
+        blocks of the prefix index did, and only a snapshot has them."""
+        prefixes, eviction, most = self.memory.prefixes, self.eviction, seq.max_cached_tokens
+        if eviction is not None:
+            if eviction.snapshots is not None and (hit := eviction.snapshots.pin(seq, prefixes)):
+                return hit
+            schedule = eviction.schedule
+            most = 0 if schedule.method.observes else min(most, schedule.first_at(seq.num_context) - 1)
+        return prefixes.pin(seq.kv, seq.token_ids, most)
 
-    def _num_shared(self, held: HeldBlocks) -> int:
-        """Returns how many of a sequence's last blocks, one per group, must be copied before it writes to them."""
-        last = [held.ids[held.groups == group][-1] for group in range(len(self.layout.groups))]
-        return sum(map(self.memory.device.is_shared, last))
+    def _num_copies(self, shared: HeldBlocks | None, hit: Hit | None, inside: bool) -> int:
+        """Returns how many of a sequence's blocks must be copied before it writes; inside: to the last ones, too."""
+        copying = self.row_blocks.copying
+        if hit and hit.snapshot:
+            blocks = np.array([(node.at[DEVICE], node.group) for node in hit.nodes])
+            return copying.num_forced(blocks[:, 0], blocks[:, 1], inside)
+        return 0 if shared is None else copying.num_forced(shared.ids, shared.groups, inside)
 
     def _place(self, at: int, hit: Hit | None) -> int:
         """Places a waiting sequence in a row with the blocks that it holds; returns the row."""
@@ -224,11 +233,13 @@ class Admission:
             held = kv.shared
         else:
             held = self.memory.begin(kv, len(seq.token_ids))
-        forked = kv.shared is not None
+        forked = kv.shared is not None or (hit is not None and hit.snapshot)
         kv.shared = kv.swapped = None
         kv.has_read, kv.read = False, set()
         if self.memory.disk_reads is not None:
             self.memory.disk_reads.end(kv)
         self.row_blocks.rows.place(seq, row)
         self.row_blocks.fill(row, seq, held, forked)
+        if self.eviction is not None and self.eviction.snapshots is not None:
+            self.eviction.snapshots.plan(row)
         return row

@@ -192,6 +192,12 @@ class EvictionMethod:
         """True if `query_numbers` returns numbers."""
         return self.query_numbers(np.ones((1, 1)), np.ones(1)) is not None
 
+    @property
+    def counts_outputs(self) -> bool:
+        """True if `query_numbers` depends on num_outputs."""
+        numbers = self.query_numbers(np.ones((1, 64)), np.arange(64))
+        return numbers is not None and len(np.unique(numbers)) > 1
+
     def query_factor(self, numbers: Array) -> Array:
         """Returns the factor of a query's attention weights as they are added to the scores: float32, not negative."""
         return numbers

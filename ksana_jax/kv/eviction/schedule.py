@@ -53,6 +53,11 @@ class EvictionSchedule:
         """The smallest budget, to which fractions of short prompts are raised: at least one token stays."""
         return self.method.sinks + self.interval
 
+    @property
+    def counts_prompt(self) -> bool:
+        """True if a row's evictions depend on the length of its prompt, not only on its tokens so far."""
+        return isinstance(self.method.budget, float) or self.method.prompts != "streamed"
+
     @functools.cached_property
     def _shares(self) -> np.ndarray:
         return np.array([np.nan if share is None else share for share in self.shares])[:, None]
