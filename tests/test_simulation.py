@@ -17,8 +17,8 @@ from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
+from ksana_jax.scheduler import row_eviction
 from ksana_jax.scheduler.row_blocks import RowBlocks
-from ksana_jax.scheduler.row_eviction import RowEviction
 from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
@@ -130,16 +130,16 @@ def a_step_late(monkeypatch):
 
 def a_block_twice(monkeypatch):
     """A block that an eviction empties returns to the pool, and so does it when its row ends."""
-    compact = RowEviction._compact
+    compact = row_eviction.compact
 
-    def compact_twice(self, rows, kept):
-        r, device = self.row_blocks.rows, self.row_blocks.memory.device
+    def compact_twice(row_blocks, rows, kept):
+        r, device = row_blocks.rows, row_blocks.memory.device
         before = {row: r.block_ids(row) for row in rows.tolist()}
-        compact(self, rows, kept)
+        compact(row_blocks, rows, kept)
         for row, ids in before.items():
             device.release(ids[~(ids[:, None] == r.block_ids(row)).any(axis=1)][:1])
 
-    monkeypatch.setattr(RowEviction, "_compact", compact_twice)
+    monkeypatch.setattr(row_eviction, "compact", compact_twice)
 
 
 def no_count_of_what_went(monkeypatch):

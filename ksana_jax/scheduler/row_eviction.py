@@ -128,58 +128,8 @@ class RowEviction:
                 sources, targets = tables[group, some, :width], r.block_tables[group, rows[some], :width]
                 given = schedule.method.given(group, length[some])
                 self.row_blocks.memory.moves.evict(Evictions(sources, targets, *columns, given=given))
-        self._compact(rows, kept)
+        compact(self.row_blocks, rows, kept)
         r.evict_at[:, rows] = following
-
-    def _compact(self, rows: np.ndarray, kept: np.ndarray) -> None:
-        """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
-
-        The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
-        enter the prefix index.
-
-        Args:
-          kept: [Gk, rows] tokens that each group keeps; for one row equal modulo the block size, since all groups take
-            their next blocks at the same token.
-        """
-        r, memory = self.row_blocks.rows, self.row_blocks.memory
-        size = memory.block_size
-        computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
-        assert len(kept) == 1 or not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
-        for group in range(r.num_groups):
-            here = (kept[group] < computed - evicted[group]).nonzero()[0]
-            if len(here):
-                self._shorten(group, rows[here], -(-kept[group, here] // size))
-        r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
-        r.num_rewrites += 1
-        self.row_blocks.compacted = True
-        until = computed + -kept[0] % size
-        r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
-        r.allocated_until[rows] = until
-        if memory.prefixes.enabled:
-            for row in rows.tolist():
-                seq = r.seqs[row]
-                assert seq is not None
-                memory.prefixes.expect_no_more(seq.kv)
-                seq.kv.leave_index()
-                seq.kv.cacheable = False
-            r.index_at[rows] = FAR
-
-    def _shorten(self, group: int, rows: np.ndarray, count: np.ndarray) -> None:
-        """Shortens rows to their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
-        others."""
-        r, row_blocks = self.row_blocks.rows, self.row_blocks
-        old = r.num_blocks[group, rows]
-        index = np.arange(int(old.max()), dtype=np.int32)
-        which, gone = np.nonzero((index >= count[:, None]) & (index < old[:, None]))
-        which = rows[which]
-        row_blocks.memory.device.release(r.block_tables[group, which, gone])
-        r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
-        if row_blocks.lives[group].window is not None:  # there may have been gaps
-            r.block_starts[group, rows, : len(index)] = np.where(
-                index < count[:, None], row_blocks.memory.block_size * index, FAR
-            )
-        r.num_blocks[group, rows] = count
-        row_blocks.num_held -= len(which)
 
     def _fork(self, rows: np.ndarray) -> list[np.ndarray]:
         """Replaces the blocks that evictions from rows will write to and that have other owners by new ones.
@@ -225,3 +175,54 @@ class RowEviction:
             self.preempt(last := int(self.running.order[-1]))
             if last == row:
                 return None
+
+
+def compact(row_blocks: RowBlocks, rows: np.ndarray, kept: np.ndarray) -> None:
+    """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
+
+    The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
+    enter the prefix index.
+
+    Args:
+      kept: [Gk, rows] tokens that each group keeps; for one row equal modulo the block size, since all groups take
+        their next blocks at the same token.
+    """
+    r, memory = row_blocks.rows, row_blocks.memory
+    size = memory.block_size
+    computed, evicted = r.num_computed[rows], r.num_evicted.take(rows, axis=1)
+    assert len(kept) == 1 or not ((kept - kept[0]) % size).any(), "groups would need their next blocks apart"
+    for group in range(r.num_groups):
+        here = (kept[group] < computed - evicted[group]).nonzero()[0]
+        if len(here):
+            _shorten(row_blocks, group, rows[here], -(-kept[group, here] // size))
+    r.num_evicted[:, rows] = np.maximum(evicted, computed - kept)
+    r.num_rewrites += 1
+    row_blocks.compacted = True
+    until = computed + -kept[0] % size
+    r.prefix_end[rows] += until - r.allocated_until[rows]  # the blocks taken since then stay counted
+    r.allocated_until[rows] = until
+    if memory.prefixes.enabled:
+        for row in rows.tolist():
+            seq = r.seqs[row]
+            assert seq is not None
+            memory.prefixes.expect_no_more(seq.kv)
+            seq.kv.leave_index()
+            seq.kv.cacheable = False
+        r.index_at[rows] = FAR
+
+
+def _shorten(row_blocks: RowBlocks, group: int, rows: np.ndarray, count: np.ndarray) -> None:
+    """Shortens rows to their first blocks of a group, count [rows] of them, at positions 0, B, ...; releases the
+    others."""
+    r, old = row_blocks.rows, row_blocks.rows.num_blocks[group, rows]
+    index = np.arange(int(old.max()), dtype=np.int32)
+    which, gone = np.nonzero((index >= count[:, None]) & (index < old[:, None]))
+    which = rows[which]
+    row_blocks.memory.device.release(r.block_tables[group, which, gone])
+    r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
+    if row_blocks.lives[group].window is not None:  # there may have been gaps
+        r.block_starts[group, rows, : len(index)] = np.where(
+            index < count[:, None], row_blocks.memory.block_size * index, FAR
+        )
+    r.num_blocks[group, rows] = count
+    row_blocks.num_held -= len(which)

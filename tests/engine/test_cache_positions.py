@@ -9,6 +9,7 @@ import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.core.patterns import FULL
+from ksana_jax.scheduler.row_eviction import compact
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 
@@ -63,7 +64,7 @@ class Evicting:
             seen[np.ix_(kv_group.layers, range(computed, self.longest), gone)] = False
             cached[group] = [cached[group][at] for at in kept]
         self.llm.runner.cache = cache.with_kv(jnp.asarray(after))
-        scheduler.row_blocks.compact(np.array([row]), np.array([[len(positions)] for positions in cached]))
+        compact(scheduler.row_blocks, np.array([row]), np.array([[len(positions)] for positions in cached]))
         scheduler.check()
         self.num_evictions += 1
 
