@@ -38,7 +38,7 @@ class Study:
     minutes: int
     of: str
     column: str
-    best: Literal[min, max]
+    best: Literal["min", "max"]
     rows: dict[str, str]
     overrides: list[str] = dataclasses.field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Published:
     """A published column. of: model, text and size. best: as of a study. numbers: {row: number}, of measured rows."""
 
     of: str
-    best: Literal[min, max]
+    best: Literal["min", "max"]
     numbers: dict[str, float]
 
 
