@@ -192,7 +192,7 @@ def test_older_and_newer_names_of_a_tensor_are_the_same_and_buffers_are_left_out
     np.testing.assert_array_equal(layer.attn_norm[0], tensors["gpt_neox.layers.1.input_layernorm.weight"])
     np.testing.assert_array_equal(layer.attn_norm[1], tensors["gpt_neox.layers.1.input_layernorm.bias"])
     newer = {name.replace("embed_out", "lm_head"): values for name, values in tensors.items()}
-    newer["gpt_neox.layers.0.attention.bias"] = np.ones((1, 1, 64, 64), np.float32)
+    newer["gpt_neox.layers.0.attention.bias"] = np.ones((1, 1, 64, 64), np.bool_)
     newer["gpt_neox.layers.0.attention.masked_bias"] = np.array(-1e9, np.float32)
     _, same = load_model(write_model(tmp_path / "newer", newer, config))
     assert jax.tree.all(jax.tree.map(np.array_equal, params, same))

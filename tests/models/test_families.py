@@ -156,6 +156,8 @@ def test_gpt_neox_rotates_a_quarter_of_each_head_and_may_have_its_parts_one_afte
     newer = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000, "partial_rotary_factor": 0.5}
     expected = RopeConfig("linear", 1e3, 4.0, partial_rotary_factor=0.5)
     assert rope_of(GPT_NEOX | older) == rope_of(GPT_NEOX | {"rope_parameters": newer}) == expected
+    both = older | {"partial_rotary_factor": 0.5, "rope_theta": 1000}  # as transformers 4.45 to 4.57 write them
+    assert rope_of(GPT_NEOX | both) == expected
     config = config_from_hf(GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False})
     assert (config.norm_placement, config.qkv_bias, config.mlp_bias) == ("before", False, True)
 
@@ -180,7 +182,7 @@ def test_slopes_of_mpt_are_powers_of_two_in_turn_if_heads_are_no_power_of_two():
     assert config.alibi == tuple(2.0**-i for i in range(1, 9)) and config.rope == NOPE
     assert (config.norm, config.mlp, config.d_ff, config.tie_embeddings) == ("layer_no_bias", "gelu", 256, True)
     assert config_from_hf(MPT | {"d_model": 72, "n_heads": 6}).alibi == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
-    assert config_from_hf(MPT | {"attn_config": {"softmax_scale": 0.5, "attn_pdrop": 0.1}}).attention_scale == 0.5
+    assert config_from_hf(MPT | {"attn_config": {"softmax_scale": 0.5, "return_dict": True}}).attention_scale == 0.5
     assert config_from_hf(MPT | {"expansion_ratio": 2}).d_ff == 128
 
 

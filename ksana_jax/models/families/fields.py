@@ -38,7 +38,8 @@ class Fields:
         self.values, self.source, self.defaults, self.names = values, source, defaults, names or {}
         self.problems: list[str] = []
         for usual, name in self.names.items():
-            if values.get(usual) is not None and usual not in self.names.values():
+            # Some versions of transformers write both names.
+            if values.get(usual) not in (None, values.get(name or "")) and usual not in self.names.values():
                 wanted = "must be absent" if name is None else f"is named {name} here"
                 self.problems.append(f"{usual} is {checks.shown(values[usual])}; {wanted}")
 

@@ -19,7 +19,8 @@ NAMES = dict.fromkeys(QKV.fields, QKV) | {
     "w_up": "ffn.up_proj.weight",
     "w_down": "ffn.down_proj.weight",
 }
-# Supported values of attn_config, apart from softmax_scale. transformers takes 8 for any alibi_bias_max.
+# Supported values in attn_config, where transformers writes general settings too; the last ones are llm-foundry's.
+# transformers takes 8 for any alibi_bias_max.
 PLAIN = {
     "attn_type": ("multihead_attention",),
     "clip_qkv": (None,),
@@ -28,8 +29,12 @@ PLAIN = {
     "attn_uses_sequence_id": (False,),
     "alibi": (True,),
     "alibi_bias_max": (8,),
+    "rope": (False,),
+    "qk_gn": (False,),
+    "kv_n_heads": (None,),
+    "sliding_window_size": (None, -1),
+    "attn_logit_softcapping": (None,),
 }
-WITHOUT_EFFECT = ("attn_pdrop", "attn_impl", "model_type")
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -49,11 +54,9 @@ def read(fields: Fields) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         fields.problem("attn_config", given, "must be an object")
         given = {}
-    for name, value in given.items():
-        if name in PLAIN and value not in PLAIN[name]:
-            fields.problem(f"attn_config.{name}", value, f"supported: {PLAIN[name][0]}")
-        elif name not in (*PLAIN, *WITHOUT_EFFECT, "softmax_scale") and value:
-            fields.problem(f"attn_config.{name}", value, "not supported")
+    for name, allowed in PLAIN.items():
+        if given.get(name, allowed[0]) not in allowed:
+            fields.problem(f"attn_config.{name}", given[name], f"supported: {allowed[0]}")
     scale = given.get("softmax_scale")
     return {
         "norm": "layer_no_bias",
