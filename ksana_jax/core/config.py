@@ -24,6 +24,7 @@ from ksana_jax.core.layer_spec import (
     QKNorm,
     RopeConfig,
     SinkLogits,
+    layer_indices,
 )
 from ksana_jax.core.operator_settings import AUTO, OperatorSettings
 from ksana_jax.core.patterns import FAR, FULL, AttentionPattern, per_layer
@@ -164,17 +165,6 @@ MAX_DEVICES = 1024
 QUANTIZATIONS = (None, "int8", "w8a8", "stored")
 
 
-def _layers(given: Any) -> tuple[int, ...]:
-    """Returns layers in rising order, each once.
-
-    Raises:
-      ConfigError: a value is not a list of integers from 0.
-    """
-    if not isinstance(given, (list, tuple)) or any(checks.integer("layer", layer, 0) for layer in given):
-        raise ConfigError(f"kv_full_precision_layers is {given!r:.60}, must be a list of layers, counted from 0")
-    return tuple(sorted(set(given)))
-
-
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Configures the engine; every default works on a laptop.
@@ -307,7 +297,7 @@ class EngineConfig:
         object.__setattr__(self, "operators", OperatorSettings.of(self.operators))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype, also=("auto",)))
         object.__setattr__(self, "kv_cache_dtype", canonical_kv_dtype(self.kv_cache_dtype))
-        object.__setattr__(self, "kv_full_precision_layers", _layers(self.kv_full_precision_layers))
+        object.__setattr__(self, "kv_full_precision_layers", layer_indices(self.kv_full_precision_layers))
         if self.kv_full_precision_layers and self.kv_cache_dtype == "auto":
             raise ConfigError('kv_full_precision_layers needs another kv_cache_dtype than "auto"')
         sizes = {name: MAX_TOKENS for name in ("block_size", "max_num_batched_tokens", "query_tile")}
@@ -390,16 +380,7 @@ class EngineConfig:
         return self.distributed["num_processes"]
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
-        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None.
-
-        Raises:
-          ConfigError: texts may have more tokens than the model has positions for in a table.
-        """
-        # The last token of a text is sampled and never computed.
-        if model.position_offset is not None and (self.max_model_len or 0) - 1 > model.max_position:
-            raise ConfigError(
-                f"max_model_len is {self.max_model_len:,}, this model has a table of {model.max_position:,} positions"
-            )
+        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""
         rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
         return dataclasses.replace(
             self,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
 
 SinkLogits = Literal["learned", "zero"]
@@ -144,3 +145,14 @@ class LayerSpec:
     mlp: MLPSpec
     norms: NormSpec
     residual_scale: float = 1.0
+
+
+def layer_indices(given: Any) -> tuple[int, ...]:
+    """Returns the layers of `kv_full_precision_layers` in rising order, each once.
+
+    Raises:
+      ConfigError: a value is not a list of integers from 0.
+    """
+    if not isinstance(given, (list, tuple)) or any(checks.integer("layer", layer, 0) for layer in given):
+        raise ConfigError(f"kv_full_precision_layers is {given!r:.60}, must be a list of layers, counted from 0")
+    return tuple(sorted(set(given)))

@@ -14,7 +14,7 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.device_setup import DeviceSetup, prepare
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.settings import check_policies, with_dtype
+from ksana_jax.engine.settings import check_length, check_policies, with_dtype
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.memory import KVMemory
@@ -79,6 +79,7 @@ def build_engine(
     _check_tokenizer(model, tokenizer)
     seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
+    check_length(model, config)
     if executor is None:
         half = _on_device(model, params, config, seen, programs, workers, placement)
     else:

@@ -52,6 +52,19 @@ def beyond_training(model: ModelConfig, max_model_len: int) -> str:
     return warning + "beyond them, only patterns with a window stay within the trained distances"
 
 
+def check_length(model: ModelConfig, config: EngineConfig) -> None:
+    """Checks that a model with a table of positions has one for each token of a text.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
+    # The last token of a text is sampled and never computed.
+    if model.position_offset is not None and (config.max_model_len or 0) - 1 > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len:,}, this model has a table of {model.max_position:,} positions"
+        )
+
+
 def check_policies(config: EngineConfig) -> EngineConfig:
     """Checks the names of policies and codecs, which `config` itself cannot import; returns the configuration.
 
