@@ -70,7 +70,6 @@ class FusedOperators(Operators):
     ) -> jax.Array:
         if spec.norms.placement in PARALLEL:
             return super().after_attention(x, attended, p, spec, following)
-        before = x
         with jax.named_scope("output"):
             flat = attended.reshape(*x.shape[:-1], -1)
             x = self._added(x, flat, p.w_o, p.b_o, p.post_attn_norm, spec, ahead=p.w_gate_up)
@@ -83,7 +82,7 @@ class FusedOperators(Operators):
                     with jax.named_scope("down"):
                         ahead = None if following is None else following.w_qkv
                         return self._added(x, gated, p.w_down, p.b_down, p.post_mlp_norm, spec, ahead=ahead)
-            return self.after_mlp(x, p, spec, before)
+            return self.after_mlp(x, p, spec, x)
 
     def _of_normed(
         self, x: jax.Array, weight: jax.Array | None, norms: NormSpec, w: Any, bias: jax.Array | None, **options: Any
