@@ -80,11 +80,8 @@ def serve(
 
 
 def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings with a prefix cache, unless they say otherwise: each turn of a chat repeats the last.
-
-    Not with eviction: methods that add up attention refuse one.
-    """
-    return settings if settings.get("kv_eviction") else {"enable_prefix_caching": True, **settings}
+    """Returns settings with a prefix cache, unless they say otherwise: each turn of a chat repeats the last."""
+    return {"enable_prefix_caching": True, **settings}
 
 
 def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:

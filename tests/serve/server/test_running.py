@@ -191,9 +191,7 @@ def said(process: subprocess.Popen, what: str) -> str:
 
 def test_prefixes_are_cached_unless_the_settings_say_otherwise():
     assert _with_cache({"block_size": 8}) == {"enable_prefix_caching": True, "block_size": 8}
-    assert _with_cache({"kv_eviction": None}) == {"enable_prefix_caching": True, "kv_eviction": None}
-    for settings in ({"enable_prefix_caching": False}, {"kv_eviction": {"method": "snapkv"}}):
-        assert _with_cache(settings) == settings
+    assert _with_cache({"enable_prefix_caching": False}) == {"enable_prefix_caching": False}
 
 
 def test_a_server_says_what_it_does_until_it_serves(capfd):
