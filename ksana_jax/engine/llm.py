@@ -93,7 +93,7 @@ class LLM:
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
         reads = load_format, config.seed, config.embedding_device, config.quantization
-        opened = functools.partial(open_model, model_dir, config.dtype, *reads)
+        opened = functools.partial(open_model, model_dir, config.dtype, *reads, num_devices=config.tensor_parallel_size)
         model_config, _ = opened()
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -75,9 +76,7 @@ def keeping(
         else:
             unkept[_reason(tensors[0])] += 1
     if cut:
-        logger.warning(
-            "%s: %d matrices are dequantised, for devices would divide blocks: %s", source, len(cut), "; ".join(cut)
-        )
+        _warn_once(f"{source}: {len(cut)} matrices are dequantised, for devices would divide blocks: {'; '.join(cut)}")
     reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
     if not kept:
         raise ConfigError(
@@ -86,13 +85,18 @@ def keeping(
             f"{reasons and f' ({reasons})'}; leave it out to load a checkpoint in `dtype`"
         )
     if reasons:
-        logger.warning("%s: quantised matrices that memory cannot keep are dequantised: %s", source, reasons)
+        _warn_once(f"{source}: quantised matrices that memory cannot keep are dequantised: {reasons}")
     if (platform := platform_of()) != "cpu":
         logger.info(
             "%s: all matrices are dequantised; only programs of CPUs keep them as stored, not %s", source, platform
         )
         kept = []
     return dataclasses.replace(config, kept=tuple(kept))
+
+
+@functools.cache  # an engine opens a model for its config, and again for its weights
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _reason(stored: StoredTensor) -> str | None:

@@ -110,12 +110,14 @@ def open_model(
     embedding_device: Literal["device", "host"] = "device",
     quantization: str | None = None,
     placement: Placement = ONE_DEVICE,
+    num_devices: int = 1,
 ) -> tuple[ModelConfig, Callable[[], Params]]:
     """Checks a model's config and files, and returns the config and a function that reads the weights; see
     `load_model`.
 
     Args:
       quantization: "stored" keeps matrices as they are stored, see `loading.kept`; other values change nothing here.
+      num_devices: of the placement that weights are read for, which need not be given to learn the config.
     """
     kind = array_dtype(dtype)
     checks.require(checks.one_of("load_format", load_format, LOAD_FORMATS), error=ConfigError)
@@ -142,7 +144,7 @@ def open_model(
     found = find_weights(model_path(source), config)
     check_tensors(config, found, str(source))
     if quantization == "stored":
-        config = keeping(config, found, str(source), embedding_device, placement.num_devices)
+        config = keeping(config, found, str(source), embedding_device, num_devices)
 
     def read() -> Params:
         began, params = time.perf_counter(), read_params(config, found, kind, str(source), embedding_device, placement)

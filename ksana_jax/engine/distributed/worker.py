@@ -131,7 +131,8 @@ class _Engine:
         config = settings_of(settings, job)
         placement = place_on(config.tensor_parallel_size, config.num_processes)
         path = model_path(model, weights=load_format != "dummy")
-        model_config, self._read = open_model(path, config.dtype, load_format, config.seed, placement=placement)
+        given = {"quantization": config.quantization, "placement": placement, "num_devices": placement.num_devices}
+        model_config, self._read = open_model(path, config.dtype, load_format, config.seed, **given)
         self._job = job
         self.prepared: Prepared = prepare(model_config, config, patterns)
         self.facts = facts(self.prepared, model, load_format)

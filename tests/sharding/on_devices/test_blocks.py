@@ -50,7 +50,7 @@ numbers_of = jax.jit(lambda w: w.numbers())
 def test_each_device_has_the_numbers_of_its_part_packed_or_not(tmp_path):
     kinds = ["Q4_1", "Q6_K", "Q5_K", "Q8_0"]  # by rows, and by columns
     path = written(tmp_path, kinds, CONFIG)
-    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2))
+    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2), num_devices=2)
     (_, whole), kept = load_model(path), read()
     assert len(config.kept) == 8 and {kind for _, kind in config.kept} == {*kinds}
     in_panels = packed(kept, config, only_blocks=True)
@@ -96,12 +96,14 @@ def test_tokens_are_those_of_one_device(linear, form, atol, tmp_path):
 
 def test_matrices_whose_blocks_devices_would_divide_are_dequantised_and_named(tmp_path, caplog):
     path = written(tmp_path, ["Q4_1"], dataclasses.replace(CONFIG, **SMALL, num_heads=6))
-    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2))
-    assert "o_proj.weight (96 / 2 = 48 columns, blocks of 32)" in caplog.text
-    assert "down_proj" not in caplog.text
-    layer = read().layers[0]
+    llm = LLM(path, quantization="stored", tensor_parallel_size=2, **SETTINGS | ONE_SHAPE | {"max_model_len": 64})
+    [warning] = [message for message in caplog.messages if "would divide blocks" in message]
+    assert "1 matrices are" in warning and "o_proj.weight (96 / 2 = 48 columns, blocks of 32)" in warning
+    layer = llm.runner.params.layers[0]
     assert isinstance(layer.w_down, BlockMatrix) and isinstance(layer.w_o, jax.Array)
-    assert ".layers[0].w_o" not in dict(config.kept)
+    assert ".layers[0].w_o" not in dict(llm.model_config.kept)
+    weights = llm.memory_usage()["weights"]
+    assert weights.predicted == weights.measured > 0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_matrices_whose_blocks_devices_would_divide_are_dequantised_and_named(tm
 )
 def test_codes_of_quantised_safetensors_are_divided(quantise, settings, tmp_path):
     path, _ = write_quantised(tmp_path, quantise, settings)
-    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2))
+    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2), num_devices=2)
     (_, whole), kept, num_blocks = load_model(path), read(), 0
     for device in range(2):
         for (name, part), (_, w) in zip(matrices(on_device(kept, device)), matrices(whole), strict=True):
