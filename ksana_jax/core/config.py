@@ -17,6 +17,7 @@ from ksana_jax.core.layer_spec import (
     NORM_PLACEMENTS,
     PLAIN_ROPE,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     NormPlacement,
@@ -44,6 +45,7 @@ class ModelConfig:
         softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
       alibi: slope of each head, by which scores fall with distance, see `layer_spec.AttentionSpec`; None for none.
       mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
+      experts: of each layer, for kinds of MLPs that have them, see `layer_spec.ExpertsSpec`; None for none.
       norm: kind of the norms, a name in `models.layers.NORMS`.
       qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
       norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
@@ -76,6 +78,7 @@ class ModelConfig:
     sinks: SinkLogits | None = None
     alibi: tuple[float, ...] | None = None
     mlp: str = "swiglu"
+    experts: ExpertsSpec | None = None
     norm: str = "rms"
     norm_placement: NormPlacement = "before"
     embed_scale: float = 1.0
@@ -112,6 +115,7 @@ class ModelConfig:
         kinds |= {"norm_placement": tuple(NORM_PLACEMENTS)}
         problems += [checks.one_of(name, getattr(self, name), values) for name, values in kinds.items()]
         found += filter(None, problems)
+        found += [] if self.experts is None else self.experts.problems()
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
         return found
@@ -142,7 +146,7 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             alibi=self.alibi,
         )
-        mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias)
+        mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias, self.experts)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns = per_layer(self.pattern, self.num_layers)

@@ -112,12 +112,37 @@ class AttentionSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsSpec:
+    """Specifies the experts of one layer, MLPs among which a router chooses for each token (arXiv:2101.03961).
+
+    num_experts: of the layer. num_chosen: of them for each token.
+    normalised: the weights of a token's experts add up to 1: their softmax is over the chosen ones, not over all.
+    shared_d_ff: width of an MLP that each token passes through as well, times the sigmoid of a product; 0 for none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    normalised: bool = True
+    shared_d_ff: int = 0
+
+    def problems(self) -> list[str]:
+        """Returns the problems of these numbers, one sentence each."""
+        found = checks.integer("num_experts", self.num_experts), checks.integer("num_chosen", self.num_chosen)
+        problems = [*filter(None, (*found, checks.integer("shared_d_ff", self.shared_d_ff, 0)))]
+        if not problems and self.num_chosen > self.num_experts:
+            problems.append(f"num_chosen {self.num_chosen} is above num_experts {self.num_experts}")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True)
 class MLPSpec:
-    """Specifies the MLP of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors."""
+    """Specifies the MLP of one layer. kind: a name in `models.mlp.MLPS`. d_ff: width of its hidden vectors, or of each
+    expert's."""
 
     kind: str
     d_ff: int
     bias: bool
+    experts: ExpertsSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Prepared:
         """
         from ksana_jax.engine.fingerprint import fingerprint
         from ksana_jax.loading.load import embedding_on_host
-        from ksana_jax.models.params import num_params, quantised
+        from ksana_jax.models.params import num_active_params, quantised
 
         model, config, layout, placement, plan = self.model, self.config, self.layout, self.placement, self.plan
         if num_blocks < plan.num_blocks:
@@ -104,7 +104,7 @@ class Prepared:
             consume_params=loads,
             programs=programs,
         )
-        cost = recompute_cost(model, num_params(model), config.block_size)
+        cost = recompute_cost(model, num_active_params(model), config.block_size)
         index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
         config = dataclasses.replace(config, num_blocks=num_blocks)
         return DeviceSetup(config, layout, platform_of(placement.device), runner, index, plan)

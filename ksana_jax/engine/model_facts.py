@@ -61,6 +61,9 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     ]
     patterns = per_layer(config.pattern, config.num_layers)
     facts += [Fact("attention", value, source) for value in _by_layer(patterns, str)]
+    if (experts := config.experts) is not None:
+        beside = " and a shared MLP" if experts.shared_d_ff else ""
+        facts.append(Fact("experts", f"{experts.num_chosen} of {experts.num_experts} for each token{beside}", source))
     if scores := _scores(config):
         facts.append(Fact("scores", ", ".join(scores), source))
     return facts + _dtypes(path, config)

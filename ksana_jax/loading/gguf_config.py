@@ -26,8 +26,18 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
+ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # Architectures whose names converters also give models of another family.
-SHARED = {"mistral": "llama", "olmo3": "olmo2"}
+SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+# Families by architecture with experts. A llama has experts if it has their number.
+EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
+SHARED_WIDTH = "expert_shared_feed_forward_length"
+EXPERT_SIZES = {
+    EXPERTS_USED: "num_experts_per_tok",
+    EXPERT_WIDTH: "moe_intermediate_size",
+    SHARED_WIDTH: "shared_expert_intermediate_size",
+}
 # Fields by key, without the architecture before it.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -64,6 +74,7 @@ SCALES = {
 # Values, other than 0, false and "", with which further keys change nothing.
 CAUSAL = "attention.causal"
 NEUTRAL = {
+    "expert_gating_func": 1,  # softmax
     CAUSAL: True,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -170,7 +181,7 @@ class _Keys:
             elif key not in self.keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
-        fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids()
+        fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids() | self.experts()
         if self.architecture == "granite":
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
             fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
@@ -225,6 +236,22 @@ class _Keys:
         if self.architecture == "phi3":
             return {"rope_theta": theta, "rope_scaling": scaling} | self.longrope()
         return {"rope_theta": theta, "rope_scaling": scaling}
+
+    def experts(self) -> dict[str, Any]:
+        """Returns the fields of experts; their weights add up to 1 as llama.cpp has it for the architecture."""
+        if self.architecture not in EXPERTS or (self.architecture == "llama" and not self.get(EXPERT_COUNT)):
+            return {}
+        widths = (EXPERT_WIDTH,) if self.architecture.startswith("qwen") else ()
+        for key in (EXPERT_COUNT, EXPERTS_USED, *widths):
+            if checks.integer(key, self.get(key), 1):
+                self.problem(key, "must be a positive integer, every model with experts has it")
+        found = {"num_local_experts" if self.architecture == "llama" else "num_experts": self.keys.pop(EXPERT_COUNT, 1)}
+        found |= {name: self.keys.pop(key) for key, name in EXPERT_SIZES.items() if key in self.keys}
+        if self.architecture == "qwen2moe":
+            found["qkv_bias"] = "blk.0.attn_q.bias" in self.file.tensors
+        elif self.architecture == "qwen3moe":
+            found["norm_topk_prob"] = True
+        return found | {"model_type": EXPERTS[self.architecture]}
 
     def longrope(self) -> dict[str, Any]:
         """Returns fields of Phi-3's long contexts, for which files have the divisors of frequencies in tensors."""

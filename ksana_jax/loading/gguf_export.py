@@ -22,12 +22,25 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.find import find_weights
-from ksana_jax.loading.gguf_config import ARCHITECTURES, EPS, SIZES, SOFT_CAPS, WIDTHS, WINDOW, gguf_config
+from ksana_jax.loading.gguf_config import (
+    ARCHITECTURES,
+    EPS,
+    EXPERT_COUNT,
+    EXPERT_WIDTH,
+    EXPERTS_USED,
+    SHARED_WIDTH,
+    SIZES,
+    SOFT_CAPS,
+    WIDTHS,
+    WINDOW,
+    gguf_config,
+)
 from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
     TOP_NAMES,
+    layer_names,
     permuted_heads,
 )
 from ksana_jax.loading.gguf_writer import NewTensor, write_gguf
@@ -41,7 +54,7 @@ from ksana_jax.tokenizers.gguf_tokens import gguf_tokens
 
 # Type of the embedding and the head: every logit depends on them.
 OF_VOCABULARY = "Q8_0"
-_NAMES = LAYER_NAMES | {f"{name}_proj_norm": LAYER_NAMES[f"{name}_norm"] for name in "qk"}
+_PROJ_NORMS = {f"{name}_proj_norm": LAYER_NAMES[f"{name}_norm"] for name in "qk"}
 # Keys about the weights of the file that a file was made from, or its parts.
 _NOT_COPIED = ("general.file_type", "general.quantization_version", "general.alignment", "split.")
 
@@ -78,10 +91,11 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
     metadata["general.quantization_version"] = 2  # of ggml's blocks
     heads = permuted_heads(architecture, config)
     tensors: dict[str, NewTensor] = {}
+    names = layer_names(config) | _PROJ_NORMS
     leaves = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     for (where, shape), of_weight in zip(leaves, sources_of(config), strict=True):
         field, layer = where[-1].name, where[1].idx if where[0].name == "layers" else None
-        if (name := (TOP_NAMES if layer is None else _NAMES).get(field)) is None:
+        if (name := (TOP_NAMES if layer is None else names).get(field)) is None:
             raise ConfigError(f"{source}: GGUF files have no name here for the weight {field}")
         if of_weight.rows is not None:
             raise ConfigError(
@@ -92,10 +106,11 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         to = kind if stated(field, "quantization").quantises else "F32"
         if field in ("embed", "head"):
             to = OF_VOCABULARY
+        stored, shape = of_weight.of(found), shape[1:] if field == "w_shared_gate" else shape
         tensors[name] = _Weight(
-            of_weight.of(found),
+            stored,
             shape,
-            "F32" if len(shape) != 2 or shape[1] % BLOCK else to,
+            "F32" if len(shape) < 2 or shape[-1] % BLOCK else to,
             heads.get(field),
             config.norm == "rms_plus_one" and field.endswith("norm"),
         ).tensor()
@@ -152,7 +167,7 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: GGUF has no name for its family here.
     """
-    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
+    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
     if config.family not in names:
         raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)
@@ -164,6 +179,10 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     )
     keys |= {"attention.head_count_kv": config.num_kv_heads, EPS: config.norm_eps, "rope.freq_base": rope.theta}
     keys |= dict.fromkeys(WIDTHS[:3], config.head_dim)
+    if (experts := config.experts) is not None:
+        keys |= {EXPERT_COUNT: experts.num_experts, EXPERTS_USED: experts.num_chosen}
+        if names[config.family].startswith("qwen"):
+            keys |= {EXPERT_WIDTH: config.d_ff, SHARED_WIDTH: experts.shared_d_ff}
     if rope.kind not in ("default", "factors"):
         keys |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn" and rope.original_max_len:

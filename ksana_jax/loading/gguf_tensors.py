@@ -46,7 +46,14 @@ LAYER_NAMES = {
     "w_down": "ffn_down.weight",
     "b_down": "ffn_down.bias",
     "post_mlp_norm": "post_ffw_norm.weight",
+    "w_router": "ffn_gate_inp.weight",
+    "w_gate_experts": "ffn_gate_exps.weight",
+    "w_up_experts": "ffn_up_exps.weight",
+    "w_down_experts": "ffn_down_exps.weight",
+    "w_shared_gate": "ffn_gate_inp_shexp.weight",
 }
+# Names of the MLP that each token passes through, where there are experts as well.
+SHARED_NAMES = {f"w_{part}": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")}
 # Architectures whose rows of queries and keys converters permute.
 PERMUTED = ("llama", "smollm3", "granite")
 # Tensors that hold several weights, by the field of the first, for families with a view of them.
@@ -149,6 +156,20 @@ def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None =
     return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, plus_one)
 
 
+def experts_of(info: TensorInfo) -> list[TensorInfo]:
+    """Returns the matrices of a stack of experts [E, out, in]."""
+    num_bytes = info.num_bytes // info.shape[0]
+    return [
+        dataclasses.replace(info, shape=info.shape[1:], offset=info.offset + index * num_bytes)
+        for index in range(info.shape[0])
+    ]
+
+
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """Returns the GGUF names of a layer's weights, by field."""
+    return LAYER_NAMES | (SHARED_NAMES if config.experts is not None else {})
+
+
 def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
     """Returns the number of heads of each weight whose rows converters permute, by field."""
     q, k = config.num_heads, config.num_kv_heads
@@ -161,7 +182,7 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
     architecture = file.metadata["general.architecture"]
     heads = permuted_heads(architecture, config)
     top = {name: field for field, name in TOP_NAMES.items()}
-    of_layer = {name: field for field, name in LAYER_NAMES.items()}
+    of_layer = {name: field for field, name in layer_names(config).items()}
     of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names[field], View)}
     for name, info in file.tensors.items():
         if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
@@ -170,6 +191,13 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTens
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
         if layer and field in family.layer_names:
             of_field = family.name(field, int(layer[1]))
+            if field.endswith("_experts") and len(info.shape) == 3:
+                for index, expert in enumerate(experts_of(info)):
+                    name = str(of_field).format(index)
+                    found[name] = as_stored(expert, name)
+                continue
+            if field == "w_shared_gate":
+                info = dataclasses.replace(info, shape=(1, *info.shape))
             name = of_field.tensor if isinstance(of_field, View) else str(of_field)
         elif field in family.top_names:
             name = str(family.top_names[field])

@@ -60,6 +60,8 @@ def keeping(
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
         if len(shape) != 2 or len(tensors) != 1:
+            if len(shape) == 3 and any(stored.form or _reason(stored) for stored in tensors):
+                unkept["places in stacks of experts"] += 1
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"

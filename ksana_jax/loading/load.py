@@ -288,23 +288,20 @@ def read_weight(
     """Reads a weight, one tensor or a stack of several, or one device's part of it.
 
     Args:
-      shape: of the whole weight. share: the part of a single tensor to read.
+      shape: of the whole weight. share: the part of each tensor to read.
 
     Raises:
       LoadError: values are not finite.
-      ConfigError: a part of a stack is requested.
+      ConfigError: a part of a stack is requested that is not a part of each of its tensors.
     """
-    if share == WHOLE_WEIGHT:
-        host = aligned_empty(shape, dtype)
-        for stored, part in zip(tensors, host.reshape(len(tensors), *tensors[0].shape), strict=True):
-            _fill(part.reshape(part.shape or (1,)), stored)
-        return host
-    if len(tensors) > 1:
+    if share != WHOLE_WEIGHT and len(tensors) > 1 and not share.stacked:
         raise ConfigError(f"a weight stacked from {len(tensors)} tensors, such as {tensors[0].name}, cannot be divided")
-    rows, columns = (len(range(size)[part]) for part, size in zip(share[:2], (*shape[:2], 1)[:2], strict=True))
-    host = aligned_empty((rows + share.padding, columns)[: len(shape)], dtype)
-    host[rows:] = 0
-    _fill(host[:rows], tensors[0], share)
+    host = aligned_empty(share.shape(shape), dtype)
+    of_one = share._replace(stacked=False).shape(tensors[0].shape)
+    for stored, part in zip(tensors, host.reshape(len(tensors), *(of_one or (1,))), strict=True):
+        rows = len(part) - share.padding
+        part[rows:] = 0
+        _fill(part[:rows], stored, share)
     return host
 
 

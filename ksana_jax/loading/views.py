@@ -28,11 +28,13 @@ class Source(NamedTuple):
       rows in another order.
     rows: rows of the single tensor that are the weight's, in order; None for all of them.
     transposed: True if the tensor's columns are the weight's rows.
+    stacked: True if the single tensor is a stack of matrices [E, ...], and the weight of their parts.
     """
 
     tensors: dict[str, tuple[int, ...]]
     rows: np.ndarray | None = None
     transposed: bool = False
+    stacked: bool = False
 
     def of(self, found: Mapping[str, StoredTensor]) -> list[StoredTensor]:
         """Returns tensors of a checkpoint whose values, stacked, are the weight's."""
@@ -40,8 +42,13 @@ class Source(NamedTuple):
         if self.rows is None:
             return stored
         [whole] = stored
-        shape = (len(self.rows), *(whole.shape[:-1] if self.transposed else whole.shape[1:]))
-        return [PartOfTensor(whole.path, whole.name, whole.dtype, shape, whole, self.rows, self.transposed)]
+        each = range(whole.shape[0]) if self.stacked else (None,)
+        of_one = whole.shape[self.stacked :]
+        shape = (len(self.rows), *(of_one[:-1] if self.transposed else of_one[1:]))
+        return [
+            PartOfTensor(whole.path, whole.name, whole.dtype, shape, whole, self.rows, self.transposed, index)
+            for index in each
+        ]
 
     def write(self, weight: np.ndarray, tensors: dict[str, np.ndarray]) -> None:
         """Writes a weight to the tensors of a checkpoint, by name; missing ones are added."""
@@ -51,7 +58,8 @@ class Source(NamedTuple):
             return
         [(name, shape)] = self.tensors.items()
         whole = tensors.setdefault(name, np.zeros(shape, weight.dtype))
-        (whole.T if self.transposed else whole)[self.rows] = weight
+        turned = whole.swapaxes(-1, -2) if self.transposed else whole
+        turned[(slice(None), self.rows) if self.stacked else self.rows] = weight
 
 
 def sources_of(config: ModelConfig) -> list[Source]:
@@ -91,23 +99,30 @@ def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[
 
 def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> Source:
     groups, fields = getattr(config, view.groups) if view.groups else 1, view.fields or (field,)
-    sizes = [getattr(shapes, name)[0] for name in fields]
+    num_stacks = len(getattr(shapes, field)) - 2 if field.endswith("_experts") else 0
+    sizes = [getattr(shapes, name)[num_stacks] for name in fields]
     for name, size in zip(fields, sizes, strict=True):
         if size % groups:
             raise ConfigError(f"{view.tensor}: {size} rows of {name} are not a multiple of {view.groups} {groups}")
     starts, at = np.cumsum([0, *sizes]) // groups, fields.index(field)
     rows = np.arange(sum(sizes)).reshape(groups, -1)[:, starts[at] : starts[at + 1]].reshape(-1)
-    shape = (sum(sizes), *getattr(shapes, field)[1:])
-    return Source({view.tensor: shape[::-1] if view.transposed else shape}, rows, view.transposed)
+    stack, rest = getattr(shapes, field)[:num_stacks], getattr(shapes, field)[1 + num_stacks :]
+    shape = (sum(sizes), *rest)
+    whole = (*stack, *(shape[::-1] if view.transposed else shape))
+    return Source({view.tensor: whole}, rows, view.transposed, bool(stack))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartOfTensor(StoredTensor):
-    """Rows of a tensor, or of its transpose; pieces are cut from the rows between the first and the last of them."""
+    """Rows of a tensor, or of its transpose; pieces are cut from the rows between the first and the last of them.
+
+    index: of the matrix that they are rows of, in a stack of matrices; None if the tensor is no stack.
+    """
 
     whole: StoredTensor
     rows: np.ndarray
     transposed: bool
+    index: int | None = None
     dtypes = ()
 
     @property
@@ -133,5 +148,9 @@ class PartOfTensor(StoredTensor):
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         at = self.rows[rows]
         between = slice(int(at.min()), int(at.max()) + 1)
-        found = self.whole.read(columns, between).T if self.transposed else self.whole.read(between, columns)
-        return found[at - between.start]
+        first, second = (columns, between) if self.transposed else (between, columns)
+        if self.index is None:
+            found = self.whole.read(first, second)
+        else:
+            found = self.whole.read(slice(self.index, self.index + 1), first)[0, :, second]
+        return (found.T if self.transposed else found)[at - between.start]

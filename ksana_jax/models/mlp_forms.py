@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.layer_spec import MLPSpec
-from ksana_jax.models.layers import Linear
 
 # Names by which kernels know the activation of a gated MLP.
 Activation = Literal["silu", "gelu_tanh"]
@@ -27,15 +26,18 @@ class MLP(NamedTuple):
       matrices; matrices of other kinds stay as loaded.
     row_by_row: for `numerics: invariant`. Apart from `linear`, apply consists of functions of single numbers.
     activation: of a gated MLP, by which kernels compute it; None leaves it to `apply`.
+    routes: apply takes another argument, which rows are of tokens (bool [...]), or None if all are: the others may
+      have any result.
     """
 
     shapes: Callable[[int, MLPSpec], dict[str, tuple[int, ...]]]
-    apply: Callable[[jax.Array, Any, Linear, MLPSpec], jax.Array]
+    apply: Callable[..., jax.Array]
     takes_joined: bool = False
     divides: bool = False
     quantises: bool = False
     row_by_row: bool = False
     activation: Activation | None = None
+    routes: bool = False
 
 
 STATED = dict.fromkeys(("divides", "quantises", "row_by_row"), True)

@@ -22,10 +22,12 @@ class Operators:
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
+    real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 
     linear: Linear = layers.linear
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
+    real: jax.Array | None = None
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         """Looks up the rows [..., D] of tokens [...]."""
@@ -99,7 +101,8 @@ class Operators:
         """Returns hidden states [..., D] after a layer's MLP, from those after and before its attention."""
         read, norm = (before if spec.norms.placement in PARALLEL else x), p.mlp_norm
         normed = self.normed(read, p.attn_norm if norm is None else norm, spec.norms)
-        out = self.summed(mlp_kind(spec.mlp.kind).apply(normed, p, self.linear, spec.mlp))
+        mlp = mlp_kind(spec.mlp.kind)
+        out = self.summed(mlp.apply(normed, p, self.linear, spec.mlp, *((self.real,) if mlp.routes else ())))
         return self.added(x, out, p.post_mlp_norm, spec)
 
     def added(self, x: jax.Array, out: jax.Array, norm: jax.Array | None, spec: LayerSpec) -> jax.Array:

@@ -19,11 +19,13 @@ from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind, unstated
-from ksana_jax.models.weight import KEY, Weight, matrix, vector
+from ksana_jax.models.weight import KEY, Weight, matrix, of_experts, vector
 
 # Number of random weights drawn at a time. Drawing needs six times the memory of its result on top of it, and is
 # faster if that fits the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
 DRAWN_AT_ONCE = 2**16
+# Few rows, whose products decide what is computed: they keep their bits.
+ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -61,6 +63,13 @@ class LayerParams:
     b_gate_up: jax.Array | None = field(default=None, metadata=vector("rows", "zeros"))  # [2*F]
     q_proj_norm: jax.Array | None = field(default=None, metadata=vector("rows", "identity"))  # [N*H]
     k_proj_norm: jax.Array | None = field(default=None, metadata=vector("kv heads", "identity"))  # [K*H]
+    w_router: jax.Array | None = field(default=None, metadata=ROUTER)  # [E, D]
+    w_gate_experts: jax.Array | None = field(default=None, metadata=of_experts("rows"))  # [E, F, D]
+    w_up_experts: jax.Array | None = field(default=None, metadata=of_experts("rows"))  # [E, F, D]
+    w_down_experts: jax.Array | None = field(  # [E, D, F]
+        default=None, metadata=of_experts("columns", starts="residual")
+    )
+    w_shared_gate: jax.Array | None = field(default=None, metadata=ROUTER)  # [1, D]
 
 
 @flax.struct.dataclass
@@ -151,6 +160,20 @@ def param_shapes(config: ModelConfig) -> Params:
 def num_params(config: ModelConfig) -> int:
     """Counts the model's parameters; tied embeddings count once."""
     return sum(map(math.prod, jax.tree.leaves(param_shapes(config), is_leaf=is_shape)))
+
+
+def num_active_params(config: ModelConfig) -> int:
+    """Counts the parameters that a token passes through: of experts, those that are chosen for it."""
+    if config.experts is None:
+        return num_params(config)
+    fields, (number, chosen) = weight_fields(), (config.experts.num_experts, config.experts.num_chosen)
+    stacks = [
+        math.prod(shape)
+        for layer in param_shapes(config).layers
+        for name, shape in weights_of(layer).items()
+        if (weight := fields[name]) is not None and weight.stacked
+    ]
+    return num_params(config) - sum(stacks) // number * (number - chosen)
 
 
 def is_shape(x: Any) -> bool:

@@ -29,6 +29,7 @@ class Weight(NamedTuple):
     quantises: `quantization` stores it as codes.
     packs: it is read through `linear` alone, so it may be a `PackedMatrix`.
     joins: field in which `models.joined` stacks the matrix with others, and its bias with theirs.
+    stacked: it is a stack of such weights [E, ...], one for each expert; devices divide each of them.
     """
 
     divides: Division
@@ -36,6 +37,7 @@ class Weight(NamedTuple):
     quantises: bool
     packs: bool = False
     joins: str | None = None
+    stacked: bool = False
 
     def local_rows(self, num_rows: int, num_devices: int, num_kv_heads: int) -> int:
         """Returns the number of its rows on each of several devices, unless they are rows of a vocabulary."""
@@ -47,6 +49,11 @@ class Weight(NamedTuple):
 def matrix(divides: Division, *, starts: Start = "normal", joins: str | None = None) -> dict[str, Weight]:
     """Returns the metadata of a matrix of a layer that is read through `linear` alone."""
     return {KEY: Weight(divides, starts, quantises=True, packs=True, joins=joins)}
+
+
+def of_experts(divides: Division, *, starts: Start = "normal") -> dict[str, Weight]:
+    """Returns the metadata of a stack of matrices, each of which is read through `linear` alone."""
+    return {KEY: Weight(divides, starts, quantises=True, stacked=True)}
 
 
 def vector(divides: Division, starts: Start) -> dict[str, Weight]:

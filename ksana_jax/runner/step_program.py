@@ -306,7 +306,8 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
         )
     implementation, features = network.implementation.of_step(shape), network.placement.features
     attend = paged_attend(layers, shape, network.num_repositioned_sinks, implementation, features)
-    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers], operators=network.operators)
+    operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
+    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers], operators=operators)
     return cache, x
 
 

@@ -11,7 +11,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
 from ksana_jax.models.params import param_shapes, stated, weights_of
-from ksana_jax.models.weight import Division
+from ksana_jax.models.weight import Division, Weight
 from ksana_jax.sampling.sampler import GROUP
 
 SETTING = "tensor_parallel_size"
@@ -25,9 +25,10 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
         does; the message has all of them.
     """
     n, problems = num_devices, []
-    for name in ("num_heads", "d_ff"):
-        if (size := getattr(config, name)) % n:
-            problems.append(f"{name} {size} is not a multiple of it")
+    sizes = {"num_heads": config.num_heads, "d_ff": config.d_ff}
+    if config.experts is not None:
+        sizes["shared_d_ff"] = config.experts.shared_d_ff
+    problems += [f"{name} {size} is not a multiple of it" for name, size in sizes.items() if size % n]
     if config.num_kv_heads % n and n % config.num_kv_heads:
         problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
     if config.qk_norm == "projection" and norm_kind(config.norm).plus_one is None:
@@ -58,8 +59,12 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
     if num_devices == 1:
         return config
     check_divisible(config, num_devices)
+    experts = config.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, shared_d_ff=experts.shared_d_ff // num_devices)
     local = dataclasses.replace(
         config,
+        experts=experts,
         num_heads=config.num_heads // num_devices,
         num_kv_heads=max(config.num_kv_heads // num_devices, 1),
         d_ff=config.d_ff // num_devices,
@@ -78,8 +83,7 @@ def _wrong_parts(config: ModelConfig, local: ModelConfig, num_devices: int) -> I
         wanted = weights_of(of_device)
         for field, shape in weights_of(weights).items():
             mine = share(field, shape, 0, num_devices, config.num_kv_heads)
-            rows, columns = (len(range(n)[part]) for n, part in zip((*shape, 1)[:2], mine[:2], strict=True))
-            found = (rows + mine.padding, columns, *shape[2:])[: len(shape)]
+            found = mine.shape(shape)
             if found != wanted[field]:
                 yield f"a part of {field} {list(shape)} is {list(found)}, a device needs {list(wanted[field])}"
 
@@ -95,11 +99,21 @@ def local_layout(layout: KVLayout, num_devices: int) -> KVLayout:
 
 
 class Share(NamedTuple):
-    """One device's part of a weight: these of its rows and columns, and rows of zeros after them."""
+    """One device's part of a weight: these of its rows and columns, and rows of zeros after them.
+
+    stacked: True if it has such a part of each weight of a stack.
+    """
 
     rows: slice
     columns: slice = slice(None)
     padding: int = 0
+    stacked: bool = False
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the part of a weight, from the whole weight's."""
+        stack, of_one = tuple(whole[: self.stacked]), whole[self.stacked :]
+        rows, columns = (len(range(size)[part]) for size, part in zip((*of_one, 1, 1)[:2], self[:2], strict=True))
+        return *stack, *(rows + self.padding, columns, *of_one[2:])[: len(of_one)]
 
 
 WHOLE_WEIGHT = Share(slice(None))
@@ -118,7 +132,7 @@ def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_k
     """Returns the part of a weight [out, in] or [out] that a device has.
 
     Args:
-      field: of Params or LayerParams. shape: of the whole weight.
+      field: of Params or LayerParams. shape: of the whole weight, or stack of weights.
       device: index in [0, num_devices).
       num_kv_heads: K of the model.
 
@@ -128,6 +142,12 @@ def share(field: str, shape: Sequence[int], device: int, num_devices: int, num_k
     weight = stated(field, SETTING)
     if weight.divides in ("whole", "once"):
         return WHOLE_WEIGHT
+    if weight.stacked:
+        return _share(weight, shape[1:], device, num_devices, num_kv_heads)._replace(stacked=True)
+    return _share(weight, shape, device, num_devices, num_kv_heads)
+
+
+def _share(weight: Weight, shape: Sequence[int], device: int, num_devices: int, num_kv_heads: int) -> Share:
     if weight.divides == "columns":
         width = shape[1] // num_devices
         return Share(slice(None), slice(device * width, (device + 1) * width))

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.kv.layout import KV_HEADS
-from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes, weight_fields
+from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes, stated, weight_fields
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.sharding.shares import division
+from ksana_jax.sharding.shares import SETTING
 
 # Name of the mesh's axis.
 AXIS = "tensor"
@@ -31,11 +31,12 @@ def field_of(path: Any) -> str:
 
 def spec_of_weight(path: Any, shape: Sequence[int]) -> PartitionSpec:
     """Returns the spec of a leaf of Params or LayerParams, from its path and shape."""
-    divides = division(field_of(path))
-    if divides == "columns" and len(shape) > 1:
-        return PartitionSpec(None, AXIS)
+    weight = stated(field_of(path), SETTING)
+    stack = (None,) * weight.stacked
+    if weight.divides == "columns" and len(shape) > 1 + weight.stacked:
+        return PartitionSpec(*stack, None, AXIS)
     # A number for each row, such as a scale, has no columns to divide.
-    return EVERYWHERE if divides in ("whole", "once", "columns") else PartitionSpec(AXIS)
+    return EVERYWHERE if weight.divides in ("whole", "once", "columns") else PartitionSpec(*stack, AXIS)
 
 
 def param_specs(config: ModelConfig) -> Params:

@@ -246,7 +246,8 @@ def _taken(x: Any, share: Share) -> Any:
     """Returns a part of a weight, or its shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: _taken(x, share), x)
-    found = x[share.rows] if x.ndim == 1 else x[share.rows, share.columns]
+    at = (slice(None),) * share.stacked + share[:2]
+    found = x[at[: x.ndim]]
     if not share.padding:
         return found
     return jnp.pad(found, ((0, share.padding), *((0, 0),) * (x.ndim - 1)))

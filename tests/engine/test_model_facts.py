@@ -122,6 +122,8 @@ def test_ropes_and_windows_are_shown_with_their_layers():
     assert longrope.endswith("partial_rotary_factor 0.75, short_factors only if max_model_len is no more")
     [(scores, _)] = found(GOLDEN / "granite-gqa", "scores")
     assert scores.endswith("scale 0.4 of residuals, scale 0.5 of logits")
+    [(experts, _)] = found(GOLDEN / "qwen2_moe-gqa-experts-biases", "experts")
+    assert experts == "2 of 6 for each token and a shared MLP" and not found(model, "experts")
     assert found(model, "attention") == [
         ("full in layers 0, 2", "config.json"),
         ("window=12 in layers 1", "config.json"),

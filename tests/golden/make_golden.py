@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -141,6 +141,36 @@ MPT = {name: BASE[name] for name in ("vocab_size", "bos_token_id", "eos_token_id
     "tie_word_embeddings": True,
     "attn_config": {"softmax_scale": 0.5},
 }
+MIXTRAL = BASE | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+QWEN2_MOE = QWEN2 | {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+OLMOE = BASE | {
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "intermediate_size": 16,
+    "pad_token_id": None,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
 FALCON = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")} | {
     "model_type": "falcon",
     "architectures": ["FalconForCausalLM"],
@@ -149,6 +179,12 @@ FALCON = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden
     "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+GRANITEMOE = GRANITE | {
+    "model_type": "granitemoe",
+    "architectures": ["GraniteMoeForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -244,6 +280,11 @@ CASES = {
     "opt-mha-positions-biases-tied": OPT,
     "gpt2-mha-positions-biases-tied": GPT2,
     "mpt-mha-alibi-tied": MPT,
+    "mixtral-gqa-experts": MIXTRAL,
+    "qwen3_moe-gqa-experts": QWEN3_MOE,
+    "qwen2_moe-gqa-experts-biases": QWEN2_MOE,
+    "granitemoe-gqa-experts": GRANITEMOE,
+    "olmoe-mha-experts": OLMOE | {"num_key_value_heads": 4},
     "falcon-mqa-tied": FALCON,
     "falcon-gqa-two-norms-untied": FALCON
     | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
@@ -300,12 +341,13 @@ def load(folder: Path):
 
 
 def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) -> None:
-    """Random weights under the names that transformers gives them, rounded to the stored dtype."""
+    """Random weights under the names that transformers saves them with, rounded to the stored dtype."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch)
+        saved = load_file(Path(scratch, "model.safetensors"))
     tensors, is_gemma = {}, model.config.model_type.startswith("gemma")
-    for name, tensor in sorted(model.state_dict().items()):
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
+    for name, tensor in sorted(saved.items()):
         if name.endswith("bias"):
             values = 0.3 * rng.standard_normal(tensor.shape)
         elif "norm" in name or ".ln_" in name:

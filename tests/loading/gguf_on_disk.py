@@ -1,6 +1,7 @@
 """GGUF twins of small checkpoints: the same config and weights, written as llama.cpp's converter writes them."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import ExpertsSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from tests.gguf_writer import write_gguf
 from tests.loading.models_on_disk import TINY
@@ -19,6 +20,7 @@ _FAR = RopeConfig(theta=1e6)
 _SCALES = {"embed_scale": 12.0, "attention_scale": 0.0625, "residual_scale": 0.22, "logit_scale": 0.125}
 _NOPE = RopeConfig("none")
 _SLIDING = AttentionPattern(window=6)
+_EXPERTS: dict[str, Any] = {"mlp": "swiglu_experts", "experts": ExpertsSpec(4, 2)}
 # By name: GGUF architecture, config.
 TWINS: dict[str, tuple[str, ModelConfig]] = {
     "llama": ("llama", TINY),
@@ -66,6 +68,22 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
             ),
         ),
     ),
+    "mixtral": ("llama", dataclasses.replace(TINY, **_EXPERTS, family="mixtral", rope=_FAR)),
+    "qwen3_moe": ("qwen3moe", dataclasses.replace(TINY, **_EXPERTS, family="qwen3_moe", qk_norm="head")),
+    "qwen2_moe": (
+        "qwen2moe",
+        dataclasses.replace(
+            TINY, family="qwen2_moe", mlp="swiglu_experts", qkv_bias=True,
+            experts=ExpertsSpec(4, 2, normalised=False, shared_d_ff=64),
+        ),
+    ),
+    "olmoe": (
+        "olmoe",
+        dataclasses.replace(
+            TINY, family="olmoe", mlp="swiglu_experts", experts=ExpertsSpec(4, 2, normalised=False),
+            qk_norm="projection",
+        ),
+    ),
     "olmo3": (
         "olmo2",
         dataclasses.replace(
@@ -87,6 +105,18 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.w1": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.w3": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "experts.w2": "ffn_down_exps",
     "self_attn.qkv_proj": "attn_qkv",
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
@@ -112,16 +142,29 @@ def permuted(values: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
 
+def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors with the experts of a layer in one: layers.0.experts.w1 of layers.0.block_sparse_moe.experts.3.w1."""
+    found, experts = {}, {}
+    for name, values in tensors.items():
+        if (parts := re.fullmatch(r"(.*layers\.\d+\.).*(experts)\.(\d+)(\..*)", name)) is None:
+            found[name] = values
+        else:
+            experts.setdefault(f"{parts[1]}{parts[2]}{parts[4]}", {})[int(parts[3])] = values
+    return found | {name: np.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+
+
 def gguf_tensors(architecture: str, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors under GGUF names, as the converter stores them: norms in float32, Gemma's plus one."""
     found = {}
-    for name, values in tensors.items():
+    for name, values in stacked(tensors).items():
         if values.ndim == 1:
             values = values.astype(np.float32)
         if architecture in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             values = permuted(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
+        if "shared_expert_gate" in name:
+            values = values[0].astype(np.float32)
         found[gguf_name(name, config.norm_placement != "before" and architecture != "glm4")] = values
     if architecture == "phi3":
         [rope] = {layer.attention.rope for layer in config.layers}
@@ -154,6 +197,11 @@ def gguf_metadata(architecture: str, config: ModelConfig, **changes: Any) -> dic
         "attn_logit_softcapping": config.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
     }
+    if (experts := config.experts) is not None:
+        values |= {"expert_count": experts.num_experts, "expert_used_count": experts.num_chosen}
+        if architecture.startswith("qwen"):
+            values |= {"expert_feed_forward_length": config.d_ff, "feed_forward_length": 7 * config.d_ff}
+            values["expert_shared_feed_forward_length"] = experts.shared_d_ff or None
     if architecture == "granite":
         values |= {
             "embedding_scale": config.embed_scale,

@@ -149,7 +149,12 @@ def test_keys_that_change_nothing_are_accepted(tmp_path, changes):
 @pytest.mark.parametrize(
     "twin, changes, said",
     [
-        ("llama", {"expert_count": 8}, "llama.expert_count is 8; not supported"),
+        ("qwen2", {"expert_count": 8}, "qwen2.expert_count is 8; not supported"),
+        ("llama", {"expert_count": 8}, "llama.expert_used_count is missing; must be a positive integer, every model"),
+        ("mixtral", {"expert_used_count": 5}, "num_experts_per_tok is 5; must be at most num_local_experts 4"),
+        ("mixtral", {"expert_gating_func": 2}, "llama.expert_gating_func is 2; not supported"),
+        ("qwen3_moe", {"expert_feed_forward_length": None}, "qwen3moe.expert_feed_forward_length is missing"),
+        ("olmoe", {"expert_count": 0}, "olmoe.expert_count is 0; must be a positive integer"),
         ("llama", {"attention.causal": np.bool_(False)}, "llama.attention.causal is False; not supported"),
         ("llama", {"rope.dimension_count": 4}, "llama.rope.dimension_count is 4; supported: 8, the width of a head"),
         ("llama", {"attention.value_length": 16}, "llama.attention.value_length is 16; supported: 8"),
@@ -185,8 +190,8 @@ def test_keys_that_are_wrong_or_not_supported_are_refused(tmp_path, twin, change
 
 
 def test_every_problem_is_in_the_one_line(tmp_path):
-    said = refusal(tmp_path, expert_count=8, logit_scale=0.5, rope__dimension_count=4)
-    assert all(key in said for key in ("expert_count", "logit_scale", "rope.dimension_count"))
+    said = refusal(tmp_path, expert_group_count=8, logit_scale=0.5, rope__dimension_count=4)
+    assert all(key in said for key in ("expert_group_count", "logit_scale", "rope.dimension_count"))
     assert "tensor token_embd.weight is missing" in refusal(tmp_path, tensors={})
 
 
@@ -196,6 +201,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         known = "supported: llama, qwen2, qwen3, gemma2, gemma3, olmo2, smollm3, granite, glm4, phi3"
+        known += ", qwen2moe, qwen3moe, olmoe"
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         load_config(write_gguf(tmp_path / "model.gguf", {}, EMBEDDING))

@@ -58,7 +58,7 @@ def rounded(config, params, kind):
 
     def of(path, w):
         field = path[-1].name
-        if w.ndim == 2:
+        if w.ndim > 1 and field != "w_shared_gate":
             to = "Q8_0" if field in ("embed", "head") else kind if stated(field, "a test").quantises else "F32"
             return decode(to, encode(to, np.asarray(w)))
         stored_plus_one = config.norm == "rms_plus_one" and field.endswith("norm")

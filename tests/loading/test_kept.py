@@ -12,6 +12,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.loading.export import export_hf
+from ksana_jax.loading.gguf_export import export_gguf
 from ksana_jax.loading.kept import with_kept
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix
@@ -19,7 +20,7 @@ from ksana_jax.models.params import weights_of
 from ksana_jax.runner.planner.solve import NO_STEP, plan
 from ksana_jax.runner.planner.terms import weights_bytes
 from tests.gguf_writer import write_gguf
-from tests.loading.gguf_on_disk import gguf_metadata, gguf_name
+from tests.loading.gguf_on_disk import TWINS, gguf_metadata, gguf_name, write_twin
 from tests.loading.models_on_disk import random_tensors
 from tests.models.blocks import KINDS, drawn_blocks
 
@@ -81,6 +82,18 @@ def test_numbers_are_those_of_dequantised_weights_bit_for_bit(tmp_path, config):
         np.testing.assert_array_equal(np.asarray(w.numbers()).view(np.uint32), np.asarray(wanted).view(np.uint32))
     assert {kind for _, kind in config.kept} == {*KINDS[: 15 if config.family != "phi3" else 9]}
     assert len(config.kept) == 15
+
+
+def test_stacks_of_experts_are_dequantised_and_said(tmp_path, caplog):
+    config = dataclasses.replace(TWINS["mixtral"][1], d_model=64, d_ff=96)
+    twin = write_twin(tmp_path / "twin.gguf", "llama", config, random_tensors(config, "F32", 0))
+    export_gguf(twin, tmp_path / "model.gguf", "Q8_0")
+    caplog.set_level("INFO", "ksana_jax")
+    _, params = opened(tmp_path / "model.gguf")
+    assert "are dequantised: 6 have places in stacks of experts" in caplog.text
+    layer, plain = params.layers[0], load_model(tmp_path / "model.gguf")[1].layers[0]
+    assert isinstance(layer.w_q, BlockMatrix) and layer.w_up_experts.shape == (4, 96, 64)
+    np.testing.assert_array_equal(layer.w_up_experts, plain.w_up_experts)
 
 
 def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, caplog):

@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.loading import LoadError, export_hf, load_model, stored_tensor
 from ksana_jax.loading.load import read_weight
 from ksana_jax.loading.tensor_files import find_tensors
@@ -78,18 +79,61 @@ def test_weights_are_found_in_their_tensors_and_exported_there(stored, tmp_path,
         np.testing.assert_array_equal(again[name], values)
 
 
+def leaves(config):
+    return jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
+
+
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_each_device_reads_its_share_of_a_view(num_devices, tmp_path):
     tensors = random_tensors(PLAIN)
     _, wanted = load_model(write_model(tmp_path / "plain", tensors, PLAIN))
     found = find_tensors(write_model(tmp_path / "views", fused(tensors), CONFIG))
-    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(CONFIG), is_leaf=is_shape)
-    for source, whole, (path, shape) in zip(sources_of(CONFIG), jax.tree.leaves(wanted), shapes, strict=True):
+    for source, whole, (path, shape) in zip(sources_of(CONFIG), jax.tree.leaves(wanted), leaves(CONFIG), strict=True):
         for device in range(num_devices):
             mine = share(field_of(path), shape, device, num_devices, CONFIG.num_kv_heads)
             part = np.asarray(whole)[(mine.rows, mine.columns)[: whole.ndim]]
             read = read_weight(source.of(found), shape, np.float32, mine)
             np.testing.assert_array_equal(read[: len(part)], part)
+
+
+EXPERTS = {"mlp": "swiglu_experts", "experts": ExpertsSpec(3, 2)}
+STACKS = {
+    "tensors of one expert": dataclasses.replace(TINY, **EXPERTS, family="mixtral"),
+    "tensors of all experts": dataclasses.replace(TINY, **EXPERTS, family="granitemoe", attention_scale=0.1),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_experts_are_read_whole_or_in_shares_and_exported(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_tensor, "CHUNK_BYTES", 200)
+    config, tensors = STACKS[name], random_tensors(STACKS[name], "F32")
+    loaded, params = load_model(write_model(tmp_path / "model", tensors, config))
+    assert loaded == config
+    up, down = params.layers[1].w_up_experts, params.layers[1].w_down_experts
+    at = "model.layers.1.block_sparse_moe."
+    for expert in range(3):
+        if name == "tensors of one expert":
+            stored = tensors[f"{at}experts.{expert}.w3.weight"], tensors[f"{at}experts.{expert}.w2.weight"]
+        else:  # gate above up
+            both = tensors[f"{at}input_linear.weight"][expert]
+            stored = both[config.d_ff :], tensors[f"{at}output_linear.weight"][expert]
+        np.testing.assert_array_equal(up[expert], stored[0])
+        np.testing.assert_array_equal(down[expert], stored[1])
+
+    found = find_tensors(tmp_path / "model")
+    for source, whole, (path, shape) in zip(sources_of(config), jax.tree.leaves(params), leaves(config), strict=True):
+        for device in range(2):
+            mine = share(field_of(path), shape, device, 2, config.num_kv_heads)
+            read = read_weight(source.of(found), shape, np.float32, mine)
+            at = (slice(None),) * mine.stacked + (mine.rows, mine.columns)
+            part = np.asarray(whole)[at[: whole.ndim]]
+            np.testing.assert_array_equal(read[: len(part)], part)
+
+    export_hf(tmp_path / "again", config, params)
+    again = safetensors.numpy.load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(again[name], values)
 
 
 def test_missing_and_ill_shaped_tensors_are_named_as_they_are_stored(tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.models import params as model_params
 from ksana_jax.models.layers import NORMS, Norm
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
@@ -95,6 +96,7 @@ CONFIGS = {
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
     "shared": dataclasses.replace(TINY, norm_placement="parallel_shared"),
+    "experts": dataclasses.replace(TINY, mlp="swiglu_experts", experts=ExpertsSpec(5, 2, False, shared_d_ff=16)),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.layer_spec import ExpertsSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
-from ksana_jax.models.params import num_params
+from ksana_jax.models.params import num_active_params, num_params
 from tests.models.hf_configs import (
     FALCON,
     GEMMA2,
@@ -18,12 +18,16 @@ from tests.models.hf_configs import (
     GRANITE,
     LLAMA,
     MISTRAL,
+    MIXTRAL,
     MPT,
     OLMO3,
+    OLMOE,
     OPT,
     PHI3,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
+    QWEN3_MOE,
     ROPES,
     SMOLLM3,
     without,
@@ -136,6 +140,17 @@ def test_multipliers_of_granite_scale_embedding_scores_residuals_and_logits():
     assert config.layers[0].attention.scale == 0.0156 and config.layers[0].residual_scale == 0.22
     plain = config_from_hf(GRANITE)  # the default is 1, not 1 / sqrt(head_dim)
     assert (plain.attention_scale, plain.embed_scale, plain.residual_scale, plain.logit_scale) == (1, 1, 1, 1)
+
+
+def test_experts_follow_the_family():
+    assert config_from_hf(MIXTRAL).experts == ExpertsSpec(8, 2)
+    assert config_from_hf(MIXTRAL).rope == RopeConfig(theta=1e6) and config_from_hf(MIXTRAL).pattern == FULL
+    assert config_from_hf(OLMOE).experts == ExpertsSpec(64, 8, normalised=False)
+    wide = config_from_hf(QWEN2_MOE | {"norm_topk_prob": True, "shared_expert_intermediate_size": 7})
+    assert (wide.d_ff, wide.experts, wide.qkv_bias) == (1408, ExpertsSpec(60, 4, shared_d_ff=7), True)
+    assert config_from_hf(QWEN3_MOE | {"mlp_only_layers": None}).experts == ExpertsSpec(128, 8, normalised=False)
+    # transformers writes the number of experts under another name than Qwen's authors.
+    assert config_from_hf(QWEN3_MOE | {"num_local_experts": 16}).experts == ExpertsSpec(16, 8, normalised=False)
 
 
 def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
@@ -278,6 +293,42 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
             125_239_296,
         ),  # OPT 125M
         (
+            MIXTRAL
+            | {
+                "vocab_size": 32_000,
+                "hidden_size": 4096,
+                "intermediate_size": 14_336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+            },
+            46_702_792_704,
+        ),  # Mixtral 8x7B
+        (
+            QWEN3_MOE
+            | {
+                "vocab_size": 151_936,
+                "hidden_size": 2048,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+            },
+            30_532_122_624,
+        ),  # Qwen3-30B-A3B
+        (
+            QWEN2_MOE
+            | {"vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 24}
+            | {"num_attention_heads": 16, "num_key_value_heads": 16},
+            14_315_784_192,
+        ),  # Qwen1.5-MoE-A2.7B
+        (
+            OLMOE
+            | {"vocab_size": 50_304, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 1024}
+            | {"num_attention_heads": 16, "num_key_value_heads": 16},
+            6_919_161_856,
+        ),  # OLMoE-1B-7B
+        (
             FALCON | {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
             6_921_720_704,
         ),  # Falcon 7B
@@ -286,6 +337,14 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
 )
 def test_models_have_as_many_weights_as_their_makers_say(values, expected):
     assert num_params(config_from_hf(values)) == expected
+
+
+def test_of_experts_only_the_chosen_are_active():
+    sizes = {"vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    config = config_from_hf(QWEN3_MOE | sizes | {"num_key_value_heads": 4, "head_dim": 128})
+    assert num_params(config) - num_active_params(config) == 48 * 3 * 120 * 768 * 2048
+    assert num_active_params(config) == 3_353_032_704  # "A3B", embedding and head included
+    assert num_active_params(config_from_hf(LLAMA)) == num_params(config_from_hf(LLAMA))
 
 
 def test_a_model_cut_off_keeps_what_its_first_layers_are_made_of():

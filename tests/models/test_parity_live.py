@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.dense import dense_logits
@@ -74,6 +74,7 @@ NEOX = dataclasses.replace(
     mlp="gelu",
     **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
 )
+EXPERTS = {"mlp": "swiglu_experts", "experts": ExpertsSpec(6, 2)}
 FALCON = dataclasses.replace(TINY, family="falcon", head_dim=8, norm="layer", mlp="gelu")
 EXPORTED = {
     "llama": TINY,
@@ -120,6 +121,25 @@ EXPORTED = {
     "opt": dataclasses.replace(NEOX, family="opt", mlp="relu", rope=NO_ROPE, position_offset=2),
     "gpt2": dataclasses.replace(
         NEOX, family="gpt2", mlp="gelu_tanh", rope=NO_ROPE, position_offset=0, attention_scale=1.0, tie_embeddings=True
+    ),
+    "mixtral": dataclasses.replace(TINY, **EXPERTS, family="mixtral", pattern=AttentionPattern(window=9)),
+    "granitemoe": dataclasses.replace(
+        TINY,
+        **EXPERTS,
+        family="granitemoe",
+        head_dim=8,
+        **{"embed_scale": 6.0, "attention_scale": 0.1, "residual_scale": 0.4, "logit_scale": 0.25},
+    ),
+    "qwen3_moe": dataclasses.replace(TINY, **EXPERTS, family="qwen3_moe", qk_norm="head"),
+    "olmoe": dataclasses.replace(
+        TINY, **EXPERTS | {"experts": ExpertsSpec(5, 2, False)}, family="olmoe", head_dim=8, qk_norm="projection"
+    ),
+    "qwen2_moe": dataclasses.replace(
+        TINY,
+        **EXPERTS | {"experts": ExpertsSpec(5, 2, shared_d_ff=24)},
+        family="qwen2_moe",
+        head_dim=8,
+        qkv_bias=True,
     ),
     "mpt": dataclasses.replace(
         TINY,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
+from ksana_jax.core.layer_spec import NO_ROPE, ExpertsSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import FAMILIES, config_from_hf, config_to_hf
 from ksana_jax.models.families.mpt import alibi_slopes
@@ -24,6 +24,7 @@ GEMMA_SHAPE = {
     "tie_embeddings": True,
 }
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+EXPERTS = {"num_layers": 2, "mlp": "swiglu_experts", "experts": ExpertsSpec(8, 2)}
 MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
 MOSAIC |= {"d_ff": 2048}
 TII: Any = {"family": "falcon", "norm": "layer", "mlp": "gelu"}
@@ -86,6 +87,16 @@ WRITABLE = [
     ),
     ModelConfig(**NEOX | {"mlp": "relu"}, family="opt", rope=NO_ROPE, position_offset=2, tie_embeddings=True),
     ModelConfig(**NEOX | {"mlp": "gelu_tanh"}, family="gpt2", rope=NO_ROPE, position_offset=0, attention_scale=1.0),
+    ModelConfig(**EXPERTS, family="mixtral", pattern=AttentionPattern(window=9)),
+    ModelConfig(
+        **EXPERTS,
+        family="granitemoe",
+        **{"embed_scale": 12.0, "attention_scale": 0.0156, "residual_scale": 0.22, "logit_scale": 1 / 49},
+    ),
+    ModelConfig(**EXPERTS, family="qwen3_moe", qk_norm="head", qkv_bias=True, out_bias=True),
+    ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False)}, family="olmoe", qk_norm="projection"),
+    ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False, 64)}, family="qwen2_moe", qkv_bias=True),
+    ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 4, True, 64)}, family="qwen2_moe", tie_embeddings=True),
     ModelConfig(**MOSAIC, tie_embeddings=True),
     ModelConfig(**MOSAIC | {"attention_scale": 0.3, "d_ff": 512}),
     ModelConfig(**TII, norm_placement="parallel_shared", num_kv_heads=1),
@@ -117,6 +128,10 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"norm_placement": "after"}, "norm_placement after"),
         ({"family": "olmo2", "norm_placement": "after", "qk_norm": "head"}, "qk_norm head"),
         ({"norm_placement": "parallel"}, "norm_placement parallel"),
+        (EXPERTS, "experts ExpertsSpec"),
+        ({"family": "mixtral", "mlp": "swiglu_experts"}, "experts None"),
+        ({"family": "mixtral", **EXPERTS, "experts": ExpertsSpec(8, 2, False)}, "normalised=False"),
+        ({"family": "olmoe", **EXPERTS, "experts": ExpertsSpec(8, 2, shared_d_ff=8)}, "shared_d_ff=8"),
         ({"family": "gpt_neox", **NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
         ({"position_offset": 0}, "position_offset 0"),
         ({"family": "opt", **NEOX, "mlp": "relu", "rope": NO_ROPE, "position_offset": 0}, "position_offset 0"),

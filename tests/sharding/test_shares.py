@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.params import is_shape, param_shapes
 from ksana_jax.runner.planner import plan
@@ -32,13 +33,18 @@ def parts(model: ModelConfig, num_devices: int):
 @pytest.mark.parametrize("num_devices", [2, 8, 16, 32])
 def test_shares_have_the_shapes_of_the_local_model_and_cover_each_weight(num_devices, qk_norm):
     flags = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
-    model = dataclasses.replace(LLAMA_8B, sinks="learned", qk_norm=qk_norm, norm_placement="both", **flags)
+    dense = dataclasses.replace(LLAMA_8B, sinks="learned", qk_norm=qk_norm, norm_placement="both", **flags)
+    of_experts = {"mlp": "swiglu_experts", "experts": ExpertsSpec(4, 2, shared_d_ff=64)}
+    model = dense if qk_norm == "head" else dataclasses.replace(dense, mlp_bias=False, **of_experts)
     for field, shape, part, shares in parts(model, num_devices):
+        stack = shape[:1] if field.endswith("_experts") else ()
+        shape, part = shape[len(stack) :], part[len(stack) :]
         seen = np.zeros(shape[0], int)
-        for rows, columns, padding in shares:
+        for rows, columns, padding, stacked in shares:
             numbers = np.zeros(shape, np.int8)[rows]
             numbers = numbers[:, columns] if len(shape) == 2 else numbers
             assert (len(numbers) + padding, *numbers.shape[1:]) == part, field
+            assert stacked == bool(stack)
             seen[rows] += 1
         assert seen.min() == seen.max() >= 1, field
 

@@ -174,11 +174,11 @@ def fit(points: Sequence[tuple[float, float]]) -> Line | None:
 
 def flop_per_token(model: ModelConfig, context: int) -> int:
     """Returns the operations of one token that attends to `context` others; a lookup in the embedding is none."""
-    from ksana_jax.models.params import num_params
+    from ksana_jax.models.params import num_active_params
 
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
     attended = model.num_layers * model.num_heads * model.head_dim * context
-    return 2 * (num_params(model) - looked_up) + 4 * attended
+    return 2 * (num_active_params(model) - looked_up) + 4 * attended
 
 
 def _lines(rows: Sequence[ResultRow]) -> dict[str, list[tuple[float, float]]]:

@@ -72,7 +72,7 @@ class RooflineSettings:
           ConfigError: there is no such chip, no published rate for the dtype, or a share is not one.
           LoadError: there is no such model.
         """
-        from ksana_jax.models.params import num_params
+        from ksana_jax.models.params import num_active_params
         from ksana_jax.runner.planner.terms import weights_bytes
 
         checks.require(
@@ -89,7 +89,7 @@ class RooflineSettings:
         # A step reads one row for each token of an embedding that is not also the head.
         without_embedding = "device" if model.tie_embeddings else "host"
         table = model.vocab_size * model.d_model
-        matrices = num_params(model) - table * (1 if model.tie_embeddings else 2)
+        matrices = num_active_params(model) - table * (1 if model.tie_embeddings else 2)
         return RooflineCost(
             token_flops=2.0 * matrices,
             pair_flops=4.0 * model.num_layers * model.num_heads * model.head_dim,

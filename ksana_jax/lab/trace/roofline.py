@@ -54,7 +54,8 @@ def roofline(
     context: int,
     quantization: str | None = None,
 ) -> Roofline:
-    """Computes the bounds of a step without padding: every tile is full, and ends a text of `context` tokens.
+    """Computes the bounds of a step without padding: every tile is full, and ends a text of `context` tokens. Experts
+    are read as if each of them were chosen equally often.
 
     Args:
       patterns: of each layer. kv_token_bytes: of one token in all layers.
@@ -66,8 +67,12 @@ def roofline(
         raise ConfigError(f"{chip.name} has no published rate for {dtype}, only for {', '.join(chip.flops_per_s)}")
     params, stored = (abstract_params(model, dtype, q) for q in (None, quantization))
     # Norms with biases have two rows.
-    whole, codes = ([x for x in jax.tree.leaves(p.layers) if len(x.shape) == 2 < x.shape[0]] for p in (params, stored))
-    matrices, matrix_bytes = sum(x.size for x in whole), sum(x.size * x.dtype.itemsize for x in codes)
+    whole, codes = ([x for x in jax.tree.leaves(p.layers) if x.ndim > 1 and x.shape[0] > 2] for p in (params, stored))
+    of_token = 1 if model.experts is None else model.experts.num_chosen / model.experts.num_experts
+    read = 1 - (1 - of_token) ** shape.num_tokens
+    # Stacks of experts have three axes.
+    matrices = sum(x.size * (of_token if x.ndim == 3 else 1) for x in whole)
+    matrix_bytes = sum(x.size * x.dtype.itemsize * (read if x.ndim == 3 else 1) for x in codes)
     vocabulary = model.vocab_size * model.d_model
     itemsize = params.final_norm.dtype.itemsize
     attended, seen = _attended(model, patterns, shape, context)

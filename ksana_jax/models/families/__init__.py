@@ -18,16 +18,21 @@ from ksana_jax.models.families.glm4 import GLM4
 from ksana_jax.models.families.gpt2 import GPT2
 from ksana_jax.models.families.gpt_neox import GPT_NEOX
 from ksana_jax.models.families.granite import GRANITE
+from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.mistral import MISTRAL
+from ksana_jax.models.families.mixtral import MIXTRAL
 from ksana_jax.models.families.mpt import MPT
 from ksana_jax.models.families.olmo2 import OLMO2
 from ksana_jax.models.families.olmo3 import OLMO3
+from ksana_jax.models.families.olmoe import OLMOE
 from ksana_jax.models.families.opt import OPT
 from ksana_jax.models.families.phi3 import PHI3
 from ksana_jax.models.families.qwen2 import QWEN2
+from ksana_jax.models.families.qwen2_moe import QWEN2_MOE
 from ksana_jax.models.families.qwen3 import QWEN3
+from ksana_jax.models.families.qwen3_moe import QWEN3_MOE
 from ksana_jax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
@@ -51,6 +56,11 @@ FAMILIES: dict[str, Family] = {
         GPT2,
         FALCON,
         MPT,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        GRANITEMOE,
     )
 }
 

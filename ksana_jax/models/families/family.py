@@ -47,7 +47,8 @@ BUFFERS = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 class View(NamedTuple):
     """A weight that is a part of a stored tensor, or its transpose.
 
-    tensor: Hugging Face name. Its rows are groups, all of the same form: rows of each field, one after the other.
+    tensor: Hugging Face name. Its rows are groups, all of the same form: rows of each field, one after the other. Of
+      experts, it is a stack of such matrices.
     fields: of LayerParams, such as w_q, w_k and w_v of a fused projection; empty where it has this weight alone.
     groups: field of ModelConfig that counts the groups, such as "num_heads" if each head has its q, k and v together;
       None for a single group.

@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax import AttentionPattern, ModelConfig, cli
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.devkit.compile_check import targets
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.trace import absent
@@ -38,6 +39,18 @@ def test_bounds_are_those_of_the_definition():
     assert found.compute_s == flops / 1000 and found.memory_s == (found.weight_bytes + found.kv_bytes) / 10
     assert found.bound == "memory" and found.seconds == found.memory_s
     assert dataclasses.replace(found, compute_s=1e9).bound == "compute"
+
+
+def test_experts_are_computed_for_their_tokens_and_read_where_chosen():
+    experts = dataclasses.replace(MODEL, mlp="swiglu_experts", experts=ExpertsSpec(8, 2))
+    for tokens in (1, 3):
+        shape = StepShape((Part(tokens, 1),), table_width=4, max_sampled=8)
+        settings = {"dtype": "bf16", "kv_token_bytes": 128, "context": 20}
+        dense, found = (roofline(m, shape, CHIP, (AttentionPattern(),) * 2, **settings) for m in (MODEL, experts))
+        router, expert = 8 * 16, 3 * 16 * 24
+        assert found.flops - dense.flops == 2 * tokens * 2 * (router + (2 - 1) * expert)
+        read = 8 * (1 - (1 - 2 / 8) ** tokens)
+        assert found.weight_bytes - dense.weight_bytes == pytest.approx(2 * 2 * (router + (read - 1) * expert))
 
 
 def test_a_dtype_without_a_published_rate_is_refused():
