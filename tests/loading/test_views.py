@@ -16,7 +16,7 @@ from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import LAYER_NAMES, View
 from ksana_jax.models.families.llama import LLAMA
-from ksana_jax.models.params import is_shape, param_shapes
+from ksana_jax.models.params import is_shape, param_shapes, weights_of
 from ksana_jax.sharding.shares import share
 from ksana_jax.sharding.specs import field_of
 from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_model
@@ -109,7 +109,7 @@ def test_stacks_of_experts_are_read_whole_or_in_shares_and_exported(name, tmp_pa
     config, tensors = STACKS[name], random_tensors(STACKS[name], "F32")
     loaded, params = load_model(write_model(tmp_path / "model", tensors, config))
     assert loaded == config
-    up, down = params.layers[1].w_up_experts, params.layers[1].w_down_experts
+    up, down = (weights_of(params.layers[1])[f"w_{part}_experts"] for part in ("up", "down"))
     at = "model.layers.1.block_sparse_moe."
     for expert in range(3):
         if name == "tensors of one expert":
