@@ -114,7 +114,7 @@ def test_a_policy_that_raises_ends_only_the_request_it_was_asked_about():
         async with serving(slow(make_engine())) as llm:  # else the first delta may have all tokens
             good = await llm.submit(prompt_of(5), asking(30), delta=True)
             first = await anext(good)
-            llm.engine.scheduler.rank = rank
+            llm.engine.scheduler.queue.rank = rank
             bad = await llm.submit(prompt_of(7), asking(30))
             assert (await bad.result()).outputs[0].error == "KeyError: 'seven'"
             assert tokens([first, await good.result()]) == reference_tokens(prompt_of(5), 30, FULLY)

@@ -19,7 +19,7 @@ def drawn(*shape, dtype="float32"):
 
 
 @compiled
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", [kind for kind, norm in NORMS.items() if norm.plus_one is not None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2, 24), (3, 100), (70, 192)])
 def test_norms_are_those_of_float64(shape, dtype, kind):

@@ -207,7 +207,10 @@ def handmade():
     cost = {"metric": "cost", "seconds": 1.0, "block_bytes": 1024, "peak_blocks": 3}
     answer = {"metric": "answer", "task": "fwe", "digest": "d", "score": 0.5, "num_prompt_tokens": 8}
     held = {"metric": "kv", "held_kv_bytes": 1024}
+    said = {"metric": "completion", "count": 3, "parts_at": 5}
+    speed = {"metric": "speed", "num_output_tokens": 8, "seconds": 1.0, "compiled_while_timed": 0}
     made = {"sink_strength": [texts, layer], "harness": [score, cost], "ruler": [answer, held]}
+    made["completions"] = [said, speed]
     for name, trial in made.items():
         numbers = {key: [value] for key, value in task_named(name).summarise(trial).items()}
         yield name, [ResultRow(label, {}, 1, [trial], numbers) for label in "ab"]

@@ -109,7 +109,7 @@ def test_a_product_of_other_numbers_is_found_out(change):
         compare(product_reference.multiply(other), call)
 
 
-@pytest.mark.parametrize("kind", layers.NORMS)
+@pytest.mark.parametrize("kind", [kind for kind, norm in layers.NORMS.items() if norm.plus_one is not None])
 def test_the_reference_is_what_the_layers_compute_one_after_the_other(kind):
     case = dataclasses.replace(CASES[1], norm=kind)
     call = dataclasses.replace(make(CASES[1]), plus_one=kind == "rms_plus_one")
