@@ -318,7 +318,7 @@ class SnapshotSimulation(StoringSimulation):
         return True
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
-        while not read_eviction(dict(found := super().draw_eviction())).observes:  # type: ignore[union-attr]
+        while not read_eviction(dict(found := super().draw_eviction())).observes:  # type: ignore[union-attr]  # never None
             pass
         return found
 

@@ -25,7 +25,7 @@ class Hit:
 
     last: for each group of layers, the node of the last tokens, whether or not it is needed.
     awaits: a running row is computing the next block, or it is being read from disk: try again later.
-    num_evicted: number of evicted tokens, [Gk] or 0. snapshot: True if the nodes are those of a snapshot.
+    num_evicted: number of evicted tokens, [Gk] or 0. snapshot: True if a snapshot has these nodes.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)

@@ -38,7 +38,7 @@ class Operators:
         return out
 
     def of_heads(self, values: tuple[float, ...]) -> jax.Array:
-        """Returns the values of this device's query heads, from those of all heads of the model."""
+        """Selects this device's query heads from a value for each head of the model."""
         return jnp.array(values, jnp.float32)
 
     def queries_keys_values(

@@ -180,7 +180,7 @@ METHODS: dict[str, Callable[[Fields], Format]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
 }
-# Names of AWQ's fields, and those of older configs.
+# AWQ's fields by their present name and the one in older configs.
 _AWQ_NAMES = (("bits", "w_bit"), ("group_size", "q_group_size"))
 # Dtype of the codes, and their possible bits, by format of compressed-tensors.
 _STORED = {"pack-quantized": ("I32", (4, 8)), "int-quantized": ("I8", (8,)), "float-quantized": ("F8_E4M3", (8,))}
