@@ -3,7 +3,7 @@
 For few queries and heads of a group. `decode_kernel` has the walk along the work list, and the same turns unswapped,
 where all rows beyond the queries are padding. Per piece of 64 tokens:
 
-    wgmma 64 x rows x H       scores: K times Q transposed
+    wgmma 64 x rows x H       scores: K times Q transposed; K of 8 bits is widened in registers
     registers                 soft cap, mask (pieces that need one), online softmax in base 2 down the columns
     wgmma H x rows x 64       V transposed times the weights, which are in shared memory as [rows, 64]
 
@@ -60,7 +60,7 @@ def _attend_piece(warpgroup: Warpgroup, segment, tile, begin, i, carry):
     def refill(which):
         pl.when(more)(lambda: warpgroup.fetch(ahead, stage, which))
 
-    if warpgroup.quantised:
+    if warpgroup.quantised and not _keys_in_registers(warpgroup):
         plgpu.commit_smem()  # a barrier: all warps have read the last piece's values
         warpgroup.widen(0, stage)
     s = _scores(warpgroup, at, refs.q_s, at.zero)
@@ -87,12 +87,20 @@ def _columns(x, shape):
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+def _keys_in_registers(warpgroup: Warpgroup) -> bool:
+    """True if keys are widened in registers, where wgmma takes its first operand too. jax's interpreter does not."""
+    return warpgroup.by_token and not warpgroup.plain
+
+
 def _scores(warpgroup: Warpgroup, at: Place, queries, zero):
     """Products [64, rows] of a piece's keys with queries in shared memory."""
     refs, config = warpgroup.refs, warpgroup.config
 
     def product(acc_ref):
-        keys = refs.wide_s.at[zero] if warpgroup.quantised else refs.k_s.at[at.stage, 0]
+        if _keys_in_registers(warpgroup):
+            keys = narrow.operand(refs.k_s[at.stage, 0], config.dtype)
+        else:
+            keys = refs.wide_s.at[zero] if warpgroup.quantised else refs.k_s.at[at.stage, 0]
         plgpu.wgmma(acc_ref, keys, queries.at[zero].transpose((1, 0)))
         return acc_ref[...]
 

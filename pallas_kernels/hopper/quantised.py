@@ -1,7 +1,8 @@
 """Keys and values in 8 or 4 bits inside a Hopper kernel.
 
-Codes are widened through the registers into a tile in shared memory that wgmma reads. That is exact: bfloat16 holds
-every int8, at four instructions for two of them, float16 every e4m3, at one.
+Codes are widened through the registers into a tile in shared memory that wgmma reads, or stay in the registers as its
+first operand. That is exact: bfloat16 holds every int8, at four instructions for two of them, float16 every e4m3, at
+one.
 
     8 bits    a float32 scale for each token and kv head comes with each unit. A key's scale multiplies its column of
               the scores, a value's its column of the weights before rounding them to 16 bits
@@ -26,6 +27,15 @@ def widened(codes, dtype, plain: bool) -> jax.Array:
     if not plain:  # 8 neighbours a thread: read in 8 or 4 bytes, written in 16
         codes = plgpu.layout_cast(codes, plgpu.Layout.WGMMA_UPCAST_4X)
     return codes.astype(dtype)
+
+
+def operand(codes, dtype) -> jax.Array:
+    """Codes of 8 bits [64, W] in 16 bits, exactly, as the first operand of a wgmma in registers.
+
+    Four neighbours come to a thread in one load; threads exchange two of them before they are widened.
+    """
+    codes = plgpu.layout_cast(codes, plgpu.Layout.WGMMA_UPCAST_2X)
+    return plgpu.layout_cast(codes, plgpu.Layout.WGMMA).astype(dtype)
 
 
 def write(to, x, scales_ref, which: int, first) -> None:

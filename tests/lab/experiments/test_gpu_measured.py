@@ -19,13 +19,13 @@ def test_the_readmes_have_the_tables_of_the_stored_records(path):
 
 def test_the_model_of_speed_has_the_times_of_the_stored_records():
     stored = json.loads(baseline.MEASURED.read_text())
-    assert stored == measured.times(read_records(measured.RECORDS))
+    assert stored == measured.times(measured.stored())
     assert stored["hopper attention"]["64x4k"] == 260.0
     assert "hopper kv write" not in stored  # timed with a copy
 
 
 def test_rates_of_the_chip_are_those_of_the_records():
-    records = read_records(measured.RECORDS)
+    records = [r for r in read_records(measured.RECORDS) if r["run"] <= 2]  # those that calibrated it
 
     def values(metric):
         found = [r["value"] for r in records if r.get("metric") == metric and r["kind"] == "value"]
