@@ -30,7 +30,7 @@ SECTIONS = (
     Section("decode", "decode", 130, 60),
     Section("step", "step", 110, 45, 0.92),
     Section("prefill", "prefill", 55, 20),
-    Section("quantised", "quantised", 40, 12),
+    Section("quantised", "quantised", 60, 12),
     Section("engine", "engine", 120, 25, 0.85),
     Section("throughput", "throughput", 80, 25, 0.92),
     Section("products", "products", 90, 10),
@@ -39,6 +39,7 @@ SECTIONS = (
     Section("shared", "shared", 45, 10),
     Section("window", "window", 45, 10),
     Section("decode16", "decode16", 60, 10),
+    Section("counters", "counters", 80, 20),
     Section("transformers", "transformers", 60, 20),
 )
 TOTAL_S = 9 * 60

@@ -35,7 +35,7 @@ def run(context: Context) -> None:
     needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, as_bits=as_bits))
     able = [i for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
     reference = next(i for i in able if i.name == "xla")
-    for label, make in (("ksana-tiny", _tiny), ("random Llama, 4 layers, head dim 128", _random)):
+    for label, make in (("random Llama, 4 layers, head dim 128", _random), ("ksana-tiny", _tiny)):
         if context.left() < 5:
             context.record("fact", name="left out", model=label)
             continue

@@ -129,6 +129,15 @@ def _write(rng: np.random.Generator, heads: tuple[int, int, int], num_tokens: in
 def _products(seed: int, tiny: bool) -> list[_Case]:
     """The four products of a layer of Llama-8B with 8 and with 64 rows."""
     _, kernel = kernels()
+    return [
+        _Case(f"{name}, {rows} rows", "hopper_product", kernel, product_reference.KERNEL, call)
+        for rows in ((8,) if tiny else (8, 64))
+        for name, call in llama_products(seed + rows, tiny, rows).items()
+    ]
+
+
+def llama_products(seed: int, tiny: bool, rows: int) -> dict[str, Product]:
+    """The calls of the four products of a layer of Llama-8B, with random numbers."""
     depth, qkv, wide = (256, 384, 512) if tiny else (4096, 6144, 14_336)
     keys = iter(jax.random.split(jax.random.key(seed), 20))
 
@@ -139,18 +148,11 @@ def _products(seed: int, tiny: bool) -> list[_Case]:
         return draw(width, of, scale=of**-0.5)
 
     norm = 1 + draw(depth) / 4
-    matrices = weight(qkv, depth), weight(depth, depth), weight(2 * wide, depth), weight(depth, wide)
-    found = []
-    for rows in (8,) if tiny else (8, 64):
-        x, gated = draw(rows, depth), draw(rows, wide)
-        calls = {
-            "qkv": Product(x, matrices[0], norm=norm, bias=draw(qkv)),
-            "output": Product(x, matrices[1], residual=draw(rows, depth), ahead=matrices[2], ahead_bytes=1 << 20),
-            "gate and up": Product(x, matrices[2], norm=norm, activation="silu"),
-            "down": Product(gated, matrices[3], residual=draw(rows, depth)),
-        }
-        found += [
-            _Case(f"{name}, {rows} rows", "hopper_product", kernel, product_reference.KERNEL, call)
-            for name, call in calls.items()
-        ]
-    return found
+    gate_up = weight(2 * wide, depth)
+    x, gated = draw(rows, depth), draw(rows, wide)
+    return {
+        "qkv": Product(x, weight(qkv, depth), norm=norm, bias=draw(qkv)),
+        "output": Product(x, weight(depth, depth), residual=draw(rows, depth), ahead=gate_up, ahead_bytes=1 << 20),
+        "gate and up": Product(x, gate_up, norm=norm, activation="silu"),
+        "down": Product(gated, weight(depth, wide), residual=draw(rows, depth)),
+    }

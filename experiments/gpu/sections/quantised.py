@@ -7,6 +7,7 @@ of int4 are `pallas_kernels.int4`'s.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from pallas_kernels.contract import Kernel
 
 BAR = 0.6  # of the time with bfloat16, for int8
 INT8, INT4 = "int8", "int4"
+# (stages, workers) of the Hopper kernel that fit a multiprocessor of 132, beside the default of 2 stages and as many
+# workers as `Plan.of` has.
+TUNING = {INT8: ((2, 528), (3, 396)), "e4m3": ((3, 396),), INT4: ((3, 528),)}
 KINDS = {INT8: jnp.int8, "e4m3": jnp.float8_e4m3fn, INT4: jnp.int4}
 
 
@@ -114,8 +118,8 @@ def _bundled(case: Case) -> Candidate:
 
 def run(context: Context) -> None:
     on_gpu = jax.default_backend() == "gpu"
-    cases = decode_cases(64, context.tiny)[: 1 if context.tiny else 2]
-    able = {n: kernel for n, kernel in implementations().items() if _supports_scales(kernel, cases[0])}
+    cases = decode_cases(64, context.tiny)[:1]
+    able = {n: k for n, k in implementations().items() if "prefill" not in n and _supports_scales(k, cases[0])}
     context.record("fact", name="quantised", implementations=sorted(able))
     entries = []
     for case in cases:
@@ -129,3 +133,13 @@ def run(context: Context) -> None:
             ratio = measured[case, who, mode] / measured[case, plain, mode]
             bar = BAR if kind == INT8 else None
             context.value(f"{kind} against bfloat16, {case}, {plain}", ratio, "x the time", bar=bar)
+    race(context, "quantised, tuning", [Entry(cases[0], list(_sweep(cases[0], able)))])
+
+
+def _sweep(case: Case, able: dict[str, Kernel]) -> Iterator[Candidate]:
+    """`hopper_decode` with each of TUNING's pairs; without a GPU the reference as often."""
+    for kind, pairs in TUNING.items():
+        for stages, workers in pairs:
+            kernel = able.get("hopper_decode")
+            kernel = kernel.tuned(stages=stages, num_workers=workers) if kernel else next(iter(able.values()))
+            yield _with_scales(f"hopper, {stages} stages, {workers} workers", kernel, case, kind)

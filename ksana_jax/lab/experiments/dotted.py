@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError
@@ -18,6 +16,8 @@ def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
     Raises:
       ConfigError: it is not a mapping.
     """
+    from omegaconf import OmegaConf
+
     content = OmegaConf.to_container(config, resolve=resolve)
     if not isinstance(content, dict):
         raise ConfigError("not a mapping of keys to values")
@@ -30,6 +30,9 @@ def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
       ConfigError: an override is not key=value.
     """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     for item in overrides:
         if "=" not in item or item.startswith("="):
             raise ConfigError(f"{item!r} is not an override: write key=value, for instance engine.block_size=8")

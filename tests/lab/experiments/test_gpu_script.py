@@ -275,6 +275,7 @@ def test_sections_import_without_touching_the_device_and_without_heavy_packages(
     """A section's process is started while the one before still measures."""
     script = """
         import importlib, sys
+        from experiments.gpu import __main__
         from experiments.gpu.plan import SECTIONS
         for section in SECTIONS:
             importlib.import_module(f"experiments.gpu.sections.{section.module}")
