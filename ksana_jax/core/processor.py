@@ -72,6 +72,11 @@ def features() -> frozenset[str]:
     return frozenset(name for name in _features().split() if not name.startswith(is_hidden))
 
 
+def is_arm() -> bool:
+    """True of 64-bit Arm, as Linux and macOS name it. All of them have NEON."""
+    return platform.machine() in ("aarch64", "arm64")
+
+
 def machine() -> str:
     """Returns a name for this kind of processor, for caches whose keys do not include the instruction set, such as
     jax's."""

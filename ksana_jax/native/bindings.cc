@@ -178,6 +178,10 @@ extern "C" const char* ksana_instructions() {
   return "AVX2 with FMA and VNNI";
 #elif defined(__AVX2__) && defined(__FMA__)
   return "AVX2 with FMA";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "NEON with dot products";
+#elif defined(__aarch64__)
+  return "NEON";
 #else
   return "none";
 #endif

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from ksana_jax.core.compilation_cache import cache_folder
-from ksana_jax.core.processor import hidden
+from ksana_jax.core.processor import hidden, is_arm
 from ksana_jax.native import prebuilt
 from ksana_jax.native.compiler import FLAGS, CannotBuild, compile_into
 
@@ -55,7 +55,7 @@ def instructions() -> str:
     name = ctypes.CDLL(str(library())).ksana_instructions
     name.restype = ctypes.c_char_p
     found = name().decode()
-    if found.startswith("AVX-512"):
+    if found.startswith("AVX-512") or is_arm():
         return found
     return f"{found}: {'KSANA_HIDE hides' if 'avx512' in hidden() else 'this CPU lacks'} AVX-512"
 

@@ -15,7 +15,7 @@ namespace ksana {
 namespace {
 
 // Size of a tile, whose sums are added up at once.
-constexpr int64_t kRows = kLanes == 16 ? 3 : 2, kColumns = kLanes == 16 ? 5 : 4;
+constexpr int64_t kRows = kManyRegisters ? 3 : 2, kColumns = kManyRegisters ? 5 : 4;
 constexpr int64_t kRowsAtOnce = 64, kColumnsAtOnce = 8 * kColumns;
 // Multiplications and additions that are worth waking another thread for.
 constexpr int64_t kWorthThreads = 1 << 18;
@@ -77,6 +77,10 @@ inline Floats FromCodes(const int8_t* from) {
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+  int32_t four;
+  std::memcpy(&four, from, sizeof(four));
+  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
 #else
   Floats x;
   for (int i = 0; i < kLanes; ++i) x[i] = from[i];

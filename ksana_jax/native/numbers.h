@@ -6,6 +6,12 @@
 
 namespace ksana {
 
+#ifdef __aarch64__
+using Half = __fp16;  // gcc 12 has no other name there
+#else
+using Half = _Float16;
+#endif
+
 enum Stored : int32_t { kFloat32, kBfloat16, kFloat16, kInt8 };
 
 constexpr int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored == kInt8 ? 1 : 2; }
@@ -25,7 +31,7 @@ inline void Widen(const void* from, int64_t n, Stored stored, float* to) {
     const auto* bits = static_cast<const uint16_t*>(from);
     for (int64_t i = 0; i < n; ++i) to[i] = FromBfloat16(bits[i]);
   } else if (stored == kFloat16) {
-    const auto* halves = static_cast<const _Float16*>(from);
+    const auto* halves = static_cast<const Half*>(from);
     for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(halves[i]);
   } else {
     const auto* codes = static_cast<const int8_t*>(from);
@@ -37,7 +43,7 @@ inline void Widen(const void* from, int64_t n, Stored stored, float* to) {
 inline uint16_t Narrow(float x, Stored stored) {
   uint16_t bits;
   if (stored == kFloat16) {
-    const auto half = static_cast<_Float16>(x);
+    const auto half = static_cast<Half>(x);
     std::memcpy(&bits, &half, sizeof(bits));
     return bits;
   }

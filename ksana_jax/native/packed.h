@@ -16,7 +16,7 @@ namespace ksana {
 constexpr int64_t kPanel = 64;
 constexpr int64_t kRowsOfJob = 128;
 // Columns of a tile of many rows.
-constexpr int64_t kStrip = kLanes == 16 ? kPanel : 2 * kLanes;
+constexpr int64_t kStrip = (kManyRegisters ? 4 : 2) * kLanes;
 // Words of a panel that are multiplied with all rows of a job before the next ones: they stay in the second cache.
 constexpr int64_t kDepth = 512;
 // Words that are unpacked at a time. A strip of them stays in the first cache.

@@ -45,7 +45,7 @@ struct Bfloat16 {
 #else
   static constexpr bool kAtOnce = false;
 #endif
-  static constexpr int kRows = kLanes == 16 ? 6 : 4;
+  static constexpr int kRows = kManyRegisters ? 6 : 4;
 
   // sums + the product of the first numbers of words + the product of the second ones.
   static Floats Add(Floats sums, Ints a, Ints b) {
@@ -95,12 +95,24 @@ struct Bfloat16 {
   }
 };
 
+#ifdef __aarch64__
+// sums + the products of bytes a and b, four of each in a word.
+inline int32x4_t AddBytes(int32x4_t sums, int8x16_t a, int8x16_t b) {
+#ifdef __ARM_FEATURE_DOTPROD
+  return vdotq_s32(sums, a, b);
+#else
+  const int16x8_t first = vmull_s8(vget_low_s8(a), vget_low_s8(b)), second = vmull_high_s8(a, b);
+  return vaddq_s32(sums, vpaddq_s32(vpaddlq_s16(first), vpaddlq_s16(second)));
+#endif
+}
+#endif
+
 // Codes of int8 in sums of integers, whose bits are in Floats: a are weights, b activations + kOffset, four of each in
 // a word.
 struct Int8 {
   static constexpr int64_t kPerWord = 4;
   static constexpr bool kAtOnce = true;
-  static constexpr int kRows = kLanes == 16 ? 6 : 4;
+  static constexpr int kRows = kManyRegisters ? 6 : 4;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
   static constexpr int32_t kOffset = 128;  // the instruction takes bytes without sign on one side
 #else
@@ -119,6 +131,8 @@ struct Int8 {
     const __m256i weights = (__m256i)a, signs = _mm256_sign_epi8((__m256i)b, weights);
     const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), signs);
     return BitCast<Floats>(BitCast<Ints>(sums) + (Ints)_mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+#elif defined(__aarch64__)
+    return (Floats)AddBytes((int32x4_t)sums, (int8x16_t)a, (int8x16_t)b);
 #else
     Ints total = BitCast<Ints>(sums);
     for (int i = 0; i < 4; ++i) total += (a << (24 - 8 * i) >> 24) * (b << (24 - 8 * i) >> 24);
@@ -135,6 +149,8 @@ inline Vector KeptInRegister(Vector x) {
   asm("" : "+v"(x));
 #elif defined(__AVX2__)
   asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
 #endif
   return x;
 }
@@ -188,8 +204,8 @@ inline void Tiles(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, in
 template <typename Type, typename RowOf>
 inline void MultiplyRows(const int32_t* a, int64_t a_stride, RowOf row_of, float* c, int64_t c_stride, int64_t rows,
                          int64_t inner, int64_t columns, bool accumulate) {
-  // Tiles fill the registers: 32 of AVX-512, 16 of others.
-  if constexpr (kLanes == 16)
+  // Tiles fill the registers: 32 of AVX-512 and NEON, 16 of others.
+  if constexpr (kManyRegisters)
     return Tiles<Type, Type::kRows, 4>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
   if (rows == 1) Tiles<Type, 1, 8>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);
   else if (rows <= 3) Tiles<Type, 3, 4>(a, a_stride, row_of, c, c_stride, rows, inner, columns, accumulate);

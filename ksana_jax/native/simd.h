@@ -6,17 +6,22 @@
 #include <cstring>
 #include <utility>
 
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace ksana {
 
 #ifdef __AVX512F__
 constexpr int kLanes = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;  // gcc 12 fails to compile longer vectors
 #else
 constexpr int kLanes = 8;
 #endif
+constexpr bool kManyRegisters = kLanes != 8;  // 32 instead of 16
 
 constexpr int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
@@ -47,6 +52,8 @@ inline Floats MultiplyAdd(Floats sums, Floats a, Floats b) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
 #elif defined(__AVX2__) && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)sums, (float32x4_t)a, (float32x4_t)b);
 #else
   return sums + a * b;
 #endif

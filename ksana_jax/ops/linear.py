@@ -114,8 +114,8 @@ def _not_packed(platform: str, dtype: str) -> str | None:
 
 
 def _not_native(platform: str, dtype: str) -> str | None:
-    if not {"avx2", "fma"} <= processor.features():
-        return "needs a CPU with AVX2 and FMA, for which its tiles are made"
+    if not (processor.is_arm() or {"avx2", "fma"} <= processor.features()):
+        return "needs a CPU with AVX2 and FMA, or NEON, for which its tiles are made"
     from ksana_jax.native.callers import why_not_called
     from ksana_jax.native.target import DTYPES
 
@@ -124,7 +124,7 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_not_called(platform)
 
 
-_NEEDS = "a CPU with AVX2 and FMA, and C++ of a wheel or a compiler"
+_NEEDS = "a CPU with AVX2 and FMA, or NEON, and C++ of a wheel or a compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
 # are given, and XLA's for more; so does "hopper" with its kernel.
 LINEAR_IMPLEMENTATIONS = (

@@ -35,6 +35,15 @@ def test_where_there_is_a_compiler_it_compiles():
     assert not no_compiler, no_compiler  # or all tests of the kernels would be skipped
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="needs Debian's g++-aarch64-linux-gnu")
+@pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+dotprod"])
+def test_the_library_compiles_for_arm(monkeypatch, tmp_path, march):
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++")
+    path = compiler.compile_into(tmp_path, (*compiler.PORTABLE, f"-march={march}", "-Wall", "-Wextra", "-Werror"))
+    assert path.read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64
+
+
 def test_a_machine_without_a_compiler_says_so(monkeypatch, tmp_path, asked_again):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
