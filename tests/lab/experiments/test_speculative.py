@@ -1,5 +1,7 @@
 """The task `speculative` on the real engine, with the embedded model cut to one narrow layer."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,14 @@ def test_the_figure_has_the_formula_over_the_number_of_draft_tokens(one_layer, t
 
 def test_prompts_have_their_length_and_what_they_repeat():
     tokenizer = tokenizer_of("ksana-tiny")
+    with pytest.raises(ValueError, match="comes without a chat template"):
+        PROMPTS["chat"]([], tokenizer, 1, 64, 0)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} Answer:"
+    with pytest.raises(ValueError, match="9 tokens, of which the chat template and the question take "):
+        PROMPTS["chat"]([], tokenizer, 1, 9, 0)
+    (asked,) = PROMPTS["chat"]([], tokenizer, 1, 64, 0)
+    assert tokenizer.decode(asked).startswith("user: Explain") and tokenizer.decode(asked).endswith(" Answer:")
     for make in PROMPTS.values():
         assert [len(ids) for ids in make([], tokenizer, 3, 64, 0)] == [64] * 3
     (text,) = PROMPTS["edit"]([], tokenizer, 1, 64, 0)

@@ -49,7 +49,8 @@ class SpeculativeSettings:
     """Fields of `settings` in a speculative experiment.
 
     speculative_config: of the side "with"; see docs/use/speculative.md.
-    prompts: "free" continues a text, "edit" begins a text again, "shared" has the same text in many prompts.
+    prompts: "free" continues a text, "edit" begins a text again, "chat" asks about a text in the model's chat template,
+      "shared" has the same text in many prompts.
     texts: sources of the prompts, see `lab.experiments.text_files`; empty takes the embedded model's held-out files.
     prompt_tokens, output_tokens: of each request; end-of-text tokens do not end it.
     temperature: of all requests.

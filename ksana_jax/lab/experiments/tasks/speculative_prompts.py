@@ -1,4 +1,4 @@
-"""Prompts for speculative decoding: texts to continue, texts to repeat, and texts that many requests share."""
+"""Prompts for speculative decoding: texts to continue, to repeat, to talk about, and texts that many requests share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+from ksana_jax.tokenizers.chat import render_chat
 
 # Prompts `shared`: number of requests with the same text, and of private tokens before it.
 _SHARING, _OWN_TOKENS = 8, 8
@@ -32,4 +33,20 @@ def shared(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: i
     return [[*mine, *common[i % len(common)][1:]] for i, mine in enumerate(own)]
 
 
-PROMPTS: dict[str, Callable[..., list[list[int]]]] = {"free": free, "edit": edit, "shared": shared}
+def chat(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Returns a question about each of some excerpts, in the model's chat template.
+
+    Raises:
+      ValueError: the model has no template, or the template alone has as many tokens.
+    """
+    mark = "|excerpt|"
+    question = f"Explain this text to a beginner, in your own words.\n\n{mark}"
+    before, _, after = render_chat(tokenizer, [{"role": "user", "content": question}]).partition(mark)
+    head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after))
+    if (room := num_tokens - len(head) - len(tail)) < 1:
+        raise ValueError(f"{num_tokens} tokens, of which the chat template and the question take {num_tokens - room}")
+    excerpts = draw_excerpts(files, tokenizer, num_prompts, Cut(room, bos=False), seed)
+    return [[*head, *excerpt.ids, *tail] for excerpt in excerpts]
+
+
+PROMPTS: dict[str, Callable[..., list[list[int]]]] = {"free": free, "edit": edit, "chat": chat, "shared": shared}
