@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ksana_jax.engine.verdict import Verdict
     from ksana_jax.ops.table import OperatorRow
 
 from ksana_jax.cli.fields import read_setting
@@ -104,8 +102,8 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows devices, versions, the implementations of each operator with what they need, which one is used, what
-    `ksana align --choose` has measured of them, the numerics there are, and what operators.prefer: agreement chooses.
+    """Shows devices, versions, the implementations of each operator with what they need, which one is used, whether
+    numerics: invariant is available, and what operators.prefer: agreement chooses.
 
     With a model, shows the facts in its files instead.
     """
@@ -144,8 +142,7 @@ def doctor(
     if names := hidden():
         console.print(f"hidden     {', '.join(names)} (KSANA_HIDE)")
     console.print(f"native     {escape(instructions())}")
-    measured = next((verdict for verdict in known if verdict.operators), None)
-    _print_operators(console, operators, measured)
+    _print_operators(console, operators)
     lacks = why_not_invariant(EXAMPLE, needs, "bfloat16")
     console.print(f"numerics: fast{f'; invariant {escape(lacks)}' if lacks else ', invariant'}")
     verdicts = []
@@ -158,8 +155,7 @@ def doctor(
         console.print("operators.prefer: agreement needs a verdict of `ksana align --choose`; there is none here")
     if as_json:
         rows = [row._asdict() for row in operators]
-        times = [] if measured is None else [dataclasses.asdict(found) for found in measured.operators]
-        more = {"measured": times, "invariant": lacks is None, "verdicts": verdicts}
+        more = {"invariant": lacks is None, "verdicts": verdicts}
         print(json.dumps({**found, "hidden": hidden(), "native": instructions(), "operators": rows, **more}))
 
 
@@ -183,34 +179,17 @@ def _print_model(model: str, as_json: bool) -> None:
         print(json.dumps([fact._asdict() for fact in facts]))
 
 
-def _print_operators(console: Console, rows: Sequence[OperatorRow], verdict: Verdict | None) -> None:
-    """Prints the table of operators, with a verdict's measurements."""
-    from rich.markup import escape
-
+def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
+    """Prints the table of operators."""
     from ksana_jax.lab.experiments.tables import terminal_grid
 
-    measured = {} if verdict is None else {(found.operator, found.name): found for found in verdict.operators}
-    steps = list(next(iter(measured.values())).seconds) if measured else []
     cells = []
     for row in rows:
-        found = measured.get((row.operator, row.name))
         why = row.unsupported or (row.needs and f"runs on {row.needs}") or "runs everywhere"
-        times = [f"{found.seconds[step] * 1e6:,.0f} µs" if found else "—" for step in steps]
-        error = "—" if found is None or found.error is None else f"{found.error:.1e}"
-        cells.append([row.operator, row.name, "yes" if row.used else "", why, *times, *[error] * bool(measured)])
-    heads = ["operator", "implementation", "used", "needs", *steps, *["error"] * bool(measured)]
+        cells.append([row.operator, row.name, "yes" if row.used else "", why])
+    heads = ["operator", "implementation", "used", "needs"]
     console.print("operators (for a Llama-8B in bfloat16; the setting `operators` has other choices):")
-    console.print(terminal_grid(heads, cells, [[False] * len(heads)] * len(cells), len(heads) - 4))
-    if verdict is None:
-        console.print("`ksana align dtype=bf16 --choose` measures how long they take and how exact they are")
-        return
-    dtype, kv = (verdict.conditions[name] for name in ("dtype", "KV"))
-    console.print(
-        escape(
-            f"measured with {verdict.model}, {dtype}, KV {kv}; {verdict.steps}; linear: all "
-            "matrices of a layer; error: root mean square relative to float32, attention's with its kv_write"
-        )
-    )
+    console.print(terminal_grid(heads, cells, [[False] * len(heads)] * len(cells), 0))
 
 
 def kernels_check(

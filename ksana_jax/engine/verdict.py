@@ -66,25 +66,9 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredOperator:
-    """Measurements of one implementation of one operator; see `ops.table` for their names.
-
-    seconds: of one call, by step: "decode", "chunk".
-    error: root mean square of the differences from the float32 model's results for the same inputs, relative to them;
-      None where it is not known.
-    """
-
-    operator: str
-    name: str
-    seconds: dict[str, float]
-    error: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Verdict:
     """Measurements for one model, dtype, device and version.
 
-    operators: each measured alone. steps: description of the timed steps, for readers.
     conditions: see `conditions_of`; an engine uses a verdict only if they are its own. model, reference: for readers.
     num_tokens: generated in all texts. others_busy: share of the processors' time that other programs took.
     """
@@ -95,8 +79,6 @@ class Verdict:
     num_tokens: int
     others_busy: float | None
     measured: tuple[Measured, ...]
-    operators: tuple[MeasuredOperator, ...] = ()
-    steps: str = ""
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +128,7 @@ def read_verdict(path: Path) -> Verdict:
     try:
         content = json.loads(read_bytes(path))
         measured = tuple(Measured(**{**m, "agreed": tuple(m["agreed"])}) for m in content.pop("measured"))
-        operators = tuple(MeasuredOperator(**found) for found in content.pop("operators", ()))
-        return Verdict(**content, measured=measured, operators=operators)
+        return Verdict(**content, measured=measured)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not a verdict of `ksana align --choose`: {error}") from error
 

@@ -21,9 +21,7 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, default_path, serving_pairs
 from ksana_jax.lab.align import scores
-from ksana_jax.lab.align.command import OPERATOR_TOKENS, Texts, draw_prompts, side_settings
-from ksana_jax.lab.align.each_operator import measure_operators, shapes_timed
-from ksana_jax.lab.align.operators import run_operators
+from ksana_jax.lab.align.command import Texts, draw_prompts, side_settings
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.lab.bench.machine import Load
 from ksana_jax.lab.experiments.asking import forced
@@ -152,38 +150,16 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     used = Pair(first.runner.implementation.name, first.config.operators.linear)
     engines = {pair: first if pair == used else open_engine(**pair._asdict()) for pair in pairs}
     prompts = draw_prompts(first, texts) if stored is None else stored.prompts()
-    sample, exact_calls = prompts[0][:OPERATOR_TOKENS], None
     if stored is None:
         exact_config, read_exact = read("f32")
-        exact_config, exact = dataclasses.replace(exact_config, pattern=first.patterns), read_exact()
-        reference = dense_reference(exact_config, exact, lengths["max_model_len"])
-        with jax.default_matmul_precision("highest"):
-            exact_calls = run_operators(open_exact(exact_config, exact).runner, sample)
+        exact_config = dataclasses.replace(exact_config, pattern=first.patterns)
+        reference = dense_reference(exact_config, read_exact(), lengths["max_model_len"])
     else:
         reference = stored_reference(stored)
     load = Load()
     measured = measure(engines, reference, prompts, texts.num_tokens)
-    steps = shapes_timed(texts.num_prompts, texts.prompt_tokens, lengths["max_model_len"], config.block_size)
-    operators = measure_operators(first.runner, steps, sample, exact_calls)
     num_tokens = texts.num_tokens * texts.num_prompts
-    return Verdict(
-        conditions_of(model_config, config),
-        name,
-        reference_name,
-        num_tokens,
-        load.read(),
-        tuple(measured),
-        operators,
-        f"decode: {texts.num_prompts} rows of {lengths['max_model_len']} tokens; chunk: {texts.prompt_tokens} tokens",
-    )
-
-
-def open_exact(config: ModelConfig, params: Params) -> LLM:
-    """Opens an engine of a model in float32 whose operators are XLA's, for one text at a time."""
-    operators = {"attention": "xla", "linear": "xla", "norm": "xla"}
-    return LLM.from_params(
-        config, params, dtype="f32", operators=operators, max_num_seqs=1, max_model_len=OPERATOR_TOKENS
-    )
+    return Verdict(conditions_of(model_config, config), name, reference_name, num_tokens, load.read(), tuple(measured))
 
 
 def _texts_of(stored: Scores) -> Texts:

@@ -74,20 +74,11 @@ def apart(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.sqrt(np.mean((x - y) ** 2))) / scale
 
 
-def run_operators(
-    runner: Runner,
-    tokens: Sequence[int],
-    recorded: Calls | None = None,
-    *,
-    params: Any = None,
-    operators: Operators | None = None,
-    implementation: Implementation | None = None,
-) -> Calls:
+def run_operators(runner: Runner, tokens: Sequence[int], recorded: Calls | None = None) -> Calls:
     """Runs an engine's network on one text; the pool of the engine stays as it is.
 
     Args:
       recorded: calls of another engine, whose inputs and outputs take the place of its own.
-      params, operators, implementation: in place of the engine's weights, products and norms, and attention.
     """
     count, size = len(tokens), runner.layout.block_size
     shape = StepShape((Part(1, count),), -(-count // size), max_sampled=1)
@@ -98,14 +89,14 @@ def run_operators(
 
     def run(params, cache, arrays, patterns, recorded):
         probe = _Probe(params, recorded)
-        probed, attention = probe.operators(operators or runner.operators), implementation or runner.implementation
-        step = runner.pure_step(shape, operators=probed, implementation=probe.attention(attention))
+        probed = probe.operators(runner.operators)
+        step = runner.pure_step(shape, operators=probed, implementation=probe.attention(runner.implementation))
         _, hidden, _ = step(params, cache, arrays, patterns)
         logits(params, hidden, config=runner.config, linear=probed.linear)
         names.extend(probe.inputs)  # a dict that jit returns is sorted by its keys
         return list(probe.inputs.values()), list(probe.outputs.values())
 
-    params = separate(params or given, runner.config)
+    params = separate(given, runner.config)
     inputs, outputs = jax.tree.map(np.asarray, jax.jit(run)(params, cache, arrays, patterns, recorded))
     return Calls(dict(zip(names, inputs, strict=True)), dict(zip(names, outputs, strict=True)))
 

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ksana_jax import LLM
 from ksana_jax.lab.align import command
 from ksana_jax.lab.align.command import Texts, align, align_and_show
 from ksana_jax.lab.align.operators import compare_operators
 from ksana_jax.lab.align.scores import Scores
-from tests.engine.small import make_llm, model
+from tests.engine.small import SMALL, make_llm, model
+from tests.machine import native_products
 from tests.reference import reference_logprobs
 
 TEXTS = Texts(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0)
@@ -47,6 +49,18 @@ def test_a_perturbed_operator_is_named(llm):
     at = compared.index(found)
     assert not any(c.total for c in compared[:at]) and compared[at].total and compared[-1].total
     assert not any(c.before for c in compared)
+
+
+@native_products
+def test_a_packed_embedding_is_looked_up_as_its_engine_does():
+    config, params = model()
+    tied, params = dataclasses.replace(config, tie_embeddings=True), params.replace(head=None)
+    exact, packed = (
+        LLM.from_params(tied, params, operators={"attention": "xla", "linear": name, "norm": "xla"}, **SMALL)
+        for name in ("xla", "packed")
+    )
+    compared = compare_operators(exact, packed, TOKENS)
+    assert max(c.own for c in compared) < 1e-5 and max(c.before for c in compared) < 1e-5
 
 
 def test_stored_log_probabilities_of_the_float64_model_are_a_side(llm, tmp_path, monkeypatch, capsys):

@@ -14,11 +14,10 @@ from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.engine import verdict
-from ksana_jax.engine.verdict import MeasuredOperator, Pair, conditions_of, read_verdict
+from ksana_jax.engine.verdict import Pair, conditions_of, read_verdict
 from ksana_jax.lab.align import choosing
 from ksana_jax.lab.align.choosing import _texts_of, dense_reference, measure, stored_reference
 from ksana_jax.lab.align.command import Texts
-from ksana_jax.lab.align.operators import Calls
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.loading.load import open_model
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -92,9 +91,6 @@ def test_the_float32_model_without_a_cache_is_that_of_the_checkpoint():
 def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(verdict, "verdict_folder", lambda: tmp_path)
-    calls, alone = Calls({}, {}), MeasuredOperator("norm", "xla", {"decode": 5e-5, "chunk": 2e-3}, 1.5e-7)
-    monkeypatch.setattr(choosing, "run_operators", lambda runner, tokens: calls)  # tests of their own have these two
-    monkeypatch.setattr(choosing, "measure_operators", lambda *given: (alone,) if given[-1] is calls else ())
     sizes = ["--num-prompts", "2", "--prompt-tokens", "4", "--num-tokens", "3"]
     settings = "operators.attention=xla operators.linear=xla max_num_batched_tokens=8 query_tile=8"
     with pytest.raises(SystemExit) as raised:
@@ -110,18 +106,14 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
         cli.main(["doctor", "--json"])
     *lines, last = capsys.readouterr().out.splitlines()
     [shown] = json.loads(last)["verdicts"]
-    text = " ".join(" ".join(lines).split())
-    assert json.loads(last)["measured"] == [dataclasses.asdict(alone)]
     # Used where there is no compiler.
-    assert re.search("norm xla (yes )?runs everywhere 50 µs 2,000 µs 1.5e-07", text)
-    assert "measured with ksana-tiny, f32" in text
+    assert re.search("norm xla (yes )?runs everywhere", " ".join(" ".join(lines).split()))
     assert shown["model"] == "ksana-tiny" and shown["chosen"] == {"attention": "xla", "linear": "xla"}
 
 
 def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch):
     seen: dict[Pair, Any] = {}
     monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
-    monkeypatch.setattr(choosing, "measure_operators", lambda *_: ())
     found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.why_not(platform_of(), "bfloat16") is None]
     assert list(seen) == [Pair("xla", name) for name in linear]
