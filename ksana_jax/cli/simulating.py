@@ -166,9 +166,6 @@ def fit(
 @app.command(cls=Command)
 def validate(
     model: Annotated[str, typer.Argument(help="model of the real engine")] = "ksana-tiny",
-    queues: Annotated[bool, typer.Option(help="queues with known answers")] = True,
-    decisions: Annotated[bool, typer.Option(help="decisions of a real engine, step by step")] = True,
-    prediction: Annotated[bool, typer.Option(help="costs fitted on one workload predict another")] = True,
     workload: Annotated[str, typer.Option(help="workload that is predicted: poisson, bursts or sessions")] = "poisson",
     rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 20,
     seconds: Annotated[float, typer.Option(help="seconds of steps of many sizes in each round")] = 1.5,
@@ -176,11 +173,11 @@ def validate(
     seed: Annotated[int, typer.Option(help="of the workload")] = 0,
     paced: Paced = None,
 ) -> None:
-    """Validates the simulator; prints each check with its error and limit. Returns 1 if one fails."""
+    """Predicts a workload of an engine by costs fitted on another; prints each figure with its error and limit. Returns
+    1 if one is beyond it."""
     from ksana_jax.core import checks
     from ksana_jax.lab.simulator.cost import read_cost
-    from ksana_jax.lab.simulator.validate import check_known_answers, check_prediction
-    from ksana_jax.lab.trace.decisions import check_decisions
+    from ksana_jax.lab.simulator.predicting import check_prediction
 
     checks.require(
         checks.one_of("--workload", workload, ("poisson", "bursts", "sessions")),
@@ -189,16 +186,8 @@ def validate(
         checks.integer("--requests", requests, 10),
         checks.integer("--seed", seed, 0),
     )
-    if not (queues or decisions or prediction):
-        raise ValueError("--no-queues --no-decisions --no-prediction leave nothing to validate")
-    if paced is not None and not prediction:
-        raise ValueError("--paced is of the predicted engine, and --no-prediction leaves it out")
     cost = None if paced is None else read_cost(read_setting("paced", paced))
-    right = check_known_answers() if queues else True
-    if decisions:
-        right &= check_decisions(model)
-    if prediction:
-        right &= check_prediction(
-            model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed, paced=cost
-        )
+    right = check_prediction(
+        model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed, paced=cost
+    )
     raise typer.Exit(0 if right else 1)

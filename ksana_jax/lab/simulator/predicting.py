@@ -16,7 +16,6 @@ from ksana_jax.engine.engine import Engine
 from ksana_jax.lab.simulator.cost import Cost
 from ksana_jax.lab.simulator.fit import fit
 from ksana_jax.lab.simulator.fitted import FittedCost
-from ksana_jax.lab.simulator.known_answers import Check
 from ksana_jax.lab.simulator.measuring import exercise, make_engine, serve, with_known_lengths
 from ksana_jax.lab.simulator.one_engine import Served
 from ksana_jax.lab.simulator.paced import pace
@@ -33,6 +32,30 @@ from ksana_jax.serve.workload.synthetic import Synthetic
 LIMITS = {"E2E p50": 0.09, "E2E p90": 0.09, "TTFT p90": 0.20, "TPOT p50": 0.05, "output tokens/s": 0.05}
 # Share of the rate that the engine reaches when all requests arrive at once.
 LOAD = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check: expected and found value, and the largest relative error allowed."""
+
+    name: str
+    expected: float
+    found: float
+    limit: float
+
+    @property
+    def error(self) -> float:
+        return self.found / self.expected - 1 if self.expected else math.inf
+
+    @property
+    def passed(self) -> bool:
+        return abs(self.error) <= self.limit
+
+    def __str__(self) -> str:
+        """A line of a table."""
+        verdict = "pass" if self.passed else "FAIL"
+        values = f"{self.expected:12,.4f} {self.found:12,.4f} {self.error:+8.2%} of {self.limit:.0%}"
+        return f"  {self.name:28} {values}  {verdict}"
 
 
 def workloads(longest: int, num_requests: int, seed: int) -> dict[str, WorkloadSettings]:
@@ -215,3 +238,29 @@ def _compare(
         speeds,
         dict(cost.provenance["held_out"]),
     )
+
+
+def check_prediction(model: str, say: Callable[[str], None] = print, **settings: Any) -> bool:
+    """Checks the prediction of a workload by costs fitted on another; prints a table."""
+    found = predict(model, say=say, **settings)
+    show(found, say)
+    return all(check.passed for check in found.checks)
+
+
+def show(found: Prediction, say: Callable[[str], None]) -> None:
+    """Prints a prediction."""
+    for check in found.checks:
+        name = check.name
+        say(
+            f"{check}  without noise {found.without_noise[name]:+.1%}, with the measured times "
+            f"{found.replayed[name]:+.1%}, rounds differ by {found.spread[name]:.2f} x"
+            + (f", halves of them by {found.itself[name]:.1%}" if found.itself else "")
+        )
+    by = found.per_request
+    say(f"  E2E of single requests: MAPE {by['mape']:.1%}, bias {by['bias']:+.1%}, Pearson {by['pearson']:.3f}")
+    for phase, errors in found.held_out.items():
+        say(
+            f"  {phase} steps held out: {errors['num_steps']:,}, MAPE {errors['mape']:.1%}, "
+            f"sum {errors['error_of_the_sum']:+.1%}"
+        )
+    say(f"  time of the rounds' steps over the costs: {', '.join(f'{s:.2f}' for s in found.speeds)}")

@@ -56,8 +56,6 @@ BENCH = ("bench", "routing", "--servers", "1", "--blocks", "1", "--requests", "1
             ("simulate", "record", "ksana-tiny", "-o", "taken/steps"),
             "--out is 'taken', must be a folder, and taken is a",
         ),
-        (("simulate", "validate", "--no-queues", "--no-decisions", "--no-prediction"), "--no-queues --no-decisions"),
-        (("simulate", "validate", "--no-prediction", "--paced", "c.json"), "--paced is of the predicted engine, and"),
         (("simulate", "validate", "--paced", ""), "cost is None, must be a mapping with a level"),
         (("simulate", "record", "ksana-tiny", "-o", "folder"), "--out is 'folder', must be a file, not a folder"),
     ],

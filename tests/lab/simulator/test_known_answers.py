@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from ksana_jax.lab.simulator.cost import AffineCost
-from ksana_jax.lab.simulator.known_answers import Check, erlang_c, known_answers
+from ksana_jax.lab.simulator.predicting import Check
 from ksana_jax.lab.simulator.run import InSystem, check, simulate
-from ksana_jax.lab.simulator.validate import line
 from tests.lab.simulator.items import MODEL, config, item
+from tests.lab.simulator.queues import erlang_c, known_answers
 
 
 @pytest.mark.soak
 def test_queues_have_their_known_times_within_2_percent():
     found = known_answers()
-    assert len(found) == 6 and all(one.passed for one in found), [line(one) for one in found]
+    assert len(found) == 6 and all(one.passed for one in found), [str(one) for one in found]
 
 
 def test_one_server_of_many_is_a_queue_of_one():
@@ -24,7 +24,7 @@ def test_one_server_of_many_is_a_queue_of_one():
 
 def test_a_failed_check_says_so():
     failed = Check("TPOT", 0.010, 0.012, 0.05)
-    assert not failed.passed and "FAIL" in line(failed) and "+20.00% of 5%" in line(failed)
+    assert not failed.passed and "FAIL" in str(failed) and "+20.00% of 5%" in str(failed)
 
 
 def single_steps(count: int, rate: float):

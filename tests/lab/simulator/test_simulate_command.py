@@ -70,12 +70,3 @@ def test_objectives_that_no_rate_keeps_are_named_with_the_lowest_rate(tmp_path):
 def test_objectives_that_every_rate_keeps_are_an_error_with_the_highest_rate(tmp_path):
     code, said, _ = capacity(tmp_path, "ttft_p99=1000", "settings.workload.num_requests=2", "settings.ratio=2")
     assert code == 1 and "every rate up to 4,096 requests/s keeps ttft_p99 <= 1000 s: 1 requests are judged" in said
-
-
-@pytest.mark.soak
-def test_a_simulated_engine_decides_as_the_real_one():
-    from ksana_jax.lab.trace.decisions import check_decisions
-
-    said = []
-    assert check_decisions("ksana-tiny", said.append), "\n".join(said)
-    assert len(said) == 10

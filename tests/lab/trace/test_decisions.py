@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from ksana_jax.lab.trace.decisions import KINDS, compare
+from ksana_jax.lab.simulator import measuring
 from ksana_jax.lab.trace.differences import first_difference
 from ksana_jax.serve.workload.items import WorkItem
 from tests.fakes import VOCAB, make_engine
+from tests.lab.trace.decisions import COMPARED, KINDS, POOLS, compare, workloads
 
 
 def items(count=6):
@@ -27,3 +28,13 @@ def test_a_simulated_engine_decides_as_the_one_whose_times_it_takes(ahead):
     simulated[9]["num_attended"] += 1
     found = first_difference(real, simulated, KINDS)
     assert found is not None and (found.step, found.kind) == (10, "num_attended")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("workload", ["short", "long", "shared prefix"])
+def test_a_simulated_engine_decides_as_a_model_on_this_machine(pool, workload):
+    engine = measuring.make_engine("ksana-tiny", **COMPARED, **POOLS[pool])
+    items, due = workloads(engine.model.vocab_size)[workload]
+    real, simulated = ([step.plain() for step in made.steps] for made in compare(engine, items, due))
+    assert len(real) > 20 and first_difference(real, simulated, KINDS) is None

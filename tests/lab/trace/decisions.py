@@ -1,6 +1,4 @@
-"""Compares a simulated engine's decisions with a real one's: the same requests before the same steps, step by step."""
-
-from __future__ import annotations
+"""A real engine and a simulated one that get the same requests before the same steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +9,9 @@ import numpy as np
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.engine.engine import Engine
 from ksana_jax.lab.simulator.clock import VirtualClock
-from ksana_jax.lab.simulator.measuring import exactly, make_engine
+from ksana_jax.lab.simulator.measuring import exactly
 from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
-from ksana_jax.lab.trace.differences import first_difference
 from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.serve.workload.items import WorkItem
 from ksana_jax.serve.workload.synthetic import Synthetic
@@ -32,8 +29,6 @@ POOLS: Mapping[str, Mapping[str, Any]] = {
     "tight pool": {"num_blocks": 14},
     "host tier": {"num_blocks": 14, "host_cache_bytes": 2**24, "preempt": "swap"},
 }
-
-
 # Compared fields: times and sampled tokens differ.
 _TIMES = ("ended_s", "began_s", "schedule_s", "report_s", "compiled")
 KINDS = ("rows", "blocks", *(name for name in StepRecord._fields if name not in _TIMES))
@@ -57,24 +52,6 @@ def _after_prefix(item: WorkItem, count: int, vocab_size: int) -> WorkItem:
     prefix = np.random.default_rng(item.index % 3).integers(3, vocab_size, count, np.int32)
     tokens = np.concatenate([prefix, item.tokens()])
     return dataclasses.replace(item, num_prompt=len(tokens), tokens=lambda: tokens)
-
-
-def check_decisions(model: str, say: Callable[[str], None] = print) -> bool:
-    """Compares the decisions of a real engine with a simulated one's; prints a table."""
-    say(f"Decisions of a simulated engine and of {model}, step by step:")
-    right = True
-    for pool, settings in POOLS.items():
-        for workload in ("short", "long", "shared prefix"):
-            engine = make_engine(model, **COMPARED, **settings)
-            items, due = workloads(engine.model.vocab_size)[workload]
-            real, simulated = ([step.plain() for step in made.steps] for made in compare(engine, items, due))
-            found = first_difference(real, simulated, KINDS)
-            right &= found is None
-            what = f"{len(real):,} steps, {engine.scheduler.num_preemptions} preemptions"
-            different = found and f"DIFFERENT from step {found.step} of {len(real)} and {len(simulated)}"
-            say(f"  {pool + ', ' + workload:28} {what:32} {different or 'equal'}")
-            del engine
-    return right
 
 
 def compare(engine: Engine, items: Sequence[WorkItem], due: Sequence[int]) -> tuple[Recorder, Recorder]:

@@ -1,40 +1,20 @@
-"""Checks against known answers: queues with Poisson arrivals, on the same clock and with the same laws.
+"""Queues with Poisson arrivals, on the clock of the simulator and with its laws, beside their known answers.
 
 Sources: Kleinrock, Queueing Systems 1 (1975): M/M/1 and M/D/1 (Pollaczek-Khinchine), M/M/k (Erlang C); Little (1961).
 """
 
-from __future__ import annotations
-
 import collections
-import dataclasses
 import math
 from collections.abc import Callable
 
 import numpy as np
 
 from ksana_jax.lab.simulator.clock import VirtualClock
+from ksana_jax.lab.simulator.predicting import Check
 from ksana_jax.lab.simulator.run import InSystem
 
 # Allowed relative error of a mean at NUM_REQUESTS requests.
 TOLERANCE, NUM_REQUESTS = 0.02, 100_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One check: expected and found value, and the largest relative error allowed."""
-
-    name: str
-    expected: float
-    found: float
-    limit: float
-
-    @property
-    def error(self) -> float:
-        return self.found / self.expected - 1 if self.expected else math.inf
-
-    @property
-    def passed(self) -> bool:
-        return abs(self.error) <= self.limit
 
 
 class Queue:
