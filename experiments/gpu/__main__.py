@@ -2,7 +2,7 @@
 
 Measures ceilings, checks and times every kernel of `pallas_kernels` beside its peers, then the engine. One Hopper GPU,
 jax 0.11 and torch; nothing is downloaded. At most 9 minutes. Writes DIR/results.json after every section, and last
-prints the table, which is also DIR/table.txt, and writes DIR/gpu-DEVICE-TIME.json, which `ksana report` imports.
+prints the table, which is also DIR/table.txt, and writes DIR/gpu-DEVICE-TIME.json for `experiments.gpu.importing`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     (out / "table.txt").write_text(text + "\n")
     print(f"{text}\n{time.monotonic() - began:.0f} s; all records are in {out}/results.json", flush=True)
     if results["records"]:
-        print(f"to send in, or to see with `ksana report`: {bundle.write(results, out)}", flush=True)
+        print(
+            f"to send in, or for `python -m experiments.gpu.importing`: {bundle.write(results, out)}",
+            flush=True,
+        )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Packs a run into one file that `ksana report` imports: records, device and versions. No jax.
+"""Packs a run into one file that `experiments.gpu.importing` reads: records, device and versions. No jax.
 
 Left out: names of host and user, absolute paths, and the lines that sections printed last.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu.computed import computed_us, modelled
+from experiments.gpu.importing import KIND, SCHEMA_VERSION
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.experiments.bundles import KIND, SCHEMA_VERSION
 
 # Files that `write` makes.
 NAMED = "gpu-*-*.json"

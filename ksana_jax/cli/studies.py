@@ -90,7 +90,7 @@ def reproduce(
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="folders that `ksana run` wrote, or bundles of measurements on a GPU", show_default=False),
+        typer.Argument(help="folders that `ksana run` wrote", show_default=False),
     ],
     out: Annotated[
         Path | None, typer.Option(help="folder for table and figure", show_default="the run's; none for several runs")
@@ -98,8 +98,7 @@ def report(
 ) -> None:
     """Redraws the table and figure of a run from its records, or combines several runs in one table.
 
-    Runs that scored different texts are refused, because their numbers are not comparable. A bundle, which
-    `python -m experiments.gpu` writes, is imported first: its records are written to a folder beside it, or to --out.
+    Runs that scored different texts are refused, because their numbers are not comparable.
     """
     from ksana_jax.lab.experiments.command import report_and_show
 

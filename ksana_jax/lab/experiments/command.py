@@ -14,7 +14,6 @@ from rich.table import Table
 from ksana_jax.core.compilation_cache import cache_use
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab.experiments import comparison_tables, plain_json, progress, tables
-from ksana_jax.lab.experiments.bundles import import_bundle
 from ksana_jax.lab.experiments.combine import combine
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import load
@@ -69,14 +68,12 @@ def run_and_report(
 
 
 def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
-    """Prints the report of a folder, or of several side by side, and writes tables and figure. A file is a bundle of
-    `python -m experiments.gpu`, which becomes a folder first.
+    """Prints the report of a folder, or of several side by side, and writes tables and figure.
 
     Args:
       out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
     """
     one = len(folders) == 1
-    folders = [import_bundle(path, out if one else None) if path.is_file() else path for path in folders]
     made = read_report(folders[0]) if one else combine(folders)
     out = folders[0] if one and out is None else out
     if out is not None:

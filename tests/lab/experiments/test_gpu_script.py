@@ -14,8 +14,8 @@ import pytest
 
 from experiments.gpu import driver, plan
 from experiments.gpu.context import RESTART
+from experiments.gpu.importing import import_bundle
 from experiments.gpu.table import table
-from ksana_jax.lab.experiments.bundles import import_bundle
 from ksana_jax.lab.experiments.report import read_report
 from pallas_kernels.speed import baseline
 from tests.lab.experiments.gpu_context import make_context
@@ -303,7 +303,7 @@ def test_the_command_runs_sections_and_prints_the_table_last(tmp_path):
     assert {"ptxas", "cuda_data_dir", "XLA_FLAGS"} <= set(compilers)
     assert (tmp_path / "table.txt").read_text().strip() in done.stdout
     assert len(list(tmp_path.iterdir())) <= 5  # few files: some machines give back no more
-    # The bundle is the last line; `ksana report` imports it.
+    # The bundle is the last line.
     path = Path(done.stdout.splitlines()[-1].rsplit(": ", 1)[1])
     assert path.parent == tmp_path and str(tmp_path) not in path.read_text()
     made = read_report(import_bundle(path))

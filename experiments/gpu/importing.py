@@ -1,4 +1,6 @@
-"""Imports the bundle that `python -m experiments.gpu` writes on a GPU as the records of a run. No jax.
+"""python -m experiments.gpu.importing FILE.json [FOLDER]
+
+Writes a bundle of `python -m experiments.gpu` as the records of a run, for `ksana report` and `compare`. No jax.
 
 A bundle is one JSON object: "kind" and "schema_version", "started" (UTC), "tiny", "device", "driver" and "ptxas" (text
 or null), "packages" ({name: version}), "copy_bytes_per_s" (a number or null), "sections" and "records". Of the records,
@@ -11,6 +13,7 @@ import calendar
 import dataclasses
 import hashlib
 import json
+import sys
 import textwrap
 import time
 from collections import defaultdict
@@ -124,10 +127,10 @@ def import_bundle(path: Path, folder: Path | None = None) -> Path:
     """
     folder = path.with_suffix("") if folder is None else folder
     if folder == path:
-        raise ConfigError(f"{path} has no suffix, and the records need a folder beside it: use --out")
+        raise ConfigError(f"{path} has no suffix, and the records need a folder beside it: name a folder")
     text, records = _text_of(_read(path)), folder / "records.jsonl"
     if records.exists() and read_bytes(records) != text.encode():
-        raise ConfigError(f"{folder} has records of another run than {path.name}: use --out, or remove them")
+        raise ConfigError(f"{folder} has records of another run than {path.name}: name a folder, or remove them")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(records, text)
     return folder
@@ -217,7 +220,7 @@ def _text_of(bundle: Mapping[str, Any]) -> str:
     for record in filter(_is_case, bundle["records"]):
         metric = "step" if record["kind"] == "step" else record["metric"]
         cases[metric, record["case"]].append(_measurement(record, bundle))
-    task = f"{KernelTimes.__module__}:{KernelTimes.__qualname__}"
+    task = "experiments.gpu.importing:KernelTimes"  # __module__ is __main__ in the command
     about = {name: bundle[name] for name in ("device", "driver", "ptxas", "packages", "tiny", "started")}
     rows = {case: {"label": _by(found), "point": dict(zip(("metric", "case"), case))} for case, found in cases.items()}
     configs = {case: {"task": task, "settings": about, **row} for case, row in rows.items()}
@@ -248,3 +251,10 @@ def _measurement(record: Mapping[str, Any], bundle: Mapping[str, Any]) -> dict[s
     found = {name: value for name in kept if (value := step.get(name, record.get(name))) is not None or name == "right"}
     whole = {"computed_us": record.get("computed_us"), "copy_bytes_per_s": bundle["copy_bytes_per_s"]}
     return {"metric": "time", **found, **whole, "tiny": bundle["tiny"]}
+
+
+if __name__ == "__main__":
+    try:
+        print(import_bundle(*map(Path, sys.argv[1:])))
+    except (ConfigError, OSError, TypeError) as error:
+        sys.exit(f"{error}")
