@@ -46,8 +46,7 @@ def trace(
 
     from ksana_jax.core import checks
     from ksana_jax.lab.trace.bundle import check_new, tracing
-    from ksana_jax.lab.trace.command import trace_target
-    from ksana_jax.lab.trace.target import command_line
+    from ksana_jax.lab.trace.command import command_line, trace_target
 
     checks.require(checks.integer("--profile-steps", profile_steps, 0))
     check_new(out)

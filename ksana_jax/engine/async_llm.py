@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,6 @@ from typing import Any
 from ksana_jax.core.request import RequestInput, RequestOutput, SamplingParams
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.engine_stats import EngineStats, NotServing
 from ksana_jax.engine.engine_thread import EngineThread
 from ksana_jax.engine.inflight import InflightRequests
 from ksana_jax.engine.llm import LLM
@@ -23,6 +23,31 @@ from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
 # Seconds that `close` waits for a running step; the first one may be compiling.
 _CLOSE_S = 60.0
+
+
+class NotServing(RuntimeError):
+    """New requests are refused: the engine is draining, closed or dead; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Load of the engines at one moment, summed over replicas.
+
+    num_requests: accepted and not ended. num_sequences: of these requests; n completions of a prompt count n.
+    num_running: sequences that hold a row. num_waiting: sequences that wait for one, also again after preemption.
+    num_prefill_tokens: prompt tokens of requests that have no first token yet. blocks_in_use, num_blocks: of the pool.
+    num_steps_under_way: submitted to the device. is_draining: new requests are refused.
+    """
+
+    num_requests: int
+    num_sequences: int
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int
+    blocks_in_use: int
+    num_blocks: int
+    num_steps_under_way: int
+    is_draining: bool
 
 
 class AsyncLLM:

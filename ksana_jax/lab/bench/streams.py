@@ -15,13 +15,13 @@ from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import make_llm
 from ksana_jax.lab.bench.stream_server import StreamClient, read_over_http
-from ksana_jax.lab.bench.words import Words
 from ksana_jax.lab.experiments.dotted import dotlist
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 from ksana_jax.lab.simulator.cost import Cost, read_cost
 from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.tokenizers import find_tokenizer
+from ksana_jax.tokenizers import Tokenizer, find_tokenizer
+from ksana_jax.tokenizers.detokenizer import NOTHING, Piece
 
 OFFLINE, BLOCKING, ASYNC, HTTP = "LLM.generate", "LLM.stream", "AsyncLLM", "HTTP"
 WAYS = {"generate": OFFLINE, "stream": BLOCKING, "async": ASYNC, "http": HTTP}
@@ -195,3 +195,19 @@ def _microseconds(seconds: float) -> str:
 def _cost(paced: str) -> Cost:
     """Returns the costs of a paced device, which are written as in YAML."""
     return read_cost(dotlist([f"paced={paced}"])["paced"])
+
+
+class Words(Tokenizer):
+    """Reads id 17 as the word " 17", for each id of a vocabulary."""
+
+    source = "numbers"
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self._pieces = [Piece(f" {token_id}".encode()) for token_id in range(vocab_size)]
+
+    def piece(self, token_id: int) -> Piece:
+        return self._pieces[token_id] if 0 <= token_id < self.vocab_size else NOTHING
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]

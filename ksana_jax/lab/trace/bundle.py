@@ -7,19 +7,21 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jax
+import jinja2
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
+from ksana_jax.core.units import byte_size
 from ksana_jax.engine import build
 from ksana_jax.engine.engine import Engine
 from ksana_jax.lab import recording
 from ksana_jax.lab.experiments.environment import environment
-from ksana_jax.lab.trace import page
 from ksana_jax.lab.trace.functions import CompilationLog
 from ksana_jax.lab.trace.parts import operations, seconds_by_part
 from ksana_jax.lab.trace.profile import Profiler
@@ -149,10 +151,20 @@ def write_summary(folder: Path, command: str, began: float, log: CompilationLog,
         "functions": [function.plain() for function in log.functions],
     }
     write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(folder / "index.html", page.render(content))
+    write_atomic(folder / "index.html", render(content))
 
 
 def variables() -> dict[str, str]:
     """Returns the environment variables that a bundle carries: no keys and tokens, which must not travel with it."""
     given = sorted(os.environ.items())
     return {name: value for name, value in given if name.startswith(VARIABLES) and not name.endswith(_SECRETS)}
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """Returns the page of a trace, or of an ahead-of-time trace: summary tables in one HTML file without scripts that
+    loads nothing. content: of trace.json."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"fmt": lambda value, spec: "-" if value is None else format(value, spec), "size": byte_size}
+    template = environment.from_string(resources.files("ksana_jax").joinpath("assets/trace.html").read_text("utf-8"))
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(content["time"]))
+    return template.render({"target": None, **content, "when": when})

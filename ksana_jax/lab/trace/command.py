@@ -1,13 +1,15 @@
-"""Runs and prints `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings."""
+"""Words of `ksana trace`; runs and prints `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab import recording
 from ksana_jax.lab.experiments.config import load
@@ -15,6 +17,9 @@ from ksana_jax.lab.experiments.dotted import dotlist
 from ksana_jax.lab.trace import differences
 from ksana_jax.lab.trace.bundle import check_new
 from ksana_jax.lab.trace.replay import make_llm, replay
+
+# Commands that build engines in this process.
+TRACEABLE = ("run", "bench", "generate", "chat", "inspect", "lm-eval")
 
 
 def trace_target(words: Sequence[str], target: str, out: Path) -> None:
@@ -116,3 +121,25 @@ def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> Non
         write_atomic(out / "compare.json", json.dumps(plain) + "\n")
     if as_json:
         print(json.dumps(plain))
+
+
+def command_line(target: Sequence[str], commands: Collection[str], out: Path) -> list[str]:
+    """Returns the words of the `ksana` command to run for a target.
+
+    Args:
+      target: the words of a command, or an experiment and its overrides, which `run` runs into a folder of `out`.
+      commands: that exist.
+
+    Raises:
+      ConfigError: there is neither a command nor an experiment of that name, or it builds no engine.
+    """
+    first, *others = target
+    if first in TRACEABLE and first != "run":
+        return list(target)
+    if first in commands and first != "run":
+        raise ConfigError(f"ksana {first} builds no engine: trace an experiment or one of {', '.join(TRACEABLE)}")
+    words = others if first == "run" else list(target)
+    experiment = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    if experiment:
+        load(experiment[0], experiment[1:])  # says what is wrong before anything is written
+    return ["run", *words, "--out", str(out / "run")]

@@ -22,12 +22,11 @@ from ksana_jax.lab.training.corpus import source_texts, split_texts
 from ksana_jax.lab.training.hf_tokenizer import tokenizer_files
 from ksana_jax.lab.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step
 from ksana_jax.lab.training.recall_mix import RecallMix
-from ksana_jax.lab.training.resume import check_same, fixed_fields, tokens_source
+from ksana_jax.lab.training.resume import TrainLog, check_same, fixed_fields, tokens_source
 from ksana_jax.lab.training.settings import TrainConfig
 from ksana_jax.lab.training.sinks import evaluate, recall_accuracy
 from ksana_jax.lab.training.start import first_params, tokenizer_model
 from ksana_jax.lab.training.tokenizer import load_tokenizer
-from ksana_jax.lab.training.trainlog import TrainLog
 from ksana_jax.loading import export_hf
 from ksana_jax.models.params import num_params
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.files import read_bytes
+from ksana_jax.core.files import open_to_update, read_bytes, write_atomic
 from ksana_jax.lab.training.settings import TrainConfig
 
 # num_steps and budget_s also move the learning rate's decay: a run may be extended or ended early.
@@ -87,3 +88,25 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} holds {type(fields).__name__}, must be a JSON object")
     return fields
+
+
+class TrainLog:
+    """Appends records to a file, after dropping its lines of steps beyond `step` and any incomplete line."""
+
+    def __init__(self, path: Path, step: int):
+        kept = []
+        if path.exists():
+            for line in read_bytes(path).decode().splitlines():
+                try:
+                    at = json.loads(line)["step"]
+                except (ValueError, KeyError, TypeError):
+                    break
+                if at <= step:
+                    kept.append(line + "\n")
+        write_atomic(path, "".join(kept))
+        self._path = path
+
+    def write(self, record: dict) -> None:
+        """Appends one line."""
+        with open(open_to_update(self._path, os.O_APPEND), "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.histogram import LoopLag
 from ksana_jax.serve.server.limits import QueueLimits
-from ksana_jax.serve.server.loop_lag import LoopLag
 from ksana_jax.serve.server.metrics import ServingMetrics
 from ksana_jax.serve.server.model import ServedModel, served_model
 from ksana_jax.serve.server.settings import ServerSettings

@@ -9,8 +9,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Case
 from ksana_jax.lab.bench.stream_client import read_streams
 from ksana_jax.lab.bench.stream_server import StreamClient
-from ksana_jax.lab.bench.streams import ASYNC, BLOCKING, HTTP, OFFLINE, WAYS, Streams
-from ksana_jax.lab.bench.words import Words
+from ksana_jax.lab.bench.streams import ASYNC, BLOCKING, HTTP, OFFLINE, WAYS, Streams, Words
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.paced import pace
 from tests.engine.small import Letters, assert_idle, make_llm

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ksana_jax.lab.simulator.attribution import before_chunks, chunk_seconds
-from ksana_jax.lab.simulator.fit import fit
+from ksana_jax.lab.simulator.fit import before_chunks, chunk_seconds, fit
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of
 from tests.lab.simulator.items import MODEL, config, drawn_items

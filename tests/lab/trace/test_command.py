@@ -7,7 +7,7 @@ import pytest
 
 from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.trace.target import command_line
+from ksana_jax.lab.trace.command import command_line
 
 
 def ends(*words):

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.training import loop, train, trainlog
+from ksana_jax.lab.training import loop, resume, train
 from ksana_jax.lab.training.tokenizer import load_tokenizer as load_spm
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.tokenizers import load_tokenizer
@@ -21,16 +21,16 @@ from tests.soak import soak_unless
 # Stops like a machine that loses power: after the line of step 15, five steps beyond the only checkpoint.
 KILLED = """
 import os, signal, sys
-from ksana_jax.lab.training import train, trainlog
+from ksana_jax.lab.training import train, resume
 
-write = trainlog.TrainLog.write
+write = resume.TrainLog.write
 
 def write_and_die(self, record):
     write(self, record)
     if record["step"] == 15:
         os.kill(os.getpid(), signal.SIGKILL)
 
-trainlog.TrainLog.write = write_and_die
+resume.TrainLog.write = write_and_die
 train(sys.argv[1], sys.argv[2:])
 """
 
@@ -81,7 +81,7 @@ def test_killed_run_resumes_and_ends_as_if_nothing_had_happened(killed, finished
 
 
 def test_ctrl_c_ends_a_run_after_its_step_and_it_resumes(tmp_path, finished, tiny_config, monkeypatch):
-    write = trainlog.TrainLog.write
+    write = resume.TrainLog.write
 
     def press(log, record):
         if record["step"] == 10:
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_a_run_after_its_step_and_it_resumes(tmp_path, finished, tin
         write(log, record)
 
     with monkeypatch.context() as pressed:
-        pressed.setattr(trainlog.TrainLog, "write", press)
+        pressed.setattr(resume.TrainLog, "write", press)
         with pytest.raises(KeyboardInterrupt):
             train(str(tiny_config), [f"out_dir={tmp_path}"])
     assert [record["step"] for record in log_of(tmp_path)] == [5, 10]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ksana_jax.lab.bench.stream_server import StreamClient
-from ksana_jax.serve.server.loop_lag import LoopLag
+from ksana_jax.serve.server.histogram import LoopLag
 from tests.serve.server.serving import make_llm, serving
 from tests.serve.server.test_connections import connect, expected, post, wait_for
 from tests.soak import soak_unless

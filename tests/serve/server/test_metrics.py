@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
-from ksana_jax.serve.server.histogram import Histogram, one_two_five
-from ksana_jax.serve.server.loop_lag import LoopLag
+from ksana_jax.serve.server.histogram import Histogram, LoopLag, one_two_five
 from ksana_jax.serve.server.metrics import ServingMetrics
 from ksana_jax.serve.server.totals import Totals
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
