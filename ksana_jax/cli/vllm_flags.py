@@ -1,17 +1,14 @@
 """Flags of `vllm serve` as settings of `ksana serve`: --max-model-len 512 is max_model_len=512. No jax.
 
-Flags of the engine are the keywords of `vllm_names`, with dashes; the server's are below. `page` returns
-docs/use/coming-from-vllm.md, which has the fields of requests too.
+Flags of the engine are the keywords of `vllm_names`, with dashes; the server's are below.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from ksana_jax.core import vllm_names
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.vllm_names import LLM, NAMES, Name, read_table, refuse_unless_neutral
@@ -100,90 +97,3 @@ def _is_switch(name: str) -> bool:
         return isinstance(_CONFIG.get(name), bool)
     switches = [value for value in entry.neutral if isinstance(value, bool)]
     return bool(switches) and (True in switches or None not in entry.neutral)
-
-
-_FLAGS = """--max-model-len 512; --max-model-len=512; --max-model-len 32K; --dtype bfloat16;
---kv-cache-dtype fp8; --max-num-seqs 8; --max-num-batched-tokens 25.6k; --block-size 16; --enable-prefix-caching;
---no-enable-prefix-caching; --seed 1; --gpu-memory-utilization 0.9; --num-gpu-blocks-override 64; --swap-space 4;
---tensor-parallel-size 2; -tp 2; --pipeline-parallel-size 1; --enforce-eager; --enable-chunked-prefill;
---no-trust-remote-code; --load-format dummy; --tokenizer ksana-tiny; --speculative-config.method ngram"""
-
-
-# Fields of requests, as JSON, by endpoint.
-_FIELDS = {
-    "/v1/completions": """
-"n": 2; "temperature": 0.7; "top_p": 0.9; "top_k": 5; "min_p": 0.1; "max_tokens": 16.0; "seed": 1; "stop": ["x"];
-"stop_token_ids": [7]; "include_stop_str_in_output": true; "ignore_eos": true; "min_tokens": 1;
-"presence_penalty": 0.5; "frequency_penalty": 0.5; "repetition_penalty": 1.2; "logit_bias": {"5": -100};
-"allowed_token_ids": [5, 6]; "bad_words": ["no"]; "skip_special_tokens": false; "logprobs": 2; "prompt_logprobs": 2;
-"echo": true; "add_special_tokens": false; "truncate_prompt_tokens": 8; "return_token_ids": true; "request_id": "a1";
-"cache_salt": "a"; "stream": true; "stream_options": {"include_usage": true}; "user": "a";
-"spaces_between_special_tokens": false; "kv_transfer_params": null; "best_of": 1; "best_of": 4;
-"use_beam_search": true; "length_penalty": 1.0; "suffix": "a"; "priority": 0; "priority": 1;
-"response_format": {"type": "text"}; "response_format": {"type": "json_object"}; "logits_processors": ["f"];
-"return_tokens_as_token_ids": true; "vllm_xargs": {"a": 1}
-""",
-    "/v1/chat/completions": """
-"max_completion_tokens": 8; "logprobs": true; "add_generation_prompt": false; "continue_final_message": true;
-"chat_template_kwargs": {"enable_thinking": false}; "tools": [{"type": "function", "function": {"name": "add"}}];
-"tool_choice": "none"; "tool_choice": "required"; "parallel_tool_calls": true; "echo": false; "echo": true;
-"add_special_tokens": true; "documents": [{"text": "a"}]; "chat_template": "{{ messages }}";
-"mm_processor_kwargs": {"a": 1}; "reasoning_effort": "low"
-""",
-}
-
-
-def _fields(path: str) -> Iterator[tuple[str, str, str]]:
-    """Yields a request's fields as rows of `vllm_names.table`."""
-    from ksana_jax.serve.server.errors import APIError
-    from ksana_jax.serve.server.fields import CHAT, COMPLETIONS
-    from ksana_jax.serve.server.schema import Ignored, Only, read_value
-
-    fields = CHAT if "chat" in path else COMPLETIONS
-    for text in map(str.strip, _FIELDS[path].split(";")):
-        [(name, value)] = json.loads(f"{{{text}}}").items()
-        schema, what, why = fields[name].schema if value is not None else None, "the same", ""
-        if schema is None or isinstance(schema, (Ignored, Only)):
-            what = "no effect"
-        if isinstance(schema, Only):
-            why = schema.why
-            try:
-                read_value(name, value, schema)
-            except APIError:
-                what = "refused"
-        yield text, what, why
-
-
-def _flags() -> Iterator[tuple[str, str, str]]:
-    """Yields flags of `vllm serve` as rows of `vllm_names.table`."""
-    for flag in map(str.strip, _FLAGS.split(";")):
-        [setting] = as_settings(flag.split(), ())
-        yield flag, f"`{setting}`", ""
-    for entry in SERVER.values():
-        for text in entry.examples:
-            flag = f"--{entry.name.replace('_', '-')}" + ("" if text == "True" else f" {text[1:-1]}")
-            try:
-                what = "".join(as_settings(flag.split(), ())) or "no effect"
-            except ConfigError:
-                what = "refused"
-            yield flag, what, entry.note
-
-
-def page() -> str:
-    """Returns docs/use/coming-from-vllm.md."""
-    lines = [
-        vllm_names.page(),
-        "## vllm serve",
-        "",
-        "`ksana serve MODEL` takes the keywords of `LLM` as flags: `--max-num-seqs 8` is `max_num_seqs=8`. `--host`,",
-        "`--port`, `--api-key`, `--served-model-name` and `--chat-template` are its own options.",
-        "",
-        *vllm_names.table([*_flags()]),
-    ]
-    for path in _FIELDS:
-        lines += [f"## POST {path}", "", *vllm_names.table([*_fields(path)])]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,13 +1,13 @@
 """vLLM's keywords: their names here, or why they are not supported. No jax.
 
 One table feeds the keywords that `LLM`, `generate` and `SamplingParams` accept, their errors, and
-docs/use/coming-from-vllm.md (`python -m ksana_jax.cli.vllm_flags` prints it).
+docs/use/coming-from-vllm.md.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from ksana_jax.core import checks
@@ -219,89 +219,3 @@ def refuse_unless_neutral(entry: Name, value: Any) -> None:
     # Types must match too: True is not 1 here.
     if entry.neutral is not ANY and not any(type(value) is type(n) and value == n for n in entry.neutral):
         raise ConfigError(f"{entry.where} does not support {entry.name}={value!r:.60}: {entry.note}")
-
-
-# vLLM keywords that are the same here, each with a value for the documentation and its test.
-SAME = {
-    LLM: """
-dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
-kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
-max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
-num_scheduler_steps=8; device="cpu"; tensor_parallel_size=2; data_parallel_size=1; load_format="dummy";
-tokenizer="ksana-tiny"
-""",
-    GENERATE: """
-prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];
-prompts={"prompt_token_ids": [5, 6, 7]}; prompt_token_ids=[[5, 6, 7]]; use_tqdm=True;
-sampling_params=SamplingParams(max_tokens=2); sampling_params=[SamplingParams(max_tokens=2)]
-""",
-    CHAT: """
-use_tqdm=True; chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"; add_generation_prompt=False;
-continue_final_message=True; tools=[{"type": "function", "function": {"name": "add"}}];
-chat_template_kwargs={"enable_thinking": False}
-""",
-    SAMPLING: """
-n=2; temperature=0.7; top_k=-1; top_p=0.9; min_p=0.1; repetition_penalty=1.2; presence_penalty=0.5;
-frequency_penalty=0.5; seed=1; stop=["x"]; stop_token_ids=[7]; include_stop_str_in_output=True;
-ignore_eos=True; min_tokens=1; max_tokens=None;
-logprobs=2; prompt_logprobs=2; detokenize=False; skip_special_tokens=False; logit_bias={5: -100};
-allowed_token_ids=[5, 6]; bad_words=["no"]
-""",
-}
-
-_HEAD = """# Coming from vLLM
-
-`LLM`, `SamplingParams`, `RequestOutput` and `CompletionOutput` have vLLM's names and meanings; tests run each example
-below. Any other keyword is refused with a one-line error that names the nearest one. Other differences:
-
-- `use_tqdm` is off by default; `use_tqdm=True` draws a progress bar on standard error.
-- `dtype` is `"f32"` by default, not `"auto"`. `enable_prefix_caching` is off in `LLM`, on in `ksana serve`.
-- `cumulative_logprob` is set whenever `logprobs` is requested, even as `logprobs=0`; otherwise it is None.
-- `revision="v1"` and `gguf_file="model-Q4_0.gguf"` can be part of a hub name: `LLM("org/name@v1/model-Q4_0.gguf")`
-  ([models.md](models.md)).
-- `llm.chat(..., continue_final_message=True)` needs no `add_generation_prompt=False`; `chat_template=` also takes the
-  name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
-- Beam search is `SamplingParams(beam_width=4)`. `AsyncLLM` stands for `AsyncLLMEngine`; `llm.stream(...)` yields
-  outputs as they grow, without an event loop; `delta=True` gives only the new part of each.
-"""
-
-
-def page() -> str:
-    """Returns docs/use/coming-from-vllm.md up to the flags of `vllm serve`, which `vllm_flags` adds."""
-    lines = [_HEAD]
-    for where in (LLM, GENERATE, CHAT, SAMPLING):
-        same = [(text.strip(), "the same", "") for text in SAME[where].split(";")]
-        others = [_row(entry, text) for entry in NAMES if entry.where == where for text in entry.examples]
-        lines += [f"## {where}", "", *table([*same, *others])]
-    return "\n".join(lines)
-
-
-def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Returns rows of (vLLM's code, its equivalent here, note) as Markdown: a list of equal ones, a row per note."""
-    lines, kinds = [], ("the same", "no effect", "refused")
-    if same := [f"`{code}`" for code, what, _ in rows if what == kinds[0]]:
-        lines += [f"The same: {', '.join(same)}.", ""]
-    if renamed := [f"| `{code}` | {what} | {note} |" for code, what, note in rows if what not in kinds]:
-        lines += ["| vLLM | here | |", "|---|---|---|", *renamed, ""]
-    found: dict[str, dict[str, list[str]]] = {}
-    for code, what, note in rows:
-        if what in kinds[1:]:
-            found.setdefault(note, {kind: [] for kind in kinds[1:]})[what].append(f"`{code}`")
-    if found:
-        lines += ["| no effect | refused | |", "|---|---|---|"]
-        lines += [f"| {' | '.join(', '.join(codes) for codes in by.values())} | {note} |" for note, by in found.items()]
-        lines.append("")
-    return lines
-
-
-def _row(entry: Name, text: str) -> tuple[str, str, str]:
-    value = ast.literal_eval(text)
-    if entry.here:
-        what = f"`{entry.here}={entry.value(value)!r}`"
-    else:
-        try:
-            refuse_unless_neutral(entry, value)
-            what = "no effect"
-        except ConfigError:
-            what = "refused"
-    return f"{entry.name}={text}", what, entry.note

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.cli.vllm_flags import page
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.settings import engine_config
+from tests.core.vllm_page import page
 from tests.engine.small import Letters, make_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "coming-from-vllm.md"
@@ -52,7 +52,7 @@ def check(make, code: str, here: str, sentence: str):
 
 
 def test_the_page_is_what_the_table_makes():
-    assert PAGE.read_text() == page(), "python -m ksana_jax.cli.vllm_flags > docs/use/coming-from-vllm.md"
+    assert PAGE.read_text() == page(), "python -m tests.core.vllm_page > docs/use/coming-from-vllm.md"
     assert len(rows("LLM")) > 50 and len(rows("LLM.generate")) > 8 and len(rows("SamplingParams")) > 25
     assert len(rows("LLM.chat")) > 8
 
