@@ -106,10 +106,10 @@ peers:
 
 wheel: $(READY)
 	@echo "== compiling for five kinds of processor, about two minutes"
-	@$(RUN) -m ksana_jax.devkit.wheel dist
+	@$(RUN) .ci/make_wheel.py dist
 
 release: $(READY)
-	@$(RUN) -m ksana_jax.devkit.release "$(VERSION)"
+	@$(RUN) .ci/make_release.py "$(VERSION)"
 
 docs: $(READY)
 	@$(RUN) docs/build.py

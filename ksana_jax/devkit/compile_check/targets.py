@@ -55,12 +55,6 @@ def targets() -> list[str]:
     return sorted([*aot.targets(), *tpu_topology.TARGETS])
 
 
-def memory_bytes_of(name: str) -> int:
-    """Returns the memory of one device of a target, whose compiler need not be installed."""
-    chip = tpu_topology.TARGETS.get(name)
-    return aot.target(name).memory_bytes if chip is None else chip.memory_bytes
-
-
 def check_target(name: str) -> None:
     """Checks that a target is known, and that its compiler is installed.
 

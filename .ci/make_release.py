@@ -1,6 +1,6 @@
 """Moves the version number: `make release VERSION=0.2.0`.
 
-    python -m ksana_jax.devkit.release VERSION
+    python .ci/make_release.py VERSION
 
 For the version that CHANGELOG.md has as unreleased, dates its section and prints it: the notes of the tag. For a later
 one, begins its section. Both write the version where it is stated.
@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # Files that state the version, and how.
 STATED = {"ksana_jax/__init__.py": '__version__ = "{}"', "CITATION.cff": "version: {}"}
 UNRELEASED = re.compile(r"^## (\S+) \(unreleased\)$", re.MULTILINE)

@@ -3,10 +3,10 @@
 import datetime
 from pathlib import Path
 
+import make_release as release
 import pytest
 
 from ksana_jax import __version__
-from ksana_jax.devkit import release
 
 TODAY = datetime.date(2026, 12, 1)
 CHANGELOG = """# Changelog

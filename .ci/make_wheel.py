@@ -1,6 +1,6 @@
 """Builds a wheel for Linux on x86-64 that brings its C++ compiled, for each kind of processor: `make wheel`.
 
-    python -m ksana_jax.devkit.wheel FOLDER
+    python .ci/make_wheel.py FOLDER
 
 It needs the extra `wheel` and is built with the C++ compiler and the headers of jaxlib that are installed.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ksana_jax.native import compiler, prebuilt
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "ksana_jax", "pallas_kernels")
 
 

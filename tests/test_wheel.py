@@ -5,9 +5,9 @@ import subprocess
 import sys
 import zipfile
 
+import make_wheel as wheel
 import pytest
 
-from ksana_jax.devkit import wheel
 from ksana_jax.native.prebuilt import LEVELS
 from tests.machine import compiled
 
