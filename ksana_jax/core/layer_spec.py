@@ -118,17 +118,23 @@ class ExpertsSpec:
     num_experts: of the layer. num_chosen: of them for each token.
     normalised: the weights of a token's experts add up to 1: their softmax is over the chosen ones, not over all.
     shared_d_ff: width of an MLP that each token passes through as well, times the sigmoid of a product; 0 for none.
+    sigmoid_factor, limit: of clamped experts, see `models.experts.clamped`; None for no limit.
     """
 
     num_experts: int
     num_chosen: int
     normalised: bool = True
     shared_d_ff: int = 0
+    sigmoid_factor: float = 1.0
+    limit: float | None = None
 
     def problems(self) -> list[str]:
         """Returns the problems of these numbers, one sentence each."""
         found = checks.integer("num_experts", self.num_experts), checks.integer("num_chosen", self.num_chosen)
-        problems = [*filter(None, (*found, checks.integer("shared_d_ff", self.shared_d_ff, 0)))]
+        found += (checks.integer("shared_d_ff", self.shared_d_ff, 0),)
+        found += (checks.number("sigmoid_factor", self.sigmoid_factor, above=0),)
+        found += (checks.number("limit", self.limit, above=0, optional=True),)
+        problems = [*filter(None, found)]
         if not problems and self.num_chosen > self.num_experts:
             problems.append(f"num_chosen {self.num_chosen} is above num_experts {self.num_experts}")
         return problems

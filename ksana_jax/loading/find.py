@@ -17,7 +17,7 @@ from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.families import FAMILIES
 
-QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 
 
 def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:

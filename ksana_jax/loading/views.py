@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.loading.quantised.tensor import QuantisedStack
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import View
 from ksana_jax.models.frequencies import row_order
-from ksana_jax.models.params import LayerParams, is_shape, param_shapes
+from ksana_jax.models.params import LayerParams, is_shape, param_shapes, stated
 
 # Fields of LayerParams whose rows belong to rotated heads, or to one such head.
 ROTATED = {f"{kind}_{part}" for kind in "wb" for part in "qk"} | {f"{part}_norm" for part in ("q", "k")}
@@ -42,6 +43,11 @@ class Source(NamedTuple):
         if self.rows is None:
             return stored
         [whole] = stored
+        if isinstance(whole, QuantisedStack):
+            return [
+                PartOfTensor(m.path, m.name, m.dtype, (len(self.rows), m.shape[1]), m, self.rows, transposed=False)
+                for m in whole.matrices
+            ]
         each = range(whole.shape[0]) if self.stacked else (None,)
         of_one = whole.shape[self.stacked :]
         shape = (len(self.rows), *(of_one[:-1] if self.transposed else of_one[1:]))
@@ -99,7 +105,7 @@ def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[
 
 def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> Source:
     groups, fields = getattr(config, view.groups) if view.groups else 1, view.fields or (field,)
-    num_stacks = len(getattr(shapes, field)) - 2 if field.endswith("_experts") else 0
+    num_stacks = int(stated(field, "loading").stacked)
     sizes = [getattr(shapes, name)[num_stacks] for name in fields]
     for name, size in zip(fields, sizes, strict=True):
         if size % groups:
@@ -152,5 +158,6 @@ class PartOfTensor(StoredTensor):
         if self.index is None:
             found = self.whole.read(first, second)
         else:
-            found = self.whole.read(slice(self.index, self.index + 1), first)[0, :, second]
+            found = self.whole.read(slice(self.index, self.index + 1), first)[0]
+            found = found[:, second] if found.ndim > 1 else found
         return (found.T if self.transposed else found)[at - between.start]

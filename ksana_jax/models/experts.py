@@ -21,25 +21,33 @@ from ksana_jax.models.mlp_forms import MLP, STATED, gated, gated_shapes
 MOST_ROWS = 64
 
 
-def experts(function: Callable[[jax.Array], jax.Array]) -> MLP:
+# (gate x, up x, spec) -> an expert's hidden vectors; a function of single numbers.
+Hidden = Callable[[jax.Array, jax.Array, ExpertsSpec], jax.Array]
+
+
+def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = None) -> MLP:
     """Returns an MLP of experts that each are gated, down(function(gate x) * up x).
 
     Args:
-      function: of single numbers.
+      function: of single numbers. hidden: takes the place of function(gate x) * up x.
     """
     shared = gated(function)
+    combined = hidden or (lambda gate, up, spec: function(gate) * up)
 
     def apply(x, p, linear, spec, real=None):
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = route(linear(rows, p.w_router, dtype=jnp.float32), spec.experts)
+        chosen, weights = route(linear(rows, p.w_router, p.b_router, dtype=jnp.float32), spec.experts)
         if real is not None:
             chosen = jnp.where(real.reshape(-1, 1), chosen, spec.experts.num_experts)
 
-        def of_expert(rows: jax.Array, matrices: Any) -> jax.Array:
-            gate, up, down = matrices
-            return linear(function(linear(rows, gate)) * linear(rows, up), down)
+        def of_expert(rows: jax.Array, gate_up_down: Any) -> jax.Array:
+            (gate, up, down), (b_gate, b_up, b_down) = gate_up_down
+            hidden = combined(linear(rows, gate, b_gate), linear(rows, up, b_up), spec.experts)
+            return linear(hidden, down, b_down)
 
-        found = each_expert(rows, chosen, (p.w_gate_experts, p.w_up_experts, p.w_down_experts), of_expert, spec.experts)
+        matrices = p.w_gate_experts, p.w_up_experts, p.w_down_experts
+        biases = p.b_gate_experts, p.b_up_experts, p.b_down_experts
+        found = each_expert(rows, chosen, (matrices, biases), of_expert, spec.experts)
         out = summed(weights[..., None] * found).astype(x.dtype).reshape(x.shape)
         if not spec.experts.shared_d_ff:
             return out
@@ -48,18 +56,26 @@ def experts(function: Callable[[jax.Array], jax.Array]) -> MLP:
     return MLP(shapes, apply, takes_joined=True, **STATED, routes=True)
 
 
+def clamped(gate: jax.Array, up: jax.Array, spec: ExpertsSpec) -> jax.Array:
+    """Returns g sigmoid(factor g) (u + 1), with g at most the limit and u at most so far from 0 (gpt-oss,
+    arXiv:2508.10925)."""
+    if spec.limit is not None:
+        gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+    return gate * jax.nn.sigmoid(spec.sigmoid_factor * gate) * (up + 1)
+
+
 def shapes(d_model: int, spec: MLPSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the router, of each expert's matrices in stacks, and of the shared MLP.
+    """Shapes of the router, of each expert's matrices and biases in stacks, and of the shared MLP, which has no biases.
 
     Raises:
-      ConfigError: the model's config has no experts, or biases.
+      ConfigError: the model's config has no experts.
     """
     if spec.experts is None:
         raise ConfigError(f"mlp {spec.kind!r} needs experts, this config has none")
-    if spec.bias:
-        raise ConfigError(f"mlp {spec.kind!r} has no biases, mlp_bias must be False")
     e, f, d = spec.experts.num_experts, spec.d_ff, d_model
     found = {"w_router": (e, d), "w_gate_experts": (e, f, d), "w_up_experts": (e, f, d), "w_down_experts": (e, d, f)}
+    if spec.bias:
+        found |= {"b_router": (e,), "b_gate_experts": (e, f), "b_up_experts": (e, f), "b_down_experts": (e, d)}
     if not spec.experts.shared_d_ff:
         return found
     return found | gated_shapes(d, MLPSpec(spec.kind, spec.experts.shared_d_ff, False)) | {"w_shared_gate": (1, d)}

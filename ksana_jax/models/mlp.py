@@ -10,7 +10,7 @@ import jax
 from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.models.experts import experts
+from ksana_jax.models.experts import clamped, experts
 from ksana_jax.models.mlp_forms import MLP, gated, gated_shapes, ungated
 
 __all__ = ["MLP", "MLPS", "gated_shapes", "mlp_kind", "unstated"]
@@ -23,6 +23,7 @@ MLPS = {
     "gelu_tanh": ungated(gelu_tanh),
     "relu": ungated(jax.nn.relu),
     "swiglu_experts": experts(jax.nn.silu),
+    "clamped_swiglu_experts": experts(jax.nn.silu, clamped),
 }
 
 

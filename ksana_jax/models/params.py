@@ -70,6 +70,10 @@ class LayerParams:
         default=None, metadata=of_experts("columns", starts="residual")
     )
     w_shared_gate: jax.Array | None = field(default=None, metadata=ROUTER)  # [1, D]
+    b_router: jax.Array | None = field(default=None, metadata=vector("whole", "zeros"))  # [E]
+    b_gate_experts: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", stacked=True))  # [E, F]
+    b_up_experts: jax.Array | None = field(default=None, metadata=vector("rows", "zeros", stacked=True))  # [E, F]
+    b_down_experts: jax.Array | None = field(default=None, metadata=vector("once", "zeros", stacked=True))  # [E, D]
 
 
 @flax.struct.dataclass

@@ -56,6 +56,6 @@ def of_experts(divides: Division, *, starts: Start = "normal") -> dict[str, Weig
     return {KEY: Weight(divides, starts, quantises=True, stacked=True)}
 
 
-def vector(divides: Division, starts: Start) -> dict[str, Weight]:
-    """Returns the metadata of a norm, a bias, or logits of heads."""
-    return {KEY: Weight(divides, starts, quantises=False)}
+def vector(divides: Division, starts: Start, *, stacked: bool = False) -> dict[str, Weight]:
+    """Returns the metadata of a norm, a bias, or logits of heads; or of a stack of biases, one for each expert."""
+    return {KEY: Weight(divides, starts, quantises=False, stacked=stacked)}

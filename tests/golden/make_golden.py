@@ -186,6 +186,24 @@ GRANITEMOE = GRANITE | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+GPT_OSS = BASE | {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 12,
+    "swiglu_limit": 1.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -285,6 +303,16 @@ CASES = {
     "qwen2_moe-gqa-experts-biases": QWEN2_MOE,
     "granitemoe-gqa-experts": GRANITEMOE,
     "olmoe-mha-experts": OLMOE | {"num_key_value_heads": 4},
+    "gpt_oss-gqa-window-rope-yarn-experts-biases": GPT_OSS | {"swiglu_alpha": 1.3},
+    "gpt_oss-mqa-window-rope-yarn-experts-mxfp4": GPT_OSS
+    | {
+        "num_key_value_heads": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "attention_bias": False,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    },
     "falcon-mqa-tied": FALCON,
     "falcon-gqa-two-norms-untied": FALCON
     | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
@@ -354,9 +382,16 @@ def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) ->
             # Gemma's norms have weights that are added to 1.
             values = (not is_gemma) + 0.2 * rng.standard_normal(tensor.shape)
         else:
-            std = 0.5 if any(part in name for part in ("embed", "lm_head", "wte", "wpe")) else 0.25
+            std = 0.5 if any(part in name for part in ("embed", "lm_head", "wte", "wpe", "sinks")) else 0.25
             values = std * rng.standard_normal(tensor.shape)
         tensors[name] = torch.tensor(values, dtype=torch.float32).to(dtype)
+    if hasattr(model.config, "quantization_config"):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, num_in, num_out = tensors.pop(name).shape
+            blocks = num_experts, num_out, num_in // 32
+            tensors[f"{name}_blocks"] = torch.tensor(rng.integers(0, 256, (*blocks, 16)), dtype=torch.uint8)
+            # Of numbers that are multiplied by 2 ** (scale - 127), and are 2.5 on average.
+            tensors[f"{name}_scales"] = torch.tensor(rng.integers(121, 126, blocks), dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

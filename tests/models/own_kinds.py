@@ -97,6 +97,11 @@ CONFIGS = {
     ),
     "shared": dataclasses.replace(TINY, norm_placement="parallel_shared"),
     "experts": dataclasses.replace(TINY, mlp="swiglu_experts", experts=ExpertsSpec(5, 2, False, shared_d_ff=16)),
+    "clamped": dataclasses.replace(
+        TINY,
+        **{"mlp": "clamped_swiglu_experts", "mlp_bias": True, "sinks": "learned"},
+        experts=ExpertsSpec(5, 2, sigmoid_factor=1.7, limit=0.5),
+    ),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),
@@ -119,7 +124,8 @@ def weights(name: str) -> Any:
         params = init_params(CONFIGS[name], seed=3, std=0.4)
     rng = np.random.default_rng(0)
 
-    def changed(w):
-        return w + jnp.asarray(0.3 * rng.standard_normal(w.shape), w.dtype) if w.size <= 2 * w.shape[-1] else w
+    def changed(path, w):
+        is_vector = w.size <= 2 * w.shape[-1] or path[-1].name.startswith("b_")
+        return w + jnp.asarray(0.3 * rng.standard_normal(w.shape), w.dtype) if is_vector else w
 
-    return jax.tree.map(changed, params)
+    return jax.tree_util.tree_map_with_path(changed, params)

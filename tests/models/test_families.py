@@ -15,6 +15,7 @@ from tests.models.hf_configs import (
     GLM4,
     GPT2,
     GPT_NEOX,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -151,6 +152,19 @@ def test_experts_follow_the_family():
     assert config_from_hf(QWEN3_MOE | {"mlp_only_layers": None}).experts == ExpertsSpec(128, 8, normalised=False)
     # transformers writes the number of experts under another name than Qwen's authors.
     assert config_from_hf(QWEN3_MOE | {"num_local_experts": 16}).experts == ExpertsSpec(16, 8, normalised=False)
+
+
+def test_gpt_oss_has_windows_in_every_other_layer_and_a_stretched_rope_unless_the_config_says_otherwise():
+    config, slide = config_from_hf(GPT_OSS), AttentionPattern(window=128)
+    assert config.pattern == (slide, FULL, slide, FULL) and (config.sinks, config.head_dim) == ("learned", 64)
+    assert config.experts == ExpertsSpec(8, 4, sigmoid_factor=1.702, limit=7.0)
+    assert config.qkv_bias and config.out_bias and config.mlp_bias and config.norm_eps == 1e-5
+    assert config.rope == RopeConfig("yarn", 150_000.0, 32.0, 4096, truncate=False)
+    older = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1e4, "initial_context_length": 4096}
+    assert config_from_hf(GPT_OSS | older).rope == RopeConfig("yarn", 1e4, 2.0, 4096)
+    newer = {"rope_parameters": {"rope_type": "default"}, "layer_types": ["full_attention"] * 4}
+    assert config_from_hf(GPT_OSS | newer | {"attention_bias": False}).rope == RopeConfig(theta=150_000.0)
+    assert config_from_hf(without(GPT_OSS, "num_local_experts") | {"num_experts": 4}).experts.num_experts == 4
 
 
 def test_glm4_rotates_half_of_each_head_unless_the_config_says_otherwise():
@@ -328,6 +342,12 @@ def test_longrope_has_factors_for_short_and_for_long_texts():
             | {"num_attention_heads": 16, "num_key_value_heads": 16},
             6_919_161_856,
         ),  # OLMoE-1B-7B
+        (
+            GPT_OSS
+            | {"vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
+            | {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32},
+            20_914_757_184,
+        ),  # gpt-oss-20b
         (
             FALCON | {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71},
             6_921_720_704,

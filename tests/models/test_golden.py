@@ -15,7 +15,7 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.loading import load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import Params, weights_of
 from tests.golden.cases import GoldenCase, beyond_context, golden_case, golden_cases
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -103,6 +103,22 @@ def test_golden_files_notice_each_missing_feature(name):
         without = dataclasses.replace(config, **{feature: FEATURES[feature]})
         scores = compiled_logits(params, case.prompts[2], config=without)
         assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, feature
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith("gpt_oss")])
+def test_golden_files_notice_each_part_of_gpt_oss(name):
+    case, (config, params) = golden_case(name), model_of(name)
+    experts = config.experts
+    weights = weights_of(params.layers[0]).items()
+    changed = [(config, {f: 0 * w}) for f, w in weights if f.startswith("b_") or f == "sink_logits"]
+    changed += [
+        (dataclasses.replace(config, experts=dataclasses.replace(experts, **change)), {})
+        for change in ({"limit": 7.0}, {"sigmoid_factor": 1.5}, {"num_chosen": 2}, {"normalised": False})
+    ]
+    for other, zeros in changed:
+        layers = tuple(p.replace(**zeros) for p in params.layers)
+        scores = compiled_logits(params.replace(layers=layers), case.prompts[2], config=other)
+        assert np.abs(jax.nn.log_softmax(scores) - case.logprobs[2]).max() > 0.05, (zeros.keys(), other)
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name.startswith(("olmo", "glm4"))])

@@ -141,6 +141,13 @@ EXPORTED = {
         head_dim=8,
         qkv_bias=True,
     ),
+    "gpt_oss": dataclasses.replace(
+        TINY,
+        **{"family": "gpt_oss", "sinks": "learned", "mlp": "clamped_swiglu_experts", "pattern": SLIDING[::-1]},
+        experts=ExpertsSpec(6, 3, sigmoid_factor=1.3, limit=1.0),
+        rope=RopeConfig("yarn", 1e4, 4.0, 32, truncate=False),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+    ),
     "mpt": dataclasses.replace(
         TINY,
         **{"family": "mpt", "num_kv_heads": 4, "head_dim": 8, "norm": "layer_no_bias", "mlp": "gelu", "d_ff": 128},

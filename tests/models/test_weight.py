@@ -28,7 +28,7 @@ def test_every_field_states_how_features_treat_its_weight():
 
 
 def test_the_models_of_these_tests_have_every_weight():
-    shapes = [param_shapes(CONFIGS[name]) for name in ("everything", "after", "parallel", "experts")]
+    shapes = [param_shapes(CONFIGS[name]) for name in ("everything", "after", "parallel", "experts", "clamped")]
     found = {name for s in shapes for name in (*weights_of(s.layers[0]), *weights_of(s))}
     assert found | JOINED == weight_fields().keys()
 

@@ -25,6 +25,8 @@ GEMMA_SHAPE = {
 }
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 EXPERTS = {"num_layers": 2, "mlp": "swiglu_experts", "experts": ExpertsSpec(8, 2)}
+OSS: Any = {"family": "gpt_oss", "sinks": "learned", "mlp_bias": True, "num_layers": 2}
+OSS |= {"mlp": "clamped_swiglu_experts", "experts": ExpertsSpec(8, 2, sigmoid_factor=1.3, limit=3.0)}
 MOSAIC: Any = {"family": "mpt", "norm": "layer_no_bias", "mlp": "gelu", "rope": NO_ROPE, "alibi": alibi_slopes(8)}
 MOSAIC |= {"d_ff": 2048}
 TII: Any = {"family": "falcon", "norm": "layer", "mlp": "gelu"}
@@ -97,6 +99,8 @@ WRITABLE = [
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False)}, family="olmoe", qk_norm="projection"),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False, 64)}, family="qwen2_moe", qkv_bias=True),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 4, True, 64)}, family="qwen2_moe", tie_embeddings=True),
+    ModelConfig(**OSS, pattern=SLIDING[::-1], rope=RopeConfig("yarn", 1e4, 32.0, 64, truncate=False)),
+    ModelConfig(**OSS, pattern=SLIDING, qkv_bias=True, out_bias=True, rope=RopeConfig(theta=5e3)),
     ModelConfig(**MOSAIC, tie_embeddings=True),
     ModelConfig(**MOSAIC | {"attention_scale": 0.3, "d_ff": 512}),
     ModelConfig(**TII, norm_placement="parallel_shared", num_kv_heads=1),
@@ -132,6 +136,10 @@ def test_written_config_reads_back_as_the_same_model(config):
         ({"family": "mixtral", "mlp": "swiglu_experts"}, "experts None"),
         ({"family": "mixtral", **EXPERTS, "experts": ExpertsSpec(8, 2, False)}, "normalised=False"),
         ({"family": "olmoe", **EXPERTS, "experts": ExpertsSpec(8, 2, shared_d_ff=8)}, "shared_d_ff=8"),
+        ({**OSS, "sinks": None}, "sinks None"),
+        ({**OSS, "mlp_bias": False}, "mlp_bias False"),
+        ({**OSS, "experts": ExpertsSpec(8, 2, False, limit=3.0)}, "normalised=False"),
+        ({"family": "mixtral", **EXPERTS, "experts": ExpertsSpec(8, 2, limit=3.0)}, "limit=3.0"),
         ({"family": "gpt_neox", **NEOX, "num_kv_heads": 2}, "num_kv_heads 2"),
         ({"position_offset": 0}, "position_offset 0"),
         ({"family": "opt", **NEOX, "mlp": "relu", "rope": NO_ROPE, "position_offset": 0}, "position_offset 0"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.quantised.formats import Format, Part
-from ksana_jax.loading.quantised.tensor import QuantisedTensor
+from ksana_jax.loading.quantised.tensor import QuantisedStack, QuantisedTensor
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.views import sources_of
 
@@ -23,19 +23,20 @@ def with_quantised(
     tensors, problems = dict(found), []
     expected = {name: (shape, weight) for weight in sources_of(config) for name, shape in weight.tensors.items()}
     for name, (shape, weight) in expected.items():
-        if len(shape) != 2 or not name.endswith(".weight"):
+        if (stem := scheme.stem(name, shape)) is None:
             continue
-        stem, wanted = name.removesuffix("weight"), scheme.parts(shape)
+        wanted = scheme.parts(shape)
         parts = {part: tensors.pop(stem + part) for part in wanted if _stores(found.get(stem + part), wanted[part])}
         if not parts:
             continue
-        if weight.transposed:
+        if weight.transposed and len(shape) == 2:
             problems.append(f"{name} is the transpose of a matrix, which is supported only without quantization")
         if name in found and "weight" not in wanted:
             problems.append(f"{name} is stored besides {', '.join(parts)}")
         problems += [problem for part in wanted if (problem := _problem(stem + part, found, wanted[part]))]
         path = next(iter(parts.values())).path
-        tensors[name] = QuantisedTensor(path, name, scheme.method, shape, scheme, parts)
+        kind = QuantisedTensor if len(shape) == 2 else QuantisedStack
+        tensors[name] = kind(path, name, scheme.method, shape, scheme, parts)
         bias = stem + "bias"
         if bias not in expected and bias in tensors and _is_zero(tensors[bias]):
             del tensors[bias]  # AutoGPTQ adds it to layers that have none

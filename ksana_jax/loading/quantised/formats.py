@@ -14,9 +14,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ksana_jax.core.errors import LoadError
+from ksana_jax.loading.gguf_blocks import MXFP4_LEVELS
 from ksana_jax.loading.stored_tensor import StoredTensor
+from ksana_jax.native.shapes import BLOCK
 
-METHODS = ("GPTQ", "AWQ", "compressed-tensors", "FP8")
+METHODS = ("GPTQ", "AWQ", "compressed-tensors", "FP8", "MXFP4")
 FLOAT_SCALES = ("F16", "BF16", "F32")
 _WORD_BITS = 32
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has its columns
@@ -60,6 +62,10 @@ class Format(abc.ABC):
         if self.rows == 1 and self.columns:
             shared = f"groups of {self.columns} share"
         return f"{self.method}, {self.bits} bits, {shared} a scale{' and a zero' * self.has_zeros}"
+
+    def stem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """Returns what names of the parts begin with, for a tensor that the format may store, else None."""
+        return name.removesuffix("weight") if len(shape) == 2 and name.endswith(".weight") else None
 
     @abc.abstractmethod
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
@@ -185,6 +191,47 @@ class OutFirst(Format):
         blocks = np.arange(rows.start, rows.stop) // (self.rows or rows.stop)
         found = stored.read(slice(int(blocks[0]), int(blocks[-1]) + 1), slice(None))
         return found.reshape(len(found), -1)[blocks - blocks[0]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP4(Format):
+    """MXFP4: stacks of matrices, whose names are those of [E, in, out] and whose blocks are [E, out, in / 32, 16]: two
+    numbers of E2M1 a byte, the low half first, with an exponent of 2 for each 32. Codes are twice the numbers.
+
+    Source: transformers (integrations/mxfp4.py); Open Compute Project, Microscaling Formats 1.0, section 5.
+    """
+
+    method: str = "MXFP4"
+    bits: int = 8
+    has_zeros: bool = False
+    rows: int | None = 1
+    columns: int | None = BLOCK
+    stored: str = "I8"
+    scale: str = "scales"
+    group_of_column = ""
+
+    def stem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        return f"{name}_" if len(shape) == 3 else None
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+        count, num_in, num_out = shape
+        blocks = count, num_out, -(-num_in // BLOCK)
+        return {"blocks": Part((*blocks, BLOCK // 2), ("U8",)), self.scale: Part(blocks, ("U8",))}
+
+    def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
+        blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
+        pairs = parts["blocks"].read(rows, blocks)
+        found = MXFP4_LEVELS[np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)]
+        first = columns.start - blocks.start * BLOCK
+        return found[:, first : first + columns.stop - columns.start]
+
+    def scales(self, parts: Parts, rows: slice) -> np.ndarray:
+        exponents = parts[self.scale].read(rows, slice(None))
+        # Half of 2 ** (exponent - 127); 255 stands for NaN.
+        return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents.astype(np.int32) - 128))
+
+    def zeros(self, parts: Parts, rows: slice) -> np.ndarray | None:
+        return None
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.loading.quantised.formats import Format, InFirst, OutFirst
+from ksana_jax.loading.quantised.formats import MXFP4, Format, InFirst, OutFirst
 from ksana_jax.models.families.fields import Fields
 
 FIELDS = ("quantization_config", "compression_config")
@@ -179,6 +179,7 @@ METHODS: dict[str, Callable[[Fields], Format]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "mxfp4": lambda fields: MXFP4(),
 }
 # AWQ's fields by their present name and the one in older configs.
 _AWQ_NAMES = (("bits", "w_bit"), ("group_size", "q_group_size"))

@@ -15,6 +15,50 @@ from ksana_jax.native.shapes import BLOCK
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class OneOfStack(StoredTensor):
+    """A tensor of a stack, as it is stored."""
+
+    stack: StoredTensor
+    index: int
+    dtypes = ()
+
+    @property
+    def value_bytes(self) -> int:
+        return self.stack.value_bytes
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        return self.stack.read(slice(self.index, self.index + 1), rows)[0, :, columns]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantisedStack(StoredTensor):
+    """A stack [E, in, out] of transposed matrices in a format; parts are stacks too, [E, out, ...]."""
+
+    format: Format
+    parts: Mapping[str, StoredTensor]
+    dtypes = METHODS
+
+    @property
+    def value_bytes(self) -> int:
+        return 4
+
+    @property
+    def matrices(self) -> list[QuantisedTensor]:
+        """The matrices [out, in]."""
+        count, num_in, num_out = self.shape
+        return [
+            QuantisedTensor(
+                *(self.path, self.name, self.dtype, (num_out, num_in), self.format),
+                {name: OneOfStack(s.path, s.name, s.dtype, s.shape[1:], s, i) for name, s in self.parts.items()},
+            )
+            for i in range(count)
+        ]
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        return np.stack([matrix.read(slice(None), columns).T for matrix in self.matrices[rows]])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class QuantisedTensor(StoredTensor):
     """A matrix [out, in] in a format; `dtype` is the format's method.
 

@@ -17,6 +17,7 @@ from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.glm4 import GLM4
 from ksana_jax.models.families.gpt2 import GPT2
 from ksana_jax.models.families.gpt_neox import GPT_NEOX
+from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.llama import LLAMA
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         OLMOE,
         GRANITEMOE,
+        GPT_OSS,
     )
 }
 
