@@ -65,9 +65,13 @@ def render_chat(
     if continue_final_message and add_generation_prompt:
         raise ValueError("add_generation_prompt begins a new message, continue_final_message continues the last one")
     for message in read:
-        # A template without support for calls would write None, or fail.
-        if message.get("content") is None and "tool_calls" not in source:
+        if message.get("content") is not None:
+            continue
+        # A template without support for calls would write None, or fail; gpt-oss's reads any content that is there.
+        if "tool_calls" not in source:
             message["content"] = ""
+        elif '"content" in message' in source:
+            message.pop("content", None)
     if continue_final_message:
         read[-1]["content"] = (read[-1].get("content") or "") + _OPEN_END
     given = {
