@@ -238,7 +238,8 @@ def test_a_history_with_calls_and_their_answers_is_laid_out(render, content):
     )
     # gpt-oss's looks into any content that is there.
     looking = (
-        '{% for message in messages %}{{ message.role }}{% if "content" in message and "<|" in message.content %}!{% endif %}'
+        '{% for message in messages %}{% if "content" in message and "<|" in message.content %}!{% endif %}'
+        "{{ message.role }}"
         "{% if message.tool_calls %}:{{ message.tool_calls[0].function.name }}{% endif %};{% endfor %}"
     )
     assert render(looking, history) == "user;assistant:add;tool;"
