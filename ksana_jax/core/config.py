@@ -19,13 +19,13 @@ from ksana_jax.core.layer_spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
-    MLPSpec,
     NormPlacement,
     NormSpec,
     QKNorm,
     RopeConfig,
     SinkLogits,
     layer_indices,
+    mlp_specs,
 )
 from ksana_jax.core.operator_settings import AUTO, OperatorSettings
 from ksana_jax.core.patterns import FAR, FULL, AttentionPattern, per_layer
@@ -45,7 +45,7 @@ class ModelConfig:
         softmax-off-by-one, whose logit is fixed at 0; None for neither. See `layer_spec.AttentionSpec`.
       alibi: slope of each head, by which scores fall with distance, see `layer_spec.AttentionSpec`; None for none.
       mlp: kind of the MLPs, a name in `models.mlp.MLPS`.
-      experts: of each layer, for kinds of MLPs that have them, see `layer_spec.ExpertsSpec`; None for none.
+      experts: of layers, for kinds of MLPs that have them, see `layer_spec.ExpertsSpec`; None for none.
       norm: kind of the norms, a name in `models.layers.NORMS`.
       qk_norm: norms of queries and keys, see `layer_spec.AttentionSpec`.
       norm_placement: norms of attention and MLP, see `layer_spec.NormSpec`.
@@ -146,13 +146,13 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             alibi=self.alibi,
         )
-        mlp = MLPSpec(self.mlp, self.d_ff, self.mlp_bias, self.experts)
+        mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
         patterns = per_layer(self.pattern, self.num_layers)
         return tuple(
             LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms, self.residual_scale)
-            for rope, pattern in zip(ropes, patterns, strict=True)
+            for rope, pattern, mlp in zip(ropes, patterns, mlps, strict=True)
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:

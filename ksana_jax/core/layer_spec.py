@@ -119,6 +119,7 @@ class ExpertsSpec:
     normalised: the weights of a token's experts add up to 1: their softmax is over the chosen ones, not over all.
     shared_d_ff: width of an MLP that each token passes through as well, times the sigmoid of a product; 0 for none.
     sigmoid_factor, limit: of clamped experts, see `models.experts.clamped`; None for no limit.
+    plain_layers: layers of the model, counted from 0, with an MLP of kind `plain_mlp` and width `plain_d_ff` instead.
     """
 
     num_experts: int
@@ -127,11 +128,15 @@ class ExpertsSpec:
     shared_d_ff: int = 0
     sigmoid_factor: float = 1.0
     limit: float | None = None
+    plain_layers: tuple[int, ...] = ()
+    plain_mlp: str = "swiglu"
+    plain_d_ff: int = 0
 
     def problems(self) -> list[str]:
         """Returns the problems of these numbers, one sentence each."""
         found = checks.integer("num_experts", self.num_experts), checks.integer("num_chosen", self.num_chosen)
         found += (checks.integer("shared_d_ff", self.shared_d_ff, 0),)
+        found += (checks.integer("plain_d_ff", self.plain_d_ff, 1 if self.plain_layers else 0),)
         found += (checks.number("sigmoid_factor", self.sigmoid_factor, above=0),)
         found += (checks.number("limit", self.limit, above=0, optional=True),)
         problems = [*filter(None, found)]
@@ -149,6 +154,15 @@ class MLPSpec:
     d_ff: int
     bias: bool
     experts: ExpertsSpec | None = None
+
+
+def mlp_specs(kind: str, d_ff: int, bias: bool, experts: ExpertsSpec | None, num_layers: int) -> list[MLPSpec]:
+    """Returns the MLP of each layer."""
+    specs = [MLPSpec(kind, d_ff, bias, experts)] * num_layers
+    if experts is not None:
+        plain = MLPSpec(experts.plain_mlp, experts.plain_d_ff, bias)
+        specs = [plain if layer in experts.plain_layers else spec for layer, spec in enumerate(specs)]
+    return specs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,8 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     facts += [Fact("attention", value, source) for value in _by_layer(patterns, str)]
     if (experts := config.experts) is not None:
         beside = " and a shared MLP" if experts.shared_d_ff else ""
+        if experts.plain_layers:
+            beside += f"; none in layers {', '.join(map(str, experts.plain_layers))}"
         facts.append(Fact("experts", f"{experts.num_chosen} of {experts.num_experts} for each token{beside}", source))
     if scores := _scores(config):
         facts.append(Fact("scores", ", ".join(scores), source))

@@ -77,7 +77,8 @@ def sources_of(config: ModelConfig) -> list[Source]:
     family, shapes, found = FAMILIES[config.family], param_shapes(config), []
     for path, shape in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_shape):
         layer = path[1].idx if path[0].name == "layers" else None
-        field, name = path[-1].name, family.name(path[-1].name, layer, config.norm_placement)
+        plain = layer is not None and config.experts is not None and layer in config.experts.plain_layers
+        field, name = path[-1].name, family.name(path[-1].name, layer, config.norm_placement, plain)
         if isinstance(name, View):
             assert layer is not None, "the fields of a view are a layer's"
             source = _part(field, name, config, shapes.layers[layer])

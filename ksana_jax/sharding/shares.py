@@ -27,7 +27,7 @@ def check_divisible(config: ModelConfig, num_devices: int) -> None:
     n, problems = num_devices, []
     sizes = {"num_heads": config.num_heads, "d_ff": config.d_ff}
     if config.experts is not None:
-        sizes["shared_d_ff"] = config.experts.shared_d_ff
+        sizes |= {"shared_d_ff": config.experts.shared_d_ff, "plain_d_ff": config.experts.plain_d_ff}
     problems += [f"{name} {size} is not a multiple of it" for name, size in sizes.items() if size % n]
     if config.num_kv_heads % n and n % config.num_kv_heads:
         problems.append(f"num_kv_heads {config.num_kv_heads} is neither a multiple of it nor a divisor")
@@ -61,7 +61,8 @@ def local_model(config: ModelConfig, num_devices: int) -> ModelConfig:
     check_divisible(config, num_devices)
     experts = config.experts
     if experts is not None:
-        experts = dataclasses.replace(experts, shared_d_ff=experts.shared_d_ff // num_devices)
+        widths = {"shared_d_ff": experts.shared_d_ff // num_devices, "plain_d_ff": experts.plain_d_ff // num_devices}
+        experts = dataclasses.replace(experts, **widths)
     local = dataclasses.replace(
         config,
         experts=experts,

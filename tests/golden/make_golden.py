@@ -301,6 +301,8 @@ CASES = {
     "mixtral-gqa-experts": MIXTRAL,
     "qwen3_moe-gqa-experts": QWEN3_MOE,
     "qwen2_moe-gqa-experts-biases": QWEN2_MOE,
+    "qwen3_moe-gqa-experts-in-every-other-layer": QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 3},
+    "qwen2_moe-gqa-experts-in-one-layer": QWEN2_MOE | {"mlp_only_layers": [0], "norm_topk_prob": True},
     "granitemoe-gqa-experts": GRANITEMOE,
     "olmoe-mha-experts": OLMOE | {"num_key_value_heads": 4},
     "gpt_oss-gqa-window-rope-yarn-experts-biases": GPT_OSS | {"swiglu_alpha": 1.3},

@@ -102,6 +102,9 @@ CONFIGS = {
         **{"mlp": "clamped_swiglu_experts", "mlp_bias": True, "sinks": "learned"},
         experts=ExpertsSpec(5, 2, sigmoid_factor=1.7, limit=0.5),
     ),
+    "mixed": dataclasses.replace(
+        TINY, mlp="swiglu_experts", experts=ExpertsSpec(5, 2, shared_d_ff=16, plain_layers=(0,), plain_d_ff=40)
+    ),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),

@@ -154,6 +154,22 @@ def test_experts_follow_the_family():
     assert config_from_hf(QWEN3_MOE | {"num_local_experts": 16}).experts == ExpertsSpec(16, 8, normalised=False)
 
 
+def test_layers_of_qwen_without_experts_are_listed_or_all_but_every_nth():
+    def plain(**fields):
+        experts = config_from_hf(QWEN3_MOE | fields).experts
+        return experts.plain_layers, experts.plain_d_ff
+
+    assert plain() == plain(mlp_only_layers=[]) == ((), 0)
+    assert plain(mlp_only_layers=[2, 0, 9]) == ((0, 2), 96)
+    assert plain(decoder_sparse_step=2) == ((0, 2), 96)
+    assert plain(decoder_sparse_step=3, mlp_only_layers=[2]) == ((0, 1, 2, 3), 96)
+    config = config_from_hf(QWEN3_MOE | {"mlp_only_layers": [1]})
+    assert [(spec.mlp.kind, spec.mlp.d_ff) for spec in config.first_layers(2).layers] == [
+        ("swiglu_experts", 768),
+        ("swiglu", 96),
+    ]
+
+
 def test_gpt_oss_has_windows_in_every_other_layer_and_a_stretched_rope_unless_the_config_says_otherwise():
     config, slide = config_from_hf(GPT_OSS), AttentionPattern(window=128)
     assert config.pattern == (slide, FULL, slide, FULL) and (config.sinks, config.head_dim) == ("learned", 64)

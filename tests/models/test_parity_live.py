@@ -131,6 +131,11 @@ EXPORTED = {
         **{"embed_scale": 6.0, "attention_scale": 0.1, "residual_scale": 0.4, "logit_scale": 0.25},
     ),
     "qwen3_moe": dataclasses.replace(TINY, **EXPERTS, family="qwen3_moe", qk_norm="head"),
+    "qwen3_moe, experts in one layer": dataclasses.replace(
+        TINY,
+        **{"mlp": "swiglu_experts", "family": "qwen3_moe", "qk_norm": "head"},
+        experts=ExpertsSpec(6, 2, plain_layers=(0, 2), plain_d_ff=40),
+    ),
     "olmoe": dataclasses.replace(
         TINY, **EXPERTS | {"experts": ExpertsSpec(5, 2, False)}, family="olmoe", head_dim=8, qk_norm="projection"
     ),

@@ -98,6 +98,9 @@ WRITABLE = [
     ModelConfig(**EXPERTS, family="qwen3_moe", qk_norm="head", qkv_bias=True, out_bias=True),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False)}, family="olmoe", qk_norm="projection"),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 2, False, 64)}, family="qwen2_moe", qkv_bias=True),
+    ModelConfig(
+        **EXPERTS | {"experts": ExpertsSpec(8, 2, plain_layers=(1,), plain_d_ff=40)}, family="qwen3_moe", qk_norm="head"
+    ),
     ModelConfig(**EXPERTS | {"experts": ExpertsSpec(4, 4, True, 64)}, family="qwen2_moe", tie_embeddings=True),
     ModelConfig(**OSS, pattern=SLIDING[::-1], rope=RopeConfig("yarn", 1e4, 32.0, 64, truncate=False)),
     ModelConfig(**OSS, pattern=SLIDING, qkv_bias=True, out_bias=True, rope=RopeConfig(theta=5e3)),

@@ -82,6 +82,7 @@ class Family:
       top_names, layer_names: Hugging Face names of the weights, by field of Params and of LayerParams; of the latter,
         also views. A tuple names the tensors that are the rows of a weight, such as a norm's factors and bias.
       norm_names: by placement of norms, names that take the place of those in layer_names.
+      plain_names: names that take the place of those in layer_names, in layers without experts among others.
       layer_prefix: what names of layers begin with; {} is the layer.
       renamed: what some versions of transformers write instead of the beginning of a name: regular expression, and the
         beginning that is used here.
@@ -107,6 +108,7 @@ class Family:
     top_names: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=lambda: TOP_NAMES)
     layer_names: Mapping[str, Name] = dataclasses.field(default_factory=lambda: LAYER_NAMES)
     norm_names: Mapping[str, Mapping[str, Name]] = dataclasses.field(default_factory=dict)
+    plain_names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
     layer_prefix: str = "model.layers.{}."
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = BUFFERS
@@ -118,16 +120,21 @@ class Family:
     rotates_neighbours: bool = False
     example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def name(self, field: str, layer: int | None = None, placement: NormPlacement = "before") -> Name:
+    def name(
+        self, field: str, layer: int | None = None, placement: NormPlacement = "before", plain: bool = False
+    ) -> Name:
         """Returns the Hugging Face name of a weight, the names of its rows, or its view.
 
         Args:
           field: of LayerParams if a layer is given, else of Params. placement: of the model's norms.
+          plain: True for a layer without experts among others.
 
         Raises:
           ConfigError: the family has no name for it.
         """
-        names = self.top_names if layer is None else {**self.layer_names, **self.norm_names.get(placement, {})}
+        names = self.top_names
+        if layer is not None:
+            names = {**self.layer_names, **self.norm_names.get(placement, {}), **(self.plain_names if plain else {})}
         if field not in names:
             raise ConfigError(f"family {self.model_type} names no tensor for weight {field}")
         name, prefix = names[field], "" if layer is None else self.layer_prefix.format(layer)

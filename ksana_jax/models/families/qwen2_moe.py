@@ -44,9 +44,11 @@ QWEN2_MOE = Family(
         SHARED: 5632,
         "num_experts": 60,
         "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
     },
     read=read,
     write=write,
     layer_names=NAMES,
+    plain_names=routing.PLAIN_NAMES,
     mlps=routing.MLPS,
 )

@@ -17,6 +17,8 @@ NAMES = OTHER_NAMES | {
     "w_up_experts": "mlp.experts.{}.up_proj.weight",
     "w_down_experts": "mlp.experts.{}.down_proj.weight",
 }
+# Of layers without experts.
+PLAIN_NAMES = {field: name for field, name in LAYER_NAMES.items() if name.startswith("mlp.")}
 MLPS = {"silu": "swiglu_experts", "swish": "swiglu_experts"}
 # Fields of other ways to choose experts, with the values at which they change nothing. transformers ignores them in
 # these families, but the author of the file expects them.

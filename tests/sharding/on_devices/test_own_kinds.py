@@ -46,6 +46,7 @@ def served(name: str, **settings) -> tuple[list[list[int]], list[float]]:
         ("parallel", None),
         ("experts", None),
         ("clamped", None),
+        ("mixed", None),
         pytest.param("everything", "w8a8", marks=pytest.mark.soak),
         pytest.param("own", "int8", marks=pytest.mark.soak),
         pytest.param("experts", "w8a8", marks=pytest.mark.soak),
