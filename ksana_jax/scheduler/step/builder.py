@@ -10,11 +10,11 @@ import numpy as np
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.scheduler.sequence import Rows
-from ksana_jax.scheduler.step.bias import bias_of
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.sampling import sampling_arrays
 from ksana_jax.scheduler.step.shared_prefix import find_shared_runs, split_tables
-from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepArrays, StepInput, StepShape
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape
 from ksana_jax.scheduler.step.verification import verification_arrays
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -247,7 +247,7 @@ class BatchBuilder:
             return
         running, sampled = batch.rows, batch.sampled
         if rows.samples[sampled].any():
-            step.sampling = self._sampling(rows, sampled, step)
+            step.sampling = sampling_arrays(rows, sampled, step, self.vocab_size)
         num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
         step.num_logprobs = None if num_logprobs < 0 else num_logprobs
         scored = rows.num_prompt_logprobs[running] >= 0
@@ -264,46 +264,6 @@ class BatchBuilder:
             known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
             token = end + 1 - count
             step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
-
-    def _sampling(self, rows: Rows, sampled: np.ndarray, step: StepInput) -> SamplingArrays:
-        """Returns the settings of a step's sampled tokens; with drafts each row's for its whole tile."""
-        size, width = step.num_sampled, 1 if step.drafts is None else step.shape.parts[0].width
-        of_tokens, nth = np.repeat(sampled, width), np.tile(np.arange(width, dtype=np.int32), len(sampled))
-        if step.shape.tree:
-            assert step.drafts is not None
-            nth = np.pad(step.drafts.depths()[: len(sampled)], ((0, 0), (1, 0))).reshape(-1)
-
-        def padded(values: np.ndarray, default: float) -> np.ndarray:
-            return _padded(values, (size, *values.shape[1:]), default)
-
-        settings = SamplingArrays(
-            temperature=padded(rows.temperature[of_tokens], 0),
-            top_k=padded(rows.top_k[of_tokens], 0),
-            top_p=padded(rows.top_p[of_tokens], 1),
-            min_p=padded(rows.min_p[of_tokens], 0),
-            seeds=padded(rows.seeds[of_tokens], 0),
-            num_outputs=padded((rows.num_tokens - rows.num_prompt)[of_tokens] + nth, 0),
-            repetition_penalty=padded(rows.repetition_penalty[of_tokens], 1),
-            presence_penalty=padded(rows.presence_penalty[of_tokens], 0),
-            frequency_penalty=padded(rows.frequency_penalty[of_tokens], 0),
-        )
-        if not rows.dense[sampled].any():
-            return settings
-        counts = np.zeros((size, self.vocab_size), np.int32)
-        in_prompt = np.zeros((size, self.vocab_size), bool)
-        bias = np.zeros((size, self.vocab_size), np.float32)
-        for place, row in enumerate(sampled.tolist()):
-            seq = rows.seqs[row]
-            if seq is None or not rows.dense[row]:
-                continue
-            split, end = seq.num_prompt, int(rows.num_tokens[row])
-            runs = [_NO_TOKENS] if step.drafts is None else step.drafts.runs(place)
-            for at, run in enumerate(runs, place * width):
-                output = np.append(rows.token_ids[row, split:end], run)
-                in_prompt[at, rows.token_ids[row, :split]] = True
-                counts[at] = np.bincount(output, minlength=self.vocab_size)
-                bias[at] = bias_of(seq.params, seq.bad_words, seq.stop_ids, output, self.vocab_size)
-        return settings._replace(counts=counts, in_prompt=in_prompt, bias=bias)
 
 
 class LastDecodes:
