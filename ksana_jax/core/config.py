@@ -327,7 +327,7 @@ class EngineConfig:
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
             error=ConfigError,
         )
-        if self.numerics == "invariant" and (problems := self._depends_on_the_batch()):
+        if self.numerics == "invariant" and (problems := self.operators.not_row_by_row(self.block_size)):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
         refusals.check(self.used())
         folder = self.disk_cache_dir
@@ -353,22 +353,6 @@ class EngineConfig:
             refusals.HOST_EMBEDDING: self.embedding_device == "host",
             refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",
         }
-
-    def _depends_on_the_batch(self) -> list[str]:
-        """Returns the settings in use that make a request's numbers depend on how it is served."""
-        row_by_row = {
-            "attention": ("auto", "native"),
-            "linear": ("auto", "packed", "native"),
-            "norm": ("auto", "native"),
-        }
-        found = [
-            f"operators.{name} {value!r}, must be {' or '.join(names)}"
-            for name, names in row_by_row.items()
-            if (value := getattr(self.operators, name)) not in names
-        ]
-        if self.block_size % 16:
-            found.append(f"block_size {self.block_size}, must be a multiple of 16")
-        return found
 
     @property
     def kv_dtype(self) -> str | dict[str, Any]:

@@ -17,6 +17,8 @@ IMPLEMENTATION_NAMES = {
     "linear": ("packed", "mixed", "native", "hopper", "xla"),
     "norm": ("native", "xla"),
 }
+# Those that compute each row of a step separately, and "auto", which then takes one of them.
+ROW_BY_ROW = {"attention": ("auto", "native"), "linear": ("auto", "packed", "native"), "norm": ("auto", "native")}
 # Entry points of this group add implementations of attention from other packages, each under its own name.
 ATTENTION_GROUP = "ksana_jax.attention"
 
@@ -57,6 +59,17 @@ class OperatorSettings:
         if operator == "attention" and name not in known:
             known += tuple(point.name for point in entry_points(group=ATTENTION_GROUP))
         return checks.one_of(f"operators.{operator}", name, known)
+
+    def not_row_by_row(self, block_size: int) -> list[str]:
+        """Returns the settings by which a request's numbers depend on how it is served: these, and the block size."""
+        found = [
+            f"operators.{name} {value!r}, must be {' or '.join(names)}"
+            for name, names in ROW_BY_ROW.items()
+            if (value := getattr(self, name)) not in names
+        ]
+        if block_size % 16:
+            found.append(f"block_size {block_size}, must be a multiple of 16")
+        return found
 
     @classmethod
     def of(cls, given: Any) -> OperatorSettings:

@@ -25,6 +25,7 @@ from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.build import build_engine
+from ksana_jax.engine.description import described
 from ksana_jax.engine.distributed.driver import DriverRunner, Workers
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.distributed.worker import start
@@ -36,7 +37,7 @@ from ksana_jax.engine.warmup import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.methods.presets import PatternLike, read_patterns
-from ksana_jax.models.params import Params, num_params
+from ksana_jax.models.params import Params
 from ksana_jax.runner.example import StepFunction, step_function
 from ksana_jax.runner.planner.engine import Compared, usage
 from ksana_jax.runner.planner.process import resident_bytes
@@ -183,16 +184,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        stored = "" if self.config.kv_dtype == self.config.dtype else f", KV in {self.config.kv_dtype}"
-        model, config, pool = self.model_config, self.config, byte_size(self.num_blocks * self.block_bytes)
-        parts = (
-            f"{self.name}: {model.family}, {num_params(model):,} weights, {config.dtype}{stored}",
-            f"{self.num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
-            f"max_model_len {config.max_model_len:,}",
-            f"attention {' | '.join(dict.fromkeys(map(str, self.patterns)))}",
-            f"{self.replicas.num_requests} requests",
-        )
-        return f"LLM({'; '.join(parts)})"
+        return f"LLM({described(self.name, self.engine, self.runner, self.replicas.num_requests)})"
 
     # ------------------------------------------------------------------ facts for experiments
 
