@@ -36,6 +36,7 @@ from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ksana_jax.core.config import EngineConfig, ModelConfig
+    from ksana_jax.core.lora import LoRARequest
     from ksana_jax.core.patterns import AttentionPattern
     from ksana_jax.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
     from ksana_jax.engine.async_llm import AsyncLLM
@@ -51,6 +52,7 @@ _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
     "ksana_jax.core.request": "SamplingParams RequestOutput CompletionOutput Logprob",
+    "ksana_jax.core.lora": "LoRARequest",
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.core.config": "ModelConfig EngineConfig",
     "ksana_jax.loading.load": "load_model",
@@ -58,6 +60,6 @@ _PUBLIC = {
     "ksana_jax.scheduler.step.types": "StepShape Part",
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
-__all__ += ["ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
+__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
 moved.install()

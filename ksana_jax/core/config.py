@@ -247,6 +247,11 @@ class EngineConfig:
       data_parallel_size: engine replicas, each on its own tensor_parallel_size devices; a request goes to the one that
         has served the longest part of its prompt before, or has the least work (`engine.distributed.replicas`). Sizes
         in bytes, of host memory too, are per replica. Not together with a disk tier or several processes.
+      enable_lora: let requests name adapters (`LoRARequest`), LoRA in folders that PEFT has written. A step serves
+        rows of several adapters and of none.
+      max_loras: adapters on the device at once; requests with others wait for a slot.
+      max_lora_rank: maximum rank of an adapter.
+      max_cpu_loras: adapters kept in host memory, beside those of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
         installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
@@ -291,6 +296,10 @@ class EngineConfig:
     numerics: Literal["fast", "invariant"] = "fast"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     seed: int = 0
     device: Any = None
     distributed: Any = dataclasses.field(default=None, metadata={"place": True})
@@ -315,6 +324,9 @@ class EngineConfig:
             checks.integer("data_parallel_size", self.data_parallel_size, 1, MAX_DEVICES),
             checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
             checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
+            checks.integer("max_loras", self.max_loras, 1, 1024),
+            checks.integer("max_lora_rank", self.max_lora_rank, 1, 4096),
+            checks.integer("max_cpu_loras", self.max_cpu_loras, self.max_loras, optional=True),
             checks.integer("seed", self.seed, -(2**63), 2**63 - 1),
             checks.number("memory_fraction", self.memory_fraction, above=0, high=1, optional=True),
             checks.one_of("preempt", self.preempt, ("swap", "recompute", "auto")),
@@ -325,6 +337,7 @@ class EngineConfig:
             checks.boolean("async_scheduling", self.async_scheduling),
             checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
             checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
+            checks.boolean("enable_lora", self.enable_lora),
             error=ConfigError,
         )
         if self.numerics == "invariant" and (problems := self.operators.not_row_by_row(self.block_size)):
@@ -348,6 +361,7 @@ class EngineConfig:
             "tensor_parallel_size": tp > 1 and f"tensor_parallel_size {tp}",
             "data_parallel_size": dp > 1 and f"data_parallel_size {dp}",
             "distributed": self.distributed is not None,
+            "enable_lora": self.enable_lora,
             "disk_cache_dir": self.disk_cache_dir is not None,
             refusals.INVARIANT: self.numerics == "invariant",
             refusals.HOST_EMBEDDING: self.embedding_device == "host",

@@ -13,6 +13,8 @@ from ksana_jax.core import checks, refusals, vllm_names
 if TYPE_CHECKING:
     import numpy as np
 
+    from ksana_jax.core.lora import LoRARequest
+
 T = TypeVar("T")
 
 MAX_N = 128
@@ -241,6 +243,7 @@ class RequestInput(NamedTuple):
       request_id: None assigns a number.
       streams: whether its text is needed as it grows; beams have none before the end.
       num_question: last tokens of the prompt, which are read after `kv_eviction` has compressed the others.
+      lora_request: the adapter that it is computed with; None takes the model alone.
     """
 
     prompt_token_ids: np.ndarray
@@ -250,6 +253,7 @@ class RequestInput(NamedTuple):
     request_id: str | None = None
     streams: bool = False
     num_question: int = 0
+    lora_request: LoRARequest | None = None
 
 
 class Logprob(NamedTuple):

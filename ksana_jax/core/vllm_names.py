@@ -101,8 +101,6 @@ give prompt_token_ids and detokenize=False; the tokenizer is then not used
     skip_tokenizer_init = False | True
 up to 20 log-probabilities per token
     max_logprobs = 0..20 | 20; 50
-no adapters: merge them into the weights
-    enable_lora = False | True
 speculative_config= has all settings, with "method" and those of that method
     speculative_model = None | "ngram"
     num_speculative_tokens = None | 4
@@ -121,8 +119,7 @@ models generate; there are no embeddings or scores
     served_model_name = None | "llama"
 """,
     GENERATE: """
-no adapters: merge them into the weights
-    lora_request = None | None; "adapter"
+adapters are LoRA: lora_request=
     prompt_adapter_request = None
 no priorities per request; LLM(policy=...) orders requests
     priority = None | [1]
@@ -130,8 +127,6 @@ no guided decoding yet; allowed_token_ids is in SamplingParams
     guided_options_request = None
 """,
     CHAT: """
-no adapters: merge them into the weights
-    lora_request = None | None; "adapter"
 text only: parts of a content are joined by line breaks
     chat_template_content_format = "auto", "string" | "auto"; "openai"
     mm_processor_kwargs = None | {"a": 1}

@@ -101,6 +101,10 @@ def build_engine(
         memory_plan=half.plan,
         clock=clock,
     )
+    if config.enable_lora:
+        from ksana_jax.engine.adapters import Adapters
+
+        engine.factory.adapters = Adapters(model, half.config, half.executor)
     for observe in observers:
         observe(engine)
     return engine
@@ -125,17 +129,25 @@ def _on_device(
     placement: Placement | None,
 ) -> DeviceSetup:
     """Creates a runner on its devices."""
-    # Imported here: an engine around another executor needs no jax.
-    from ksana_jax.runner.runner import Runner
-
     if config.distributed is not None and workers is None:
         raise ConfigError("distributed: only LLM, with a model's directory, makes an engine of several processes")
     if workers is None:
         prepared = prepare(model, config, patterns, placement)
-        return prepared.load(params, prepared.plan.num_blocks, Runner, programs)
+        return prepared.load(params, prepared.plan.num_blocks, _runner(config), programs)
     return workers.load(
         functools.partial(prepare, model, config, patterns, placement), config, patterns, params, programs
     )
+
+
+def _runner(config: EngineConfig) -> Callable[..., Any]:
+    """Returns the class of the runner. Imported here: an engine around another executor needs no jax."""
+    if config.enable_lora:
+        from ksana_jax.runner.adapted import AdaptedRunner
+
+        return functools.partial(AdaptedRunner, num_slots=config.max_loras, rank=config.max_lora_rank)
+    from ksana_jax.runner.runner import Runner
+
+    return Runner
 
 
 def _scheduler(
@@ -184,4 +196,5 @@ def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> Bat
         eviction=method if method is not None and method.weights_queries else None,
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
+        adapts=config.enable_lora,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -175,6 +176,7 @@ class Request:
     Attributes:
       news: queue that receives the request whenever it has something new to report; None without such a reader.
       failure: the error that ended the request, if not its own fault.
+      adapter: as its sequences have it, see `Sequence`.
     """
 
     request_id: str
@@ -187,6 +189,7 @@ class Request:
     beams: Beams | None = None
     news: dict[Request, None] | None = None
     failure: BaseException | None = None
+    adapter: Any = None
     _num_scores_taken: int = 0
 
     def notify(self) -> None:

@@ -18,6 +18,7 @@ import jax
 from ksana_jax.core import checks, vllm_names
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.request import RequestOutput, SamplingParams
@@ -46,7 +47,7 @@ from ksana_jax.scheduler.step.types import StepShape
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
-_GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm"}
+_GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
 logger = logging.getLogger("ksana_jax")
 
 
@@ -304,6 +305,7 @@ class LLM:
         *,
         prompt_token_ids: Seq[int] | Seq[Seq[int]] | None = None,
         use_tqdm: bool = False,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts.
@@ -316,6 +318,7 @@ class LLM:
           sampling_params: one for all prompts, or one per prompt; None takes the defaults.
           prompt_token_ids: the prompts, if all of them are token ids.
           use_tqdm: draw a progress bar on standard error.
+          lora_request: an adapter for all prompts, or one or None per prompt; needs `enable_lora`.
           others: vLLM keywords that have no effect here.
 
         Returns:
@@ -328,7 +331,8 @@ class LLM:
         if others:
             vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
         checks.require(checks.boolean("use_tqdm", use_tqdm))
-        requests, outputs = self._make_requests(prompts, sampling_params, prompt_token_ids, streams=False), {}
+        asked = prompts, sampling_params, prompt_token_ids, lora_request
+        requests, outputs = self._make_requests(*asked, streams=False), {}
         with progress_bar(requests) if use_tqdm else contextlib.nullcontext() as bar:
             for output in self._serving.serve(requests):
                 if output.finished:
@@ -343,17 +347,18 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         delta: bool = False,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Completes prompts, and yields a request's output so far whenever it has grown.
 
         Requests that are unfinished when the reader stops are aborted.
 
         Args:
-          prompts, sampling_params: as in `generate`.
+          prompts, sampling_params, lora_request: as in `generate`.
           delta: yield only new text, token_ids and log-probabilities since the request's last output, in time
             proportional to their length; complete outputs, copied at each token, take quadratic time.
         """
-        requests = self._make_requests(prompts, sampling_params, streams=True)
+        requests = self._make_requests(prompts, sampling_params, None, lora_request, streams=True)
         return self._serving.serve(requests, Request.take_delta if delta else Request.output)
 
     def chat(
@@ -362,6 +367,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Completes conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
@@ -371,7 +377,7 @@ class LLM:
             `render_chat`; calls of tools in an answer stay text.
         """
         prompts = chat_prompts(messages, self.tokenizer, options, vllm_names.CHAT)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
@@ -387,6 +393,6 @@ class LLM:
         """Formats conversations, with the options of `chat`, as prompts for `generate` and `stream`."""
         return chat_prompts(messages, self.tokenizer, options, "LLM.chat_prompts")
 
-    def _make_requests(self, prompts, sampling_params, prompt_token_ids=None, *, streams: bool) -> list[Request]:
-        asked = read_requests(prompts, sampling_params, prompt_token_ids, self.tokenizer, streams=streams)
+    def _make_requests(self, prompts, params, prompt_token_ids, lora_request, *, streams: bool) -> list[Request]:
+        asked = read_requests(prompts, params, prompt_token_ids, self.tokenizer, lora_request, streams=streams)
         return self._serving.new_requests(asked)

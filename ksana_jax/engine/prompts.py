@@ -24,7 +24,13 @@ _FORMS = "a text, a list of token ids, a dict, or a list of those"
 
 
 def read_requests(
-    prompts: Any, sampling_params: Any, prompt_token_ids: Any, tokenizer: Tokenizer | None, *, streams: bool
+    prompts: Any,
+    sampling_params: Any,
+    prompt_token_ids: Any,
+    tokenizer: Tokenizer | None,
+    lora_request: Any = None,
+    *,
+    streams: bool,
 ) -> list[RequestInput]:
     """Returns the requests of a call of `LLM.generate` or `LLM.stream`, given its arguments.
 
@@ -48,7 +54,13 @@ def read_requests(
         raise ValueError(f"prompts is of type {type(prompts).__name__}, must be {_FORMS}")
     read = [_read_prompt(prompt, tokenizer) for prompt in prompts]
     params = _read_params(sampling_params, len(read))
-    return [one._replace(params=given, streams=streams) for one, given in zip(read, params, strict=True)]
+    read = [one._replace(params=given, streams=streams) for one, given in zip(read, params, strict=True)]
+    if lora_request is None:
+        return read
+    each = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(read)
+    if len(each) != len(read):
+        raise ValueError(f"{len(read)} prompts and {len(each)} lora_requests were given")
+    return [one._replace(lora_request=adapter) for one, adapter in zip(read, each, strict=True)]
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.bias import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from ksana_jax.core.lora import LoRARequest
+    from ksana_jax.engine.adapters import Adapters
+    from ksana_jax.scheduler.adapters import AdapterUse
 
 # Token ids of each way to write the words that a request never completes.
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
@@ -54,11 +59,15 @@ class RequestFactory:
       model: token ids are checked against its vocabulary.
       tokenizer: None makes no text.
       seed: from which requests draw theirs if they have none.
+
+    Attributes:
+      adapters: of the engine; None without `enable_lora`.
     """
 
     def __init__(self, scheduler: Scheduler, model: ModelConfig, tokenizer: Tokenizer | None, seed: int):
         self.scheduler, self.tokenizer = scheduler, tokenizer
         self._vocab_size, self._seed = model.vocab_size, seed
+        self.adapters: Adapters | None = None
         self.eos_ids = ending_ids(model, tokenizer)
         self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
 
@@ -94,7 +103,14 @@ class RequestFactory:
         if params.detokenize and self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: set detokenize=False")
         self._check_room(count, asked.num_question, params)
+        if asked.lora_request is not None:
+            self._adapter_of(asked.lora_request)
         return bad_words
+
+    def _adapter_of(self, asked: LoRARequest) -> AdapterUse:
+        if self.adapters is None:
+            raise ValueError("this engine takes no adapters: a lora_request needs enable_lora=True")
+        return self.adapters.use(asked)
 
     def _check_params(self, params: SamplingParams) -> BadWords:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
@@ -149,16 +165,20 @@ class RequestFactory:
             while request_id in taken:  # a user chose a name like ours
                 request_id += "'"
         request = Request(request_id, asked.prompt, token_ids, params, RequestMetrics(arrival_s))
+        salt = asked.cache_salt
+        if asked.lora_request is not None:
+            request.adapter = self._adapter_of(asked.lora_request)
+            salt = request.adapter.salted(salt)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
         specials = special_stops(params, self.tokenizer)
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
-            seq = self._new_sequence(request, token_ids, asked.cache_salt, index, seed, bad_words, asked.num_question)
+            seq = self._new_sequence(request, token_ids, salt, index, seed, bad_words, asked.num_question)
             request.completions.append(Completion(index, seq, given, specials, streams))
         if params.beam_width:
-            leader = self.new_beam(request, token_ids, asked.cache_salt, asked.num_question)
+            leader = self.new_beam(request, token_ids, salt, asked.num_question)
             width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
             request.beams = Beams(width, penalty, stop_ids, leader.max_len, leader.num_prompt, {leader: 0.0})
         else:
@@ -195,6 +215,7 @@ class RequestFactory:
             index=index,
             bad_words=bad_words,
             num_question=num_question,
+            adapter=request.adapter,
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 

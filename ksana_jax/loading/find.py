@@ -45,9 +45,15 @@ def _renamed(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     """Returns tensors by the names that the config's family uses, where versions of transformers write others."""
     found: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
-        for other, usual in FAMILIES[config.family].renamed.items():
-            name = re.sub(f"^{other}", usual, name)
+        name = usual_name(name, config)
         if name in found:
             raise LoadError(f"{stored.path}: {stored.name} and {found[name].name} are the same tensor, {name}")
         found[name] = stored
     return found
+
+
+def usual_name(name: str, config: ModelConfig) -> str:
+    """Returns the name that the config's family uses for a tensor, where versions of transformers write others."""
+    for other, usual in FAMILIES[config.family].renamed.items():
+        name = re.sub(f"^{other}", usual, name)
+    return name

@@ -28,7 +28,7 @@ def joined(params: Params, config: ModelConfig, *, consume: bool = False) -> Par
     for p, spec in zip(params.layers, config.layers, strict=True):
         mlp = mlp_kind(spec.mlp.kind)
         apart = set() if mlp.takes_joined else set(mlp.shapes(config.d_model, spec.mlp))
-        for name, parts in _stacks().items():
+        for name, parts in stacks().items():
             if not apart.intersection(f"w_{part}" for part in parts):
                 p = _with(p, name, parts, consume)
         layers.append(p)
@@ -39,13 +39,13 @@ def separate(params: Params, config: ModelConfig) -> Params:
     """Undoes `joined`; weights that were not joined stay as they are."""
     layers = []
     for p, shapes in zip(params.layers, param_shapes(config).layers, strict=True):
-        for name, parts in _stacks().items():
+        for name, parts in stacks().items():
             p = _without(p, name, parts, shapes, config.num_kv_heads)
         layers.append(p)
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _stacks() -> dict[str, tuple[str, ...]]:
+def stacks() -> dict[str, tuple[str, ...]]:
     """Returns the stacked parts of each joined field: {"qkv": ("q", "k", "v"), ...}, field names without w_ or b_."""
     found: dict[str, tuple[str, ...]] = {}
     for name, weight in weight_fields().items():

@@ -304,6 +304,10 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
                 schedule=schedule,
             )
         )
+    if (slots := layers[0].batch.adapters) is not None:
+        from ksana_jax.models.adapted import bound
+
+        ps = [bound(p, slots) for p in ps]
     implementation, features = network.implementation.of_step(shape), network.placement.features
     attend = paged_attend(layers, shape, network.num_repositioned_sinks, implementation, features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)

@@ -36,6 +36,7 @@ class Sequence:
       kv: its state in KV memory.
       is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.
+      adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
 
     Attributes:
       row: its row while it runs; None while it waits.
@@ -60,6 +61,7 @@ class Sequence:
     kv: KVState = dataclasses.field(default_factory=KVState)
     is_beam: bool = False
     num_question: int = 0
+    adapter: Any = None
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None

@@ -129,7 +129,8 @@ class Admission:
         preempted and lose everything it has computed. Waiting rows (beams) reserve none, so something always computes.
 
         A sequence that waits for a prefix that a running row is computing, or for the disk, lets others pass: neither
-        takes long, and neither depends on the sequences that pass.
+        takes long, and neither depends on the sequences that pass. One that waits for a slot for its adapter lets those
+        without adapters pass; others would keep the slots busy.
 
         Args:
           computing: rows that compute in this step.
@@ -139,10 +140,13 @@ class Admission:
         """
         queue, prefixes, reads = self.queue, self.memory.prefixes, self.memory.disk_reads
         admitted: list[tuple[int, int]] = []
-        at, reserve = 0, self.row_blocks.num_next_blocks(computing)
+        at, reserve, has_slot = 0, self.row_blocks.num_next_blocks(computing), True
         while at < min(len(queue.entries), LOOKAHEAD) and self.running.has_free_row and budget.tokens:
             seq = queue.entries[at][2]
             if seq.awaits_token or (reads is not None and not reads.ready(seq.kv)):
+                at += 1
+                continue
+            if seq.adapter is not None and not (has_slot := has_slot and seq.adapter.ready(self.row_blocks.rows)):
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held

@@ -13,6 +13,7 @@ from ksana_jax.core.units import byte_size
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.loading.load import array_dtype
 from ksana_jax.runner.planner.devices import physical_bytes, this_device
 from ksana_jax.runner.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
@@ -60,6 +61,10 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     weights = weights_bytes(model, config.dtype, config.embedding_device, config.quantization, **given)
     if (method := read_speculative(config.speculative_config)) is not None:
         block_bytes, weights = block_bytes + method.block_bytes(config), weights + method.weights_bytes(config)
+    if config.enable_lora:
+        from ksana_jax.models.adapted import adapter_bytes
+
+        weights += adapter_bytes(model, config.max_loras, config.max_lora_rank, array_dtype(config.dtype).itemsize)
     _check_host_memory(config.host_cache_bytes)
     of_host = num_devices // config.num_processes * config.data_parallel_size
     if config.num_blocks:

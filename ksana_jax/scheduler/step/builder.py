@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.scheduler.adapters import token_slots
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.drafts import Drafts
@@ -66,6 +67,7 @@ class BatchBuilder:
       eviction: method that observes attention weights and numbers queries; None without one.
       residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
+      adapts: whether requests may have adapters.
     """
 
     buckets: Buckets
@@ -77,6 +79,7 @@ class BatchBuilder:
     eviction: EvictionMethod | None = None
     residual_groups: tuple[int, ...] | None = None
     acceptance: str = "sampled"
+    adapts: bool = False
     _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -95,6 +98,8 @@ class BatchBuilder:
             step.arrays = step.arrays._replace(query_numbers=numbers)
         if self.residual_groups is not None:
             step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))
+        if self.adapts:
+            step.arrays = step.arrays._replace(adapters=token_slots(step, batch, rows, ends))
         return step, ends
 
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:

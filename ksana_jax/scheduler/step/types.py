@@ -180,6 +180,7 @@ class StepArrays(NamedTuple):
     ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, the tokens that each one sees: bit j for
       the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
       visible position. Tokens before the root are seen as usual. None unless shape.tree.
+    adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
     """
 
     tokens: Array
@@ -194,6 +195,7 @@ class StepArrays(NamedTuple):
     query_numbers: Array | None = None
     full_blocks: Array | None = None
     ancestors: Array | None = None
+    adapters: Array | None = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""

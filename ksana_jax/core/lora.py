@@ -1,0 +1,29 @@
+"""The adapter that a request names, as in vLLM. Knows no arrays, no files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ksana_jax.core import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for a request, in an engine with `enable_lora`.
+
+    Args:
+      lora_name: its name in errors.
+      lora_int_id: vLLM's number of the adapter, from 1. Adapters are told apart by their contents, not by this number.
+      lora_path: folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self):
+        if not (isinstance(self.lora_name, str) and self.lora_name):
+            raise ValueError(f"lora_name is {self.lora_name!r:.60}, must be a name")
+        if not (isinstance(self.lora_path, str) and self.lora_path):
+            raise ValueError(f"lora_path is {self.lora_path!r:.60}, must be the path of a folder")
+        checks.require(checks.integer("lora_int_id", self.lora_int_id))

@@ -1,0 +1,206 @@
+"""Reads LoRA adapters from folders that PEFT writes: adapter_config.json and adapter_model.safetensors.
+
+W x becomes W x + s B A x, with s = lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora` (arXiv:2106.09685,
+2312.03732). Whatever else in a config would change this is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ksana_jax.core import checks
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.errors import LoadError
+from ksana_jax.loading.config_json import read_json
+from ksana_jax.loading.find import usual_name
+from ksana_jax.loading.load import all_finite, array_dtype
+from ksana_jax.loading.tensor_files import SafetensorsTensor, read_header
+from ksana_jax.loading.views import sources_of
+from ksana_jax.models.adapted import LayerAdapter, adaptable
+from ksana_jax.models.params import is_shape, param_shapes
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MAX_RANK = 4096
+# Fields of PEFT's LoraConfig that are read here, and others that change no result of a finished adapter.
+_READ = "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights"
+_WITHOUT_EFFECT = (
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
+    "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core runtime_config "
+    "eva_config qalora_group_size"
+)
+_KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
+# Initialisations that leave the model's own weights as they are.
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
+
+
+class Adapter(NamedTuple):
+    """An adapter in host memory. layers: its matrices, in the type of the engine. digest: of them, 64 hex digits."""
+
+    layers: tuple[LayerAdapter, ...]
+    rank: int
+    digest: str
+
+
+class _Module(NamedTuple):
+    """A linear module of the model. fields: (layer, field of LayerParams, its rows of the module or None for all)."""
+
+    rows: int
+    columns: int
+    fields: list[tuple[int, str, np.ndarray | None]]
+
+
+def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -> Adapter:
+    """Reads an adapter of a model.
+
+    Args:
+      dtype: of its matrices in memory. max_rank: maximum rank of each.
+
+    Raises:
+      ConfigError: adapter_config.json is missing or is not JSON.
+      LoadError: the adapter is of another model or kind, its rank is larger, or its values are not finite; one line
+        names what cannot be used.
+    """
+    settings = read_json(folder / CONFIG)
+    source = str(folder / CONFIG)
+    _check_settings(settings, source)
+    if not (folder / WEIGHTS).is_file():
+        raise LoadError(f"{folder / WEIGHTS} is missing or not a file")
+    tensors, modules = read_header(folder / WEIGHTS), _modules(config)
+    layers: list[dict[str, Any]] = [{} for _ in config.layers]
+    largest = 0
+    for name, a, b in _pairs(tensors, config, modules):
+        module, rank = modules[name], a.shape[0]
+        _check_shapes(name, module, a, b, _of_module(settings, "rank_pattern", "r", name, source), max_rank)
+        alpha = _of_module(settings, "alpha_pattern", "lora_alpha", name, source)
+        scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+        low, high = _values(a, 1.0, dtype), _values(b, scale, dtype)
+        for layer, field, rows in module.fields:
+            layers[layer][field] = low, high if rows is None else high[rows]
+        largest = max(largest, rank)
+    if not largest:
+        raise LoadError(f"{folder / WEIGHTS} has no matrices of an adapter")
+    return Adapter(tuple(layers), largest, _digest(layers))
+
+
+def _check_settings(settings: Mapping[str, Any], source: str) -> None:
+    """Checks that the settings describe a LoRA that is read here.
+
+    Raises:
+      LoadError: they do not; the line names each field that would change the result.
+    """
+    problems = [
+        checks.one_of("peft_type", settings.get("peft_type"), ("LORA",)),
+        checks.one_of("bias", settings.get("bias", "none"), ("none",)),
+        checks.integer("r", settings.get("r"), 1, MAX_RANK),
+        checks.number("lora_alpha", settings.get("lora_alpha"), 0),
+        checks.boolean("use_rslora", settings.get("use_rslora", False)),
+    ]
+    if (start := settings.get("init_lora_weights")) not in _STARTS:
+        problems.append(f"init_lora_weights is {start!r:.40}, which changes the model's own weights")
+    for name, check, least in (("rank_pattern", checks.integer, 1), ("alpha_pattern", checks.number, 0)):
+        if isinstance(pattern := settings.get(name) or {}, dict):
+            problems += [check(f"{name}[{key!r:.60}]", value, least) for key, value in pattern.items()]
+        else:
+            problems.append(f"{name} is {pattern!r:.40}, must be an object of module names")
+    problems += [
+        f"{name} is {value!r:.60}, which is not supported"
+        for name, value in settings.items()
+        if name not in _KNOWN and value not in (None, False, "") and value != {} and value != []
+    ]
+    if found := [problem for problem in problems if problem]:
+        raise LoadError(f"{source}: {'; '.join(found)}")
+
+
+def _of_module(settings: Mapping[str, Any], pattern: str, otherwise: str, module: str, source: str) -> Any:
+    """Returns a module's rank or alpha: of the first key that matches the end of its name, as in PEFT."""
+    for key, value in (settings.get(pattern) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error as error:
+            raise LoadError(f"{source}: {pattern} has {key!r:.60}, which is no regular expression: {error}") from None
+    return settings[otherwise]
+
+
+def _modules(config: ModelConfig) -> dict[str, _Module]:
+    """Returns the linear modules of a model that adapters may change, by name."""
+    places, found = adaptable(config), {}
+    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
+    for source, (path, _) in zip(sources_of(config), shapes, strict=True):
+        field = path[-1].name
+        if path[0].name != "layers" or field not in places[layer := path[1].idx]:
+            continue
+        [(tensor, stored)] = source.tensors.items()
+        size = stored[::-1] if source.transposed else stored
+        found.setdefault(tensor.removesuffix(".weight"), _Module(*size, [])).fields.append((layer, field, source.rows))
+    return found
+
+
+def _pairs(
+    tensors: Mapping[str, SafetensorsTensor], config: ModelConfig, modules: Mapping[str, _Module]
+) -> Iterator[tuple[str, SafetensorsTensor, SafetensorsTensor]]:
+    """Yields the name of each adapted module with its A and B.
+
+    Raises:
+      LoadError: a tensor is none of an adapter of these modules, or lacks its other half; all are listed.
+    """
+    found: dict[str, dict[str, SafetensorsTensor]] = {}
+    problems = []
+    for name, stored in tensors.items():
+        match = _KEY.fullmatch(name.removeprefix(PREFIX))
+        module = "" if match is None else usual_name(f"{match[1]}.weight", config).removesuffix(".weight")
+        if match is None or not name.startswith(PREFIX) or module not in modules:
+            problems.append(f"{name} belongs to no linear module of this {config.family}'s layers")
+        elif stored.dtype not in stored.dtypes:
+            problems.append(f"{name} is {stored.dtype}, supported: {', '.join(stored.dtypes)}")
+        else:
+            found.setdefault(module, {})[match[2]] = stored
+    problems += [f"{name} has lora_{next(iter(pair))} alone" for name, pair in found.items() if len(pair) == 1]
+    if problems:
+        listed = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        path = next(iter(tensors.values())).path
+        raise LoadError(f"{path}: {len(problems)} tensors do not fit: {listed}")
+    for name, pair in sorted(found.items()):
+        yield name, pair["A"], pair["B"]
+
+
+def _check_shapes(
+    name: str, module: _Module, a: SafetensorsTensor, b: SafetensorsTensor, rank: int, max_rank: int
+) -> None:
+    for stored, expected in ((a, (rank, module.columns)), (b, (module.rows, rank))):
+        if stored.shape != expected:
+            raise LoadError(
+                f"{stored.path}: {stored.name} has shape {list(stored.shape)}, config and model give {list(expected)}"
+            )
+    if rank > max_rank:
+        raise LoadError(f"{a.path}: {name} has rank {rank}, max_lora_rank is {max_rank}")
+
+
+def _values(stored: SafetensorsTensor, scale: float, dtype: str) -> np.ndarray:
+    """Returns a matrix times a factor, in the type of the engine."""
+    with np.errstate(over="ignore", invalid="ignore"):  # checked below
+        values = (stored.read(slice(None), slice(None)).astype(np.float32) * np.float32(scale)).astype(
+            array_dtype(dtype)
+        )
+    if not all_finite(values):
+        raise LoadError(f"{stored.path}: {stored.name} has values that are NaN or infinite in {values.dtype.name}")
+    return values
+
+
+def _digest(layers: list[dict[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for index, layer in enumerate(layers):
+        for field, pair in sorted(layer.items()):
+            for values in pair:
+                digest.update(f"{index} {field} {values.shape} {values.dtype} ".encode())
+                digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,55 @@
+"""A runner whose steps add adapters to the model's matrices, each token those of its slot. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.models.adapted import LayerAdapter, adaptable, with_slots, write_slot
+from ksana_jax.models.params import Params
+from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.step.types import StepShape
+
+
+class AdaptedRunner(Runner):
+    """The `Runner` of an engine with `enable_lora`.
+
+    Args:
+      num_slots: adapters on the device. rank: maximum rank of each.
+      others: of `Runner`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        patterns: Sequence[AttentionPattern],
+        *,
+        num_slots: int,
+        rank: int,
+        **others: Any,
+    ):
+        super().__init__(config, params, patterns, **others)
+        linear, place = self.operators.linear, self.placement.everywhere
+        self.params = with_slots(self.params, config, num_slots, rank, linear, place)
+
+    def write_adapter(self, slot: int, layers: Sequence[LayerAdapter]) -> None:
+        """Writes an adapter to a slot, for steps that are submitted from now on.
+
+        Args:
+          layers: matrices of each layer.
+        """
+        shapes, written = adaptable(self.config), []
+        for p, of_layer, adapter in zip(self.params.layers, shapes, layers, strict=True):
+            written.append(write_slot(p, of_layer, slot, adapter))
+        self.params = self.params.replace(layers=tuple(written))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def step_arguments(self, shape: StepShape):
+        params, cache, arrays, patterns = super().step_arguments(shape)
+        slots = jax.ShapeDtypeStruct((shape.num_tokens,), jnp.int32)
+        return params, cache, arrays._replace(adapters=slots), patterns
