@@ -19,8 +19,6 @@ from ksana_jax.core import checks, vllm_names
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.metrics import StepRecord
-from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.request import RequestOutput, SamplingParams
 from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
@@ -31,6 +29,7 @@ from ksana_jax.engine.distributed.driver import DriverRunner, Workers
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
 from ksana_jax.engine.distributed.worker import start
 from ksana_jax.engine.engine import Engine, Request
+from ksana_jax.engine.llm_facts import LLMFacts
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
 from ksana_jax.engine.settings import beyond_training, engine_config
@@ -39,11 +38,8 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.models.params import Params
-from ksana_jax.runner.example import StepFunction, step_function
-from ksana_jax.runner.planner.engine import Compared, usage
 from ksana_jax.runner.planner.process import resident_bytes
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.step.types import StepShape
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
@@ -51,7 +47,7 @@ _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqd
 logger = logging.getLogger("ksana_jax")
 
 
-class LLM:
+class LLM(LLMFacts):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:
@@ -187,69 +183,7 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({described(self.name, self.engine, self.runner, self.replicas.num_requests)})"
 
-    # ------------------------------------------------------------------ facts for experiments
-
-    @property
-    def num_compilations(self) -> int:
-        """Number of functions compiled so far."""
-        return sum(engine.executor.num_compilations for engine in self.replicas.engines)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def patterns(self) -> tuple[AttentionPattern, ...]:
-        """The attention pattern of each layer."""
-        return self.runner.patterns
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in the pool."""
-        return self.engine.scheduler.blocks.num_blocks
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of its group of layers."""
-        return self.runner.layout.block_bytes
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers; with a block codec, of its codes."""
-        return self.runner.layout.token_bytes
-
-    def kv_bytes_per_token(self, num_tokens: int) -> float:
-        """Returns the bytes per token of a sequence of num_tokens; with a block codec, of codes and exact tokens."""
-        return self.runner.layout.bytes_per_token(num_tokens)
-
-    @property
-    def records(self) -> list[StepRecord]:
-        """One record for each step since `clear_records`; of several replicas, one after the other."""
-        return self.replicas.records
-
-    def memory_usage(self) -> dict[str, Compared]:
-        """Returns planned and measured bytes of weights, pool, a step and the peak; meaningful after `warm_up`."""
-        return usage(self.memory_plan, self.runner, self._resident_before)
-
-    def step_function(self, shape: StepShape | None = None, context: int | None = None) -> StepFunction:
-        """Returns a step as a pure function with example arguments, for jax's own tools::
-
-            step = llm.step_function()
-            jax.make_jaxpr(step.function)(*step.arguments)
-            jax.jit(step.function).lower(*step.arguments).compile().cost_analysis()
-
-        Args:
-          shape: sizes of the step, such as a key of `llm.runner.programs`; None takes a decode of max_num_seqs rows.
-          context: tokens of each row, including the step's; None takes as many as the block tables hold and the
-            pool has room for.
-
-        Raises:
-          ValueError: block tables of this shape do not hold such rows.
-        """
-        if shape is None:
-            width = -(-(context or self.engine.max_model_len) // self.config.block_size)
-            shape = self.engine.builder.buckets.shape(self.config.max_num_seqs, (), width)
-        return step_function(self.runner, shape, context)
-
-    def clear_records(self) -> None:
-        for engine in self.replicas.engines:
-            engine.records.clear()
+    # ------------------------------------------------------------------ settings that change
 
     def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
         """Changes the attention pattern without loading or compiling anything; None takes the model's own.
