@@ -338,6 +338,7 @@ class RequestOutput:
     prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
     unless requested.
     num_cached_tokens: prompt tokens taken from the prefix cache.
+    cache_salt, num_question: of the request, see `RequestInput`.
     """
 
     request_id: str
@@ -348,6 +349,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    cache_salt: str = ""
+    num_question: int = 0
 
     def check(self) -> RequestOutput:
         """Checks for errors; returns the output itself.

@@ -260,6 +260,7 @@ class Request:
     def _output(
         self, prompt_ids: list[int], metrics: RequestMetrics, completions: list[CompletionOutput], first: int
     ) -> RequestOutput:
+        seq = self.completions[0].seq
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -269,6 +270,8 @@ class Request:
             metrics,
             None if self.prompt_logprobs is None else self.prompt_logprobs[first:],
             self.metrics.num_cached_tokens,
+            seq.kv.salt,
+            seq.num_question,
         )
 
 

@@ -260,7 +260,7 @@ class Engine:
             reads.wait()
         elif self.scheduler.has_work:
             raise RuntimeError("there is work, and none of it can be scheduled")
-        self._make_moves()
+        self.make_moves()
 
     def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
         submitted = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
@@ -312,7 +312,7 @@ class Engine:
         for observe in self.observers:
             observe(self)
         if not self.scheduler.has_work:
-            self._make_moves()
+            self.make_moves()
 
     def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
         """Changes the attention pattern of each layer.
@@ -374,11 +374,11 @@ class Engine:
     def _flush(self) -> None:
         self._check_idle("prefixes are written to the disk only in between")
         self.lock.begin_write()
-        self._make_moves()
+        self.make_moves()
         for _ in self.memory.flush():
-            self._make_moves()
+            self.make_moves()
 
-    def _make_moves(self) -> None:
+    def make_moves(self) -> None:
         """Runs pending block moves when no step is coming to carry them."""
         if (moves := self.memory.take_moves()) is not None:
             self.executor.move(moves)

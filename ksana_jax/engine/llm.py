@@ -23,6 +23,7 @@ from ksana_jax.core.request import RequestOutput, SamplingParams
 from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
+from ksana_jax.engine import sessions
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.description import described
 from ksana_jax.engine.distributed.driver import DriverRunner, Workers
@@ -312,6 +313,34 @@ class LLM(LLMFacts):
         """
         prompts = chat_prompts(messages, self.tokenizer, options, vllm_names.CHAT)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def save_session(self, request: RequestOutput | str, path: str | os.PathLike[str]) -> int:
+        """Saves what the prefix cache has of a request, so that another process can continue its text.
+
+        Args:
+          request: the output of a request that has ended, or the id of one that runs or waits; of several completions
+            the first is saved.
+          path: a folder for the session; it replaces one that is there.
+
+        Returns:
+          Number of tokens whose state was saved. It ends with a full block, unless the request has evicted tokens.
+
+        Raises:
+          SessionError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
+        """
+        return sessions.save_session(self.engine, request, Path(path))
+
+    def restore_session(self, path: str | os.PathLike[str]) -> int:
+        """Puts a saved session into the prefix cache, where prompts that begin with its text find it.
+
+        Returns:
+          Number of tokens whose state was restored.
+
+        Raises:
+          SessionError: files are damaged, the session was saved with another model, dtype, block size, attention
+            pattern or eviction, or too few blocks of the pool are available; the cache stays as it is.
+        """
+        return sessions.restore_session(self.engine, Path(path))
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

@@ -116,9 +116,7 @@ class BlockMover:
         if len(moves.loads) and set(moves.loads[:, 0].tolist()) & set(moves.saves[:, 1].tolist()):
             self.finish(saved)
             saved = []
-        for slots, ids in _pieces(moves.loads):
-            data = self._blocks({name: leaf[slots] for name, leaf in self._host.items()})
-            cache = self._scatter(len(slots))(cache, self._targets(ids, len(slots)), data)
+        cache = self._load(cache, moves.loads, self._host)
         if timed:
             jax.block_until_ready([cache, saved])
             self.finish(saved)
@@ -127,10 +125,30 @@ class BlockMover:
 
     def finish(self, saved: list[Saved]) -> None:
         """Copies finished saves to the host's blocks."""
+        self._finish(saved, self._host)
+
+    def read(self, cache: KVCache, ids: np.ndarray) -> np.ndarray:
+        """Returns the bytes of device blocks: [n, block_bytes] uint8, as in `host_blocks`. ids: [n]."""
+        blocks = np.empty((len(ids), self._layout.block_bytes), np.uint8)
+        self._finish(self.save(cache, _in_order(ids)[:, ::-1]), self._layout.split(blocks))
+        return blocks
+
+    def write(self, cache: KVCache, ids: np.ndarray, blocks: np.ndarray) -> KVCache:
+        """Returns the pool with the bytes [n, block_bytes] of blocks at ids [n]."""
+        return self._load(cache, _in_order(ids), self._layout.split(blocks))
+
+    def _finish(self, saved: list[Saved], host: dict[str, np.ndarray]) -> None:
         for slots, data in saved:
             for name, leaf in data.leaves.items():
                 heads = self._placement.to_host(leaf)
-                self._host[name][slots] = heads[: len(slots), :, :, :: self._repeats]
+                host[name][slots] = heads[: len(slots), :, :, :: self._repeats]
+
+    def _load(self, cache: KVCache, loads: np.ndarray, host: dict[str, np.ndarray]) -> KVCache:
+        """Returns the pool with blocks of the host, given pairs [n, 2] of slots and device blocks."""
+        for slots, ids in _pieces(loads):
+            data = self._blocks({name: leaf[slots] for name, leaf in host.items()})
+            cache = self._scatter(len(slots))(cache, self._targets(ids, len(slots)), data)
+        return cache
 
     def _blocks(self, leaves: dict[str, np.ndarray]) -> KVCache:
         """Starts copies of the host's blocks to the devices; returns them as blocks of the pool."""
@@ -183,6 +201,11 @@ def _scattered(cache: KVCache, ids: jax.Array, data: KVCache) -> KVCache:
 
 def _copied(cache: KVCache, old: jax.Array, new: jax.Array) -> KVCache:
     return _scattered(cache, new, _gathered(cache, old))
+
+
+def _in_order(ids: np.ndarray) -> np.ndarray:
+    """Returns pairs [n, 2] of the places 0 to n - 1 and ids [n]."""
+    return np.stack([np.arange(len(ids), dtype=np.int32), ids], axis=1)
 
 
 def _pieces(pairs: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

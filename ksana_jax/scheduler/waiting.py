@@ -150,7 +150,7 @@ class Admission:
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held
-            hit = self._pin(seq) if finds else None
+            hit = self.pin(seq) if finds else None
             if hit and hit.awaits:
                 at += 1
                 continue
@@ -205,7 +205,7 @@ class Admission:
                 return False
         return True
 
-    def _pin(self, seq: Sequence) -> Hit:
+    def pin(self, seq: Sequence) -> Hit:
         """Pins the longest cached prefix of a sequence. After its first eviction, tokens attend to fewer than those in
         blocks of the prefix index did, and only a snapshot has them."""
         prefixes, eviction, most = self.memory.prefixes, self.eviction, seq.max_cached_tokens

@@ -87,6 +87,16 @@ def test_blocks_are_saved_copied_and_loaded_in_groups_of_every_size(mover, count
     assert numbers(make(mover, pool(), copies=copies)).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("count", [1, 9, 130])
+def test_blocks_are_read_and_written_as_bytes_of_the_host(mover, count):
+    ids = np.random.default_rng(count).permutation(NUM_BLOCKS)[:count].astype(np.int32)
+    cache, blocks = pool(), mover.read(pool(), ids)
+    assert blocks.shape == (count, LAYOUT.block_bytes) and numbers(blocks).tolist() == ids.tolist()
+    expected = np.arange(NUM_BLOCKS)
+    expected[ids] = ids[::-1]
+    assert numbers(mover.write(cache, ids, blocks[::-1].copy())).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("count", [2, 8, 64, 65, 130, 150])
 def test_of_copies_all_are_read_before_one_is_written(mover, count):
     ring = np.arange(count, dtype=np.int32)

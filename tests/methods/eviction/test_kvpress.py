@@ -100,7 +100,7 @@ def kept(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], list[
     request, scheduler, found = llm.engine.add_request(np.array(prompt), asked), llm.engine.scheduler, []
     while llm.engine.has_work:
         llm.engine.step()
-        llm.engine._make_moves()
+        llm.engine.make_moves()
         [*running] = scheduler.order.tolist()
         for row in running:
             rows = scheduler.rows

@@ -145,7 +145,7 @@ def serve(llm, num_outputs: int, preempts: bool, num_question: int):
     scheduler, seen, number = llm.engine.scheduler, [], 0
     while llm.engine.has_work:
         llm.engine.step()
-        llm.engine._make_moves()
+        llm.engine.make_moves()
         pool = llm.runner.cache
         for row in scheduler.order.tolist():
             rows = scheduler.rows

@@ -1,0 +1,165 @@
+"""Sessions: copies the cached state of a request out of an engine, and into another one.
+
+A session is a part of the prefix cache: the full blocks of a text that later queries see and, where rows evict, the
+snapshots of its beginnings (`kv.snapshots`), from the end of a prompt's context to the end of the text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ksana_jax.core.request import RequestOutput, SamplingParams
+from ksana_jax.engine.engine import Engine
+from ksana_jax.engine.session_files import Part, Session, SessionError, read_session, write_session
+from ksana_jax.kv.prefix_cache import Hit
+from ksana_jax.kv.state import HeldBlocks, KVState
+from ksana_jax.kv.tier import DEVICE, HOST, Node
+from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.sequence import Sequence
+from ksana_jax.scheduler.speculative import read_speculative
+
+
+def save_session(engine: Engine, request: RequestOutput | str, folder: Path) -> int:
+    """Saves the cached state of a request; see `LLM.save_session`."""
+    _check(engine)
+    session = engine.lock.run(_copied, engine, request)
+    if session is None:
+        raise SessionError("another request is computing the same text: save the session when it has ended")
+    if not session.parts:
+        name = request if isinstance(request, str) else request.request_id
+        raise SessionError(f"nothing of request {name!r} is cached: it has computed no block, or others replaced them")
+    write_session(folder, session, engine.scheduler.layout, _made_with(engine))
+    return len(session.token_ids)
+
+
+def restore_session(engine: Engine, folder: Path) -> int:
+    """Restores a session; see `LLM.restore_session`."""
+    _check(engine)
+    session = read_session(folder, engine.scheduler.layout, _made_with(engine))
+    engine.lock.run(_restore, engine, session, folder)
+    return len(session.token_ids)
+
+
+def _check(engine: Engine) -> None:
+    config = engine.config
+    problem = None
+    if not config.enable_prefix_caching:
+        problem = "enable_prefix_caching is off: a session is a part of the prefix cache"
+    elif config.data_parallel_size > 1:
+        problem = f"data_parallel_size is {config.data_parallel_size}: each replica has a cache of its own"
+    elif config.distributed is not None:
+        problem = "distributed: each process has the keys and values of its own heads only"
+    elif (method := read_speculative(config.speculative_config)) is not None and method.has_model:
+        problem = "speculative_config has a draft model: a session has no keys and values of it"
+    if problem is not None:
+        raise SessionError(f"sessions cannot be saved or restored with {problem}")
+
+
+def _made_with(engine: Engine) -> dict[str, str]:
+    """Returns all that a session's blocks depend on besides its text, by names of settings; digests come last, so that
+    an error names a setting that differs."""
+    layout, scope = engine.scheduler.layout, engine.memory.index.scope
+    patterns = dict.fromkeys(map(str, engine.executor.patterns))
+    return {
+        "dtype": engine.config.dtype,
+        "kv_cache_dtype": layout.codec,
+        "block_size": str(layout.block_size),
+        "pattern": " | ".join(patterns),
+        "kv_eviction": str(layout.eviction and layout.eviction.method),
+        "layers": f"{[group.key for group in layout.groups]} with patterns {scope.pattern}",
+        "model digest": scope.model,
+    }
+
+
+def _copied(engine: Engine, request: RequestOutput | str) -> Session | None:
+    """Returns the cached states of a request; None if another one is computing more of its text."""
+    seq = _waiting(engine, request)
+    prefixes, text = engine.memory.prefixes, seq.token_ids
+    engine.lock.begin_write()
+    engine.make_moves()
+    seq.kv.has_read, had_read = True, seq.kv.has_read  # blocks on disk are left there
+    hits = [engine.scheduler.admission.pin(seq)]
+    while hits[-1].snapshot:  # and the next shorter one
+        seq.token_ids = text[: hits[-1].num_tokens]
+        hits.append(engine.scheduler.admission.pin(seq))
+    seq.kv.has_read = had_read
+    nodes = list(dict.fromkeys(node for hit in hits for node in hit.nodes))
+    blocks = _read(engine, nodes)
+    for hit in hits:
+        prefixes.unpin(hit)
+    if hits[0].awaits:
+        return None
+    found = [_part(hit, nodes) for hit in hits if hit.nodes]
+    return Session(text[: hits[0].num_tokens], seq.num_context, seq.kv.salt, found, blocks)
+
+
+def _read(engine: Engine, nodes: list[Node]) -> np.ndarray:
+    """Returns the bytes of cached blocks, wherever they are stored: [n, block_bytes]."""
+    memory, runner = engine.memory, engine.executor
+    assert isinstance(runner, Runner)
+    on_device, on_host = (np.array([node.at[tier] for node in nodes], np.int32) for tier in (DEVICE, HOST))
+    blocks, here = np.empty((len(nodes), engine.scheduler.layout.block_bytes), np.uint8), on_device >= 0
+    blocks[here] = runner.mover.read(runner.cache, on_device[here])
+    if memory.host is not None:
+        blocks[~here] = memory.host.data[on_host[~here]]
+    return blocks
+
+
+def _part(hit: Hit, nodes: list[Node]) -> Part:
+    places, groups = [nodes.index(node) for node in hit.nodes], [node.group for node in hit.nodes]
+    evicted = hit.num_evicted if hit.snapshot else ()
+    return Part(hit.num_tokens, *(np.array(values, np.int32) for values in (places, hit.starts, groups, evicted)))
+
+
+def _waiting(engine: Engine, request: RequestOutput | str) -> Sequence:
+    """Returns a request as a sequence that waits to continue its text.
+
+    Raises:
+      SessionError: no request has this id.
+    """
+    if isinstance(request, RequestOutput):
+        prompt, kv, num_question = request.prompt_token_ids, KVState(request.cache_salt), request.num_question
+        text = [*prompt, *request.outputs[0].token_ids]
+    else:
+        if (running := engine.requests.get(request)) is None:
+            raise SessionError(f"no request {request!r:.80} runs or waits: give the output of one that has finished")
+        prompt, seq, rows = running.prompt_token_ids, running.completions[0].seq, engine.scheduler.rows
+        kv, num_question, text = KVState(seq.kv.salt), seq.num_question, seq.token_ids
+        if seq.row is not None:  # with its own state it does not wait for itself
+            kv, text = seq.kv, rows.token_ids[seq.row, : rows.num_known[seq.row]]
+    found = Sequence(-1, np.array(prompt, np.int32), SamplingParams(), (), 0, num_question=num_question, kv=kv)
+    found.token_ids = np.array([*text, 0], np.int32)  # the last one of a sequence is never taken from the cache
+    return found
+
+
+def _restore(engine: Engine, session: Session, folder: Path) -> None:
+    memory, runner = engine.memory, engine.executor
+    assert isinstance(runner, Runner)
+    device, count, state = memory.device, len(session.blocks), KVState(session.salt)
+    if count > device.num_available:
+        total = device.pool.num_blocks
+        raise SessionError(f"{folder} has {count:,} blocks, {device.num_available:,} of {total:,} are available")
+    engine.lock.begin_write()
+    ids = device.allocate(count)
+    engine.make_moves()  # the host receives what these blocks held
+    runner.cache = runner.mover.write(runner.cache, ids, session.blocks)
+    for part in session.parts:
+        _keep(engine, state, session, part, ids[part.places])
+    device.release(ids)
+
+
+def _keep(engine: Engine, state: KVState, session: Session, part: Part, ids: np.ndarray) -> None:
+    """Caches the blocks of a part; content that is cached already stays where it is."""
+    prefixes, token_ids = engine.memory.prefixes, session.token_ids[: part.num_tokens]
+    if len(part.num_evicted):
+        assert prefixes.snapshots is not None
+        held = HeldBlocks(ids, part.starts, part.groups, part.num_tokens, num_evicted=part.num_evicted)
+        prefixes.snapshots.keep(state, token_ids, session.num_context, held)
+        return
+    size, num_groups = engine.memory.block_size, len(engine.scheduler.layout.groups)
+    tables = np.full((num_groups, part.num_tokens // size), -1)
+    tables[part.groups, part.starts // size] = ids
+    kept = np.array(prefixes.insert(state, token_ids, tables.tolist()))
+    engine.memory.device.release(kept[kept != tables])
