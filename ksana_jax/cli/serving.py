@@ -29,7 +29,8 @@ Keys = Annotated[
 @takes_fields(
     ServerSettings,
     "host port allowed_hosts allowed_origins max_num_queued_reqs max_num_queued_tokens "
-    "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample",
+    "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample "
+    "session_dir",
 )
 def serve(
     model: Model,
@@ -45,6 +46,9 @@ def serve(
         ),
     ] = None,
     api_key_file: Keys = None,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="keys for /sessions, one a line", show_default="no sessions")
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
@@ -71,6 +75,7 @@ def serve(
             *(() if api_key is None else api_keys_of(api_key, "--api-key")),
             *(() if api_key_file is None else read_api_keys(api_key_file)),
         ),
+        admin_keys=() if admin_key_file is None else read_api_keys(admin_key_file),
         served_model_names=tuple(served_model_name or ()),
     )
     template = None if chat_template is None else read_template(model, chat_template)

@@ -40,7 +40,9 @@ PREFER = "operators.prefer"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
-    Refusal("kv_eviction", "disk_cache_dir", "eviction from blocks that were read from disk is untested"),
+    Refusal(
+        "kv_eviction", "disk_cache_dir", "the disk tier stores single blocks, and a snapshot is several: save sessions"
+    ),
     Refusal("kv_eviction", "shared_prefix_attention", "rows that evict have blocks of their own", principle=True),
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide which tokens later queries see", principle=True),

@@ -326,7 +326,7 @@ class LLM(LLMFacts):
           Number of tokens whose state was saved. It ends with a full block, unless the request has evicted tokens.
 
         Raises:
-          SessionError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
+          ValueError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
         """
         return sessions.save_session(self.engine, request, Path(path))
 
@@ -337,7 +337,7 @@ class LLM(LLMFacts):
           Number of tokens whose state was restored.
 
         Raises:
-          SessionError: files are damaged, the session was saved with another model, dtype, block size, attention
+          ValueError: files are damaged, the session was saved with another model, dtype, block size, attention
             pattern or eviction, or too few blocks of the pool are available; the cache stays as it is.
         """
         return sessions.restore_session(self.engine, Path(path))

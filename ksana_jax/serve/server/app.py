@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ksana_jax import __version__
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.serve.server import chat, completions, page, tokens
+from ksana_jax.serve.server import chat, completions, page, sessions, tokens
 from ksana_jax.serve.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.serve.server.errors import APIError, json_response
 from ksana_jax.serve.server.generation import as_api_error
@@ -57,6 +57,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/tokenizer_info", tokens.tokenizer_info),
         Route("/kv_events", kv_events),
         *page.routes(),
+        *(sessions.routes() if settings.session_dir is not None else ()),
     ]
     # A request with a key is no page's; allowed pages send a preflight request first, without the key.
     hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None
@@ -69,7 +70,12 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
             Middleware(LimitHeaders, most=settings.max_header_bytes),
             *checks,
             *([Middleware(CORSMiddleware, **cors, expose_headers=_EXPOSED)] if settings.allowed_origins else []),
-            Middleware(RequireKey, keys=settings.api_keys, open_paths=OPEN_PATHS | {page.PAGE_PATH}),
+            Middleware(
+                RequireKey,
+                keys=settings.api_keys,
+                open_paths=OPEN_PATHS | {page.PAGE_PATH},
+                admin_keys=settings.admin_keys,
+            ),
             Middleware(Errors),
         ],
         exception_handlers={HTTPException: _http_error},

@@ -15,6 +15,8 @@ from ksana_jax.serve.server.errors import APIError
 CLIENT = b"x-ksana-client"
 _CLIENT_NAME = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready"})
+# Paths of the server's owner begin so.
+ADMIN_PATHS = "/sessions/"
 
 
 def salt_of_key(key: bytes) -> str:
@@ -40,16 +42,25 @@ class RequireKey:
     Args:
       keys: without any, every request passes.
       open_paths: served without a key, exactly as written.
+      admin_keys: of ADMIN_PATHS, in the place of the others; without any, there are no such paths.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str], open_paths: Collection[str] = OPEN_PATHS):
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Collection[str],
+        open_paths: Collection[str] = OPEN_PATHS,
+        admin_keys: Collection[str] = (),
+    ):
         self._app, self._open = app, frozenset(open_paths)
-        self._keys = [key.encode() for key in keys]
+        self._keys, self._admin_keys = ([key.encode() for key in given] for given in (keys, admin_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in self._open:
+        admin = scope["type"] == "http" and self._admin_keys and scope["path"].startswith(ADMIN_PATHS)
+        keys = self._admin_keys if admin else self._keys
+        if scope["type"] == "http" and keys and scope["path"] not in self._open:
             given = [value for name, value in scope["headers"] if name == b"authorization"]
-            if (key := bearer_key(given, self._keys)) is None:
+            if (key := bearer_key(given, keys)) is None:
                 error = APIError(401, "no valid API key: send Authorization: Bearer KEY", code="invalid_api_key")
                 response = error.response()
                 response.headers["www-authenticate"] = "Bearer"

@@ -179,13 +179,23 @@ CHAT: Fields = {
     "reasoning_effort": Field(Only(why="the model's template decides"), "not supported"),
 }
 
-TOKENIZE: Fields = {
+_ONE_PROMPT: Fields = {
     "model": COMMON["model"],
     "prompt": Field(text(MAX_CHARS), "the text; or messages"),
     "messages": Field(structures.MESSAGES, "a conversation, in the place of prompt", read=structures.read_messages),
     "add_special_tokens": Field(BOOLEAN, "add the tokens that the model's files specify; of a conversation, none"),
     **_TEMPLATE,
+}
+
+TOKENIZE: Fields = {
+    **_ONE_PROMPT,
     "return_token_strs": Field(BOOLEAN, "return the text of each token too", default=False),
+}
+
+SAVE_SESSION: Fields = {
+    **_ONE_PROMPT,
+    "api_key": Field(text(512, 1), "the client's key, whose prefix cache has the text; absent where clients have none"),
+    "cache_salt": COMMON["cache_salt"],
 }
 
 DETOKENIZE: Fields = {

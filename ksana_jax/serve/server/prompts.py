@@ -57,6 +57,18 @@ async def completion_prompts(serving: Serving, values: dict[str, Any]) -> list[P
     return prompts
 
 
+async def one_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
+    """Returns the text or the conversation of a request that has one of them; raises APIError as `completion_prompts`
+    and `chat_prompt`."""
+    if (values["prompt"] is None) == (values["messages"] is None):
+        raise bad_request("give prompt or messages, one of them", "prompt")
+    if values["messages"] is None:
+        return await text_prompt(serving, values["prompt"], values["add_special_tokens"] is not False)
+    if values["add_special_tokens"]:
+        raise bad_request("add_special_tokens is True: the chat template writes special tokens", "add_special_tokens")
+    return await chat_prompt(serving, values)
+
+
 async def text_prompt(serving: Serving, text: str, add_special_tokens: bool, field: str = "prompt") -> Prompt:
     """Returns a text as a prompt; raises APIError as `completion_prompts`."""
     tokenizer = _tokenizer(serving.model, field)

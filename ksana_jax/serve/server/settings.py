@@ -63,6 +63,9 @@ class ServerSettings(HTTPSettings):
       kv_cache_metrics_sample: share of the blocks that are measured with kv_cache_metrics, above 0 and at most 1.
       ping_s: seconds without an event after which a stream carries a comment, which keeps proxies from closing it.
       max_header_bytes: maximum bytes of a request's first line and headers.
+      session_dir: folder for sessions that POST /sessions/NAME/save and /restore save and restore; None takes no such
+        requests.
+      admin_keys: requests to /sessions must send one of these; needed with session_dir.
     """
 
     allowed_origins: tuple[str, ...] = ()
@@ -73,6 +76,8 @@ class ServerSettings(HTTPSettings):
     kv_cache_metrics_sample: float = 0.01
     ping_s: float = 15.0
     max_header_bytes: int = 64 * 2**10
+    session_dir: str | None = None
+    admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,6 +90,8 @@ class ServerSettings(HTTPSettings):
             checks.integer("max_header_bytes", self.max_header_bytes, 1024),
             error=ConfigError,
         )
+        if self.session_dir is not None and not self.admin_keys:
+            raise ConfigError(f"session_dir is {self.session_dir!r} and needs admin_keys: any client could use it")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins has {origin!r:.80}, must be * or as https://chat.example:8443")

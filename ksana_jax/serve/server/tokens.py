@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ksana_jax.serve.server.errors import bad_request, json_response
 from ksana_jax.serve.server.fields import DETOKENIZE, TOKENIZE, read_fields
 from ksana_jax.serve.server.json_body import read_object
-from ksana_jax.serve.server.prompts import chat_prompt, check_model, text_prompt
+from ksana_jax.serve.server.prompts import check_model, one_prompt
 from ksana_jax.serve.server.state import serving_of
 
 
@@ -23,16 +23,7 @@ async def tokenize(request: Request) -> Response:
     model = serving.model
     values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=TOKENIZE))
     check_model(model, values["model"])
-    if (values["prompt"] is None) == (values["messages"] is None):
-        raise bad_request("give prompt or messages, one of them", "prompt")
-    if values["messages"] is not None:
-        if values["add_special_tokens"]:
-            raise bad_request(
-                "add_special_tokens is True: the chat template writes special tokens", "add_special_tokens"
-            )
-        prompt = await chat_prompt(serving, values)
-    else:
-        prompt = await text_prompt(serving, values["prompt"], values["add_special_tokens"] is not False)
+    prompt = await one_prompt(serving, values)
 
     def answer() -> Response:
         tokens = prompt.ids.tolist()
