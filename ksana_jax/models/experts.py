@@ -7,7 +7,8 @@ long.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = 
     shared = gated(function)
     combined = hidden or (lambda gate, up, spec: function(gate) * up)
 
-    def apply(x, p, linear, spec, real=None):
+    def apply(x, p, linear, spec, real=None, grouped=None):
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = route(linear(rows, p.w_router, p.b_router, dtype=jnp.float32), spec.experts)
         if real is not None:
@@ -47,7 +48,11 @@ def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = 
 
         matrices = p.w_gate_experts, p.w_up_experts, p.w_down_experts
         biases = p.b_gate_experts, p.b_up_experts, p.b_down_experts
-        found = each_expert(rows, chosen, (matrices, biases), of_expert, spec.experts)
+        products = [grouped(w) for w in matrices] if grouped else [None]
+        if None in products:
+            found = each_expert(rows, chosen, (matrices, biases), of_expert, spec.experts)
+        else:
+            found = all_experts(rows, chosen, products, biases, combined, spec.experts)
         out = summed(weights[..., None] * found).astype(x.dtype).reshape(x.shape)
         if not spec.experts.shared_d_ff:
             return out
@@ -142,3 +147,28 @@ def each_expert(
     found = jnp.zeros((chosen.size + size - 1, rows.shape[1]), rows.dtype)
     found = jax.lax.fori_loop(0, last_block[-1], block, found)
     return found[jnp.argsort(order)].reshape(num_tokens, k, -1)
+
+
+def all_experts(
+    rows: jax.Array,
+    chosen: jax.Array,
+    products: Sequence[Callable[..., jax.Array]],
+    biases: Sequence[jax.Array | None],
+    hidden: Hidden,
+    spec: ExpertsSpec,
+) -> jax.Array:
+    """Computes the chosen experts for rows [T, D] by products that take the rows of all experts at once.
+
+    Args:
+      chosen: [T, k], experts in [0, E); E for none, whose result is arbitrary.
+      products: of gate, up and down, see `Operators.grouped`. biases: theirs, [E, ...], or None.
+
+    Returns:
+      [T, k, D], the result of each token and expert.
+    """
+    (num_tokens, k), of_pairs = chosen.shape, chosen.reshape(-1)
+    order, counts = jnp.argsort(of_pairs, stable=True), jnp.bincount(of_pairs, length=spec.num_experts)
+    x, experts_of_x = rows[order // k], of_pairs[order]
+    of_rows = [None if b is None else b[experts_of_x] for b in biases]
+    gate, up, down = (functools.partial(f, counts=counts, b=b) for f, b in zip(products, of_rows, strict=True))
+    return down(hidden(gate(x), up(x), spec))[jnp.argsort(order)].reshape(num_tokens, k, -1)

@@ -26,8 +26,8 @@ class MLP(NamedTuple):
       matrices; matrices of other kinds stay as loaded.
     row_by_row: for `numerics: invariant`. Apart from `linear`, apply consists of functions of single numbers.
     activation: of a gated MLP, by which kernels compute it; None leaves it to `apply`.
-    routes: apply takes another argument, which rows are of tokens (bool [...]), or None if all are: the others may
-      have any result.
+    routes: apply takes two more arguments: which rows are of tokens (bool [...]), or None if all are, for the others
+      may have any result; and `Operators.grouped`, or None.
     """
 
     shapes: Callable[[int, MLPSpec], dict[str, tuple[int, ...]]]

@@ -78,6 +78,19 @@ ffi::Error LinearCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, 
   return ffi::Error::Success();
 }
 
+ffi::Error GroupedCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
+                       ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> y, int32_t stored, int32_t asked) {
+  if (!IsEither(stored)) return NeitherType();
+  GroupedProduct grouped{};
+  Product& p = grouped.all;
+  p.t = x.dimensions()[0], p.n = w.dimensions()[1], p.k = w.dimensions()[2];
+  p.x = Data(x), p.w = Data(w), p.scales = OrNull(scales), p.y = Data(y);
+  p.asked = static_cast<Stored>(asked);
+  grouped.groups = w.dimensions()[0], grouped.counts = counts.typed_data();
+  LinearOfGroups(grouped, static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
 Norm NormOf(const ffi::AnyBuffer& weight, float eps, bool plus_one) {
   return {static_cast<int64_t>(weight.element_count()), Data(weight), eps, plus_one};
 }
@@ -213,6 +226,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_linear, ksana::LinearCall,
                                   .Arg<ksana::ffi::AnyBuffer>()                // x
                                   .Arg<ksana::ffi::AnyBuffer>()                // w
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // scales
+                                  .Ret<ksana::ffi::AnyBuffer>()                // y
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("asked"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_grouped_linear, ksana::GroupedCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // x
+                                  .Arg<ksana::ffi::AnyBuffer>()                // w
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()  // scales
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // counts
                                   .Ret<ksana::ffi::AnyBuffer>()                // y
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("asked"));

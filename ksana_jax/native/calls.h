@@ -18,6 +18,14 @@ struct Product {
   Stored asked;  // type of y
 };
 
+// Products of rows that are sorted by group, with a matrix for each: the first counts[0] rows with the first of w
+// [groups, N, K]. Rows after the last group become zeros.
+struct GroupedProduct {
+  Product all;  // scales are [groups, N]
+  int64_t groups;
+  const int32_t* counts;
+};
+
 // Room for rows that are rounded to codes: as many as the widest has, [T, ...], and their scales [T]; or, with
 // in_blocks, a `BlockOfRow` for each 32 codes.
 struct Rounded {
@@ -54,6 +62,7 @@ struct Rest {
 
 void Attend(const Call& call, const Threads& threads);
 void Linear(const Product& product, Stored stored, const Threads& threads);
+void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads& threads);
 void RmsNorm(const Norm& norm, int64_t t, const char* x, char* y, Stored stored, const Threads& threads);
 void Project(const Projections& projections, Stored stored, const Threads& threads);
 void RunRest(const Rest& rest, Stored stored, const Threads& threads);

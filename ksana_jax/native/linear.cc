@@ -133,21 +133,51 @@ void OneJob(const Product& p, int64_t index, int64_t of_columns, typename Type::
   for (; column < last; ++column) Column<Type, 1>(p, row, end, column, copy);
 }
 
+// Computes products of the same N and K.
 template <typename Type>
-void Run(const Product& p, const Threads& threads) {
-  const int64_t of_rows = (p.t + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t of_columns = (p.n + kColumnsAtOnce - 1) / kColumnsAtOnce;
+void Run(const std::vector<Product>& products, const Threads& threads) {
+  if (products.empty()) return;
+  const int64_t n = products[0].n, k = products[0].k, of_columns = (n + kColumnsAtOnce - 1) / kColumnsAtOnce;
+  std::vector<int64_t> ends;  // of each product's jobs
+  int64_t jobs = 0, rows = 0;
+  for (const Product& p : products) {
+    ends.push_back(jobs += (p.t + kRowsAtOnce - 1) / kRowsAtOnce * of_columns);
+    rows += p.t;
+  }
   using Copy = std::vector<typename Type::Number>;
-  const auto make = [&] { return Copy(p.scales ? kColumns * p.k : 0); };
-  const auto run = [&](Copy& copy, int64_t index) { OneJob<Type>(p, index, of_columns, copy.data()); };
-  RunJobs(threads, of_rows * of_columns, make, run, p.t * p.n * p.k < kWorthThreads ? 1 : INT64_MAX);
+  const auto make = [&] { return Copy(products[0].scales ? kColumns * k : 0); };
+  const auto run = [&](Copy& copy, int64_t index) {
+    const int64_t at = std::upper_bound(ends.begin(), ends.end(), index) - ends.begin();
+    OneJob<Type>(products[at], at ? index - ends[at - 1] : index, of_columns, copy.data());
+  };
+  RunJobs(threads, jobs, make, run, rows * n * k < kWorthThreads ? 1 : INT64_MAX);
 }
 
 }  // namespace
 
 void Linear(const Product& product, Stored stored, const Threads& threads) {
-  if (stored == kFloat32) Run<Float32>(product, threads);
-  else Run<Bfloat16>(product, threads);
+  if (stored == kFloat32) Run<Float32>({product}, threads);
+  else Run<Bfloat16>({product}, threads);
+}
+
+void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads& threads) {
+  const Product& all = grouped.all;
+  const auto size = [](Stored kind) { return kind == kFloat32 ? sizeof(float) : sizeof(uint16_t); };
+  const int64_t of_x = all.k * size(stored), of_y = all.n * size(all.asked);
+  const int64_t of_w = all.n * all.k * (all.scales ? 1 : size(stored));
+  std::vector<Product> products;
+  int64_t row = 0;
+  for (int64_t group = 0; group < grouped.groups; ++group) {
+    const int64_t count = std::min<int64_t>(grouped.counts[group], all.t - row);
+    if (count <= 0) continue;
+    const float* scales = all.scales ? all.scales + group * all.n : nullptr;
+    products.push_back(
+        {count, all.n, all.k, all.x + row * of_x, all.w + group * of_w, scales, all.y + row * of_y, all.asked});
+    row += count;
+  }
+  std::memset(all.y + row * of_y, 0, (all.t - row) * of_y);
+  if (stored == kFloat32) Run<Float32>(products, threads);
+  else Run<Bfloat16>(products, threads);
 }
 
 }  // namespace ksana

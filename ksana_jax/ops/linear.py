@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.matrix import Matrix
-from ksana_jax.models.operators import Operators
+from ksana_jax.models.operators import Grouped, Operators
 from ksana_jax.models.params import Params
 from ksana_jax.ops.packing import packed
 
@@ -37,6 +38,7 @@ class LinearImplementation(NamedTuple):
     fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
     compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
+    grouped: products of rows that are sorted by expert, see `Operators`.
     needs: hardware and software that it runs on, for readers.
     """
 
@@ -47,6 +49,7 @@ class LinearImplementation(NamedTuple):
     fused: str | None = None
     compute_capability: tuple[int, int] | None = None
     row_by_row: bool = False
+    grouped: Grouped | None = None
     needs: str = ""
 
     def why_not(self, platform: str, dtype: str, compute_capability: tuple[int, int] | None = None) -> str | None:
@@ -59,9 +62,9 @@ class LinearImplementation(NamedTuple):
     def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
         """Returns the operators of a network with these products and some norms."""
         if self.fused is None:
-            return Operators(self.apply, normaliser)
+            return Operators(self.apply, normaliser, grouped=self.grouped)
         module, name = self.fused.split(":")
-        return getattr(importlib.import_module(module), name)(self.apply, normaliser)
+        return getattr(importlib.import_module(module), name)(self.apply, normaliser, grouped=self.grouped)
 
     def weights(self, params: Params, config: ModelConfig, joins: bool, *, consume: bool = False) -> Params:
         """Returns weights in the form that the products read.
@@ -84,6 +87,14 @@ def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, 
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return linear(x, w.codes, b, dtype=dtype, scales=w.scales)
     return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else linear(x, w, b, dtype=dtype)
+
+
+def _native_grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
+    from ksana_jax.native.linear import grouped_linear
+
+    if isinstance(w, Int8Matrix) and not w.rounds_inputs:
+        return functools.partial(grouped_linear, w=w.codes, scales=w.scales)
+    return None if isinstance(w, Matrix) else functools.partial(grouped_linear, w=w)
 
 
 def _mixed(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -135,10 +146,11 @@ LINEAR_IMPLEMENTATIONS = (
         packs=True,
         fused="ksana_jax.ops.packed:PackedOperators",
         row_by_row=True,
+        grouped=_native_grouped,
         needs=f"{_NEEDS}; bf16: no AMX",
     ),
-    LinearImplementation("mixed", _mixed, _not_native, needs=_NEEDS),
-    LinearImplementation("native", _native, _not_native, row_by_row=True, needs=_NEEDS),
+    LinearImplementation("mixed", _mixed, _not_native, grouped=_native_grouped, needs=_NEEDS),
+    LinearImplementation("native", _native, _not_native, row_by_row=True, grouped=_native_grouped, needs=_NEEDS),
     LinearImplementation(
         "hopper",
         _fused,

@@ -85,7 +85,7 @@ class TensorParallel(Placement):
         return layout.with_heads(max(here // of_head, 1))
 
     def operators(self, operators: Operators) -> Operators:
-        return DividedOperators(operators.linear, operators.normaliser)
+        return DividedOperators(operators.linear, operators.normaliser, grouped=operators.grouped)
 
     def vocabulary(self, config: ModelConfig) -> Vocabulary:
         return DividedVocabulary(config.vocab_size, self.num_devices, features=self.features)

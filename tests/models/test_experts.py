@@ -13,8 +13,9 @@ from ksana_jax.core.layer_spec import ExpertsSpec, MLPSpec
 from ksana_jax.models.experts import MOST_ROWS, block_rows, each_expert, route
 from ksana_jax.models.layers import linear
 from ksana_jax.models.mlp import MLPS
-from ksana_jax.models.params import param_shapes
+from ksana_jax.models.params import param_shapes, quantised
 from ksana_jax.native.linear import linear as native
+from ksana_jax.ops.linear import choose_linear
 from tests.machine import native_products
 from tests.models.own_kinds import CONFIGS, weights
 
@@ -118,9 +119,9 @@ def test_a_step_of_an_engine_sends_its_padding_to_no_expert(monkeypatch):
     """A prompt of 3 tokens in a step of 16 rows, and decoding in a step of several rows, compute 2 pairs a token."""
     counts, kind = [], MLPS["swiglu_experts"]
 
-    def apply(x, p, linear, spec, real):
+    def apply(x, p, linear, spec, real, grouped):
         jax.debug.callback(lambda n: counts.append(int(n)), real.sum())
-        return kind.apply(x, p, linear, spec, real)
+        return kind.apply(x, p, linear, spec, real, grouped)
 
     monkeypatch.setitem(MLPS, "swiglu_experts", kind._replace(apply=apply))
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "query_tile": 16, "block_size": 16, "num_blocks": 8}
@@ -138,8 +139,31 @@ def test_a_row_does_not_depend_on_the_other_rows(num_others):
     """Bit by bit, with products of which that is true."""
     params, config = weights("experts").layers[0], CONFIGS["experts"]
     x = jnp.asarray(rng.standard_normal((1 + num_others, config.d_model)), jnp.float32)
-    apply = jax.jit(lambda x: MLPS["swiglu_experts"].apply(x, params, native, config.layers[0].mlp))
-    np.testing.assert_array_equal(apply(x)[0], apply(x[:1])[0])
+    grouped = choose_linear("cpu", "float32", "native").grouped
+    for given in (None, grouped):
+        apply = jax.jit(
+            lambda x, g=given: MLPS["swiglu_experts"].apply(x, params, native, config.layers[0].mlp, None, g)
+        )
+        np.testing.assert_array_equal(apply(x)[0], apply(x[:1])[0])
+
+
+@native_products
+@pytest.mark.parametrize("name", ["experts", "clamped"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+def test_products_of_all_experts_at_once_give_the_numbers_of_blocks(name, quantization):
+    """Bit by bit, for tokens; w8a8 has no such products."""
+    params, spec = quantised(weights(name), quantization).layers[0], CONFIGS[name].layers[0].mlp
+    of, calls = choose_linear("cpu", "float32", "native"), []
+
+    def counted(w):
+        calls.append(of.grouped(w))
+        return calls[-1]
+
+    x, real = jnp.asarray(rng.standard_normal((19, CONFIGS[name].d_model)), jnp.float32), np.arange(19) % 5 > 0
+    apply = MLPS[CONFIGS[name].mlp].apply
+    blocks, at_once = (apply(x, params, of.apply, spec, jnp.array(real), g) for g in (None, counted))
+    assert len(calls) == 3 and [call is None for call in calls] == [quantization == "w8a8"] * 3
+    np.testing.assert_array_equal(np.asarray(blocks)[real], np.asarray(at_once)[real])
 
 
 def test_experts_of_a_spec_without_them_have_no_shared_mlp():

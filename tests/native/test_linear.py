@@ -115,3 +115,74 @@ def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch
 def test_a_cpu_without_wide_registers_is_served_by_xla(features, monkeypatch):
     monkeypatch.setattr("ksana_jax.core.processor.features", lambda: frozenset(features))
     assert choose_linear("cpu", "float32").name == "xla"
+
+
+def of_groups(x, w, counts, scales=None):
+    """The definition in float64."""
+    wide = np.asarray(w, np.float64) if scales is None else np.asarray(w, np.float64) * np.asarray(scales)[..., None]
+    group = np.repeat(np.arange(len(w)), counts)
+    found = np.zeros((len(x), w.shape[1]))
+    found[: len(group)] = np.einsum("tk,tnk->tn", np.asarray(x, np.float64)[: len(group)], wide[group])
+    return found
+
+
+COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "the last has none": [2, 5, 0, 0], "none": [0, 0, 0, 0]}
+
+
+@native_products
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize("as_codes", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_zero(name, dtype, as_codes):
+    from ksana_jax.native.linear import grouped_linear
+
+    counts = COUNTS[name]
+    x, w, scales = drawn(sum(counts) + 2, 40, dtype=dtype), drawn(4, 43, 40, dtype=dtype), None
+    if as_codes:
+        made = jax.vmap(quantise)(w)
+        w, scales = made.codes, made.scales
+    found = jax.jit(lambda *args: grouped_linear(*args, dtype=jnp.float32, scales=scales))(x, w, jnp.array(counts))
+    np.testing.assert_allclose(found, of_groups(x, w, counts, scales), atol=4e-5)
+    assert not found[sum(counts) :].any()
+    b = drawn(len(x), 43, dtype=dtype)
+    biased = grouped_linear(x, w, jnp.array(counts), b, scales=scales)
+    assert biased.dtype == x.dtype
+    np.testing.assert_array_equal(biased, (found + b).astype(dtype))
+
+
+@native_products
+def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
+    from ksana_jax.native.linear import grouped_linear, linear
+
+    x, w, counts = drawn(76, 40), drawn(4, 43, 40), [3, 0, 1, 72]
+    found = grouped_linear(x, w, jnp.array(counts))
+    np.testing.assert_array_equal(found[1], linear(x[1:2], w[0])[0])
+    np.testing.assert_array_equal(found[75], linear(x[75:], w[3])[0])
+
+
+@native_products
+def test_more_rows_than_there_are_cannot_be_asked_for():
+    from ksana_jax.native.linear import grouped_linear
+
+    x, w = drawn(5, 40), drawn(3, 43, 40)
+    found = grouped_linear(x, w, jnp.array([4, 2**30, -3]))
+    np.testing.assert_allclose(found, of_groups(x, w, [4, 1, 0]), atol=4e-5)
+
+
+@native_products
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"counts": jnp.zeros(2, jnp.int32)}, "counts"),
+        ({"b": drawn(5, 42)}, "the bias"),
+        ({"scales": drawn(3, 42), "w": jnp.zeros((3, 43, 40), jnp.int8)}, "scales"),
+        ({"x": drawn(5, 39)}, "each matrix"),
+    ],
+)
+def test_groups_whose_shapes_do_not_fit_are_refused(changed, said):
+    from ksana_jax.native.linear import grouped_linear
+
+    given = {"x": drawn(5, 40), "w": drawn(3, 43, 40), "counts": jnp.zeros(3, jnp.int32)} | changed
+    with pytest.raises(ValueError, match=said):
+        grouped_linear(**given)
