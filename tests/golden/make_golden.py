@@ -392,7 +392,7 @@ def write_weights(folder: Path, dtype: torch.dtype, rng: np.random.Generator) ->
             num_experts, num_in, num_out = tensors.pop(name).shape
             blocks = num_experts, num_out, num_in // 32
             tensors[f"{name}_blocks"] = torch.tensor(rng.integers(0, 256, (*blocks, 16)), dtype=torch.uint8)
-            # Of numbers that are multiplied by 2 ** (scale - 127), and are 2.5 on average.
+            # Numbers of 2.5 on average are multiplied by 2 ** (scale - 127).
             tensors[f"{name}_scales"] = torch.tensor(rng.integers(121, 126, blocks), dtype=torch.uint8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

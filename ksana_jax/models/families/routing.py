@@ -17,7 +17,7 @@ NAMES = OTHER_NAMES | {
     "w_up_experts": "mlp.experts.{}.up_proj.weight",
     "w_down_experts": "mlp.experts.{}.down_proj.weight",
 }
-# Of layers without experts.
+# Names in layers without experts among others.
 PLAIN_NAMES = {field: name for field, name in LAYER_NAMES.items() if name.startswith("mlp.")}
 MLPS = {"silu": "swiglu_experts", "swish": "swiglu_experts"}
 # Fields of other ways to choose experts, with the values at which they change nothing. transformers ignores them in
