@@ -48,7 +48,7 @@ def experts(function: Callable[[jax.Array], jax.Array], hidden: Hidden | None = 
 
         matrices = p.w_gate_experts, p.w_up_experts, p.w_down_experts
         biases = p.b_gate_experts, p.b_up_experts, p.b_down_experts
-        products = [grouped(w) for w in matrices] if grouped else [None]
+        products: list[Any] = [grouped(w) for w in matrices] if grouped else [None]
         if None in products:
             found = each_expert(rows, chosen, (matrices, biases), of_expert, spec.experts)
         else:
