@@ -11,6 +11,7 @@ TASKS: dict[str, str] = {
     "generate": "ksana_jax.lab.experiments.tasks.generate:Generate",
     "memory_sharing": "ksana_jax.lab.experiments.tasks.memory_sharing:MemorySharing",
     "prefix_cache": "ksana_jax.lab.experiments.tasks.prefix_cache:PrefixCache",
+    "chat": "ksana_jax.lab.experiments.tasks.chat:Chat",
     "agreement": "ksana_jax.lab.experiments.tasks.agreement:Agreement",
     "completions": "ksana_jax.lab.experiments.tasks.completions:Completions",
     "harness": "ksana_jax.lab.experiments.tasks.harness:Harness",

@@ -16,7 +16,7 @@ from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
 if TYPE_CHECKING:
-    from ksana_jax import LLM, SamplingParams
+    from ksana_jax import LLM, RequestOutput, SamplingParams
 
 # Partner engines of an engine by key, kept as long as it: trials that share one also share its partners' steps.
 _TWINS: weakref.WeakKeyDictionary[LLM, dict[str, LLM]] = weakref.WeakKeyDictionary()
@@ -73,7 +73,12 @@ def with_changes(llm: LLM, **changes: Any) -> LLM:
 
 
 def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[SamplingParams]) -> Measurement:
-    """Serves prompts that all arrive at once; measures seconds, tokens, steps, blocks and prefix cache hits.
+    """Serves prompts that all arrive at once; see `timed_work`."""
+    return timed_work(llm, lambda: llm.generate(list(prompts), list(params)))
+
+
+def timed_work(llm: LLM, work: Callable[[], list[RequestOutput]]) -> Measurement:
+    """Measures seconds, tokens, steps, blocks and prefix cache hits of an engine that serves the requests of `work`.
 
     cpu_seconds: of all threads of this process, which other programs lengthen less than seconds.
     hit_rate: fraction of the prompt tokens found in the cache. ttft_s: mean over requests. mean_blocks, mean_unshared:
@@ -82,7 +87,7 @@ def timed(llm: LLM, prompts: Sequence[Mapping[str, Any]], params: Sequence[Sampl
     """
     llm.clear_records()
     compiled, began, cpu_began = llm.num_compilations, time.perf_counter(), time.process_time()
-    outputs = [output.check() for output in llm.generate(list(prompts), list(params))]
+    outputs = [output.check() for output in work()]
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     records = list(llm.records)
     peak = max(records, key=lambda r: r.unshared_blocks)
