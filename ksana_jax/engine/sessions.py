@@ -6,6 +6,7 @@ snapshots of its beginnings (`kv.snapshots`), from the end of a prompt's context
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,8 @@ def _copied(engine: Engine, request: RequestOutput | str) -> Session | None:
         prefixes.unpin(hit)
     if hits[0].awaits:
         return None
-    found = [_part(hit, nodes) for hit in hits if hit.nodes]
+    places = {node: place for place, node in enumerate(nodes)}
+    found = [_part(hit, places) for hit in hits if hit.nodes]
     return Session(text[: hits[0].num_tokens], seq.num_context, seq.kv.salt, found, blocks)
 
 
@@ -107,10 +109,10 @@ def _read(engine: Engine, nodes: list[Node]) -> np.ndarray:
     return blocks
 
 
-def _part(hit: Hit, nodes: list[Node]) -> Part:
-    places, groups = [nodes.index(node) for node in hit.nodes], [node.group for node in hit.nodes]
+def _part(hit: Hit, places: Mapping[Node, int]) -> Part:
+    found, groups = [places[node] for node in hit.nodes], [node.group for node in hit.nodes]
     evicted = hit.num_evicted if hit.snapshot else ()
-    return Part(hit.num_tokens, *(np.array(values, np.int32) for values in (places, hit.starts, groups, evicted)))
+    return Part(hit.num_tokens, *(np.array(values, np.int32) for values in (found, hit.starts, groups, evicted)))
 
 
 def _waiting(engine: Engine, request: RequestOutput | str) -> Sequence:
