@@ -36,6 +36,7 @@ SOME = {
     refusals.PREFER: {"operators": {"prefer": "agreement"}},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
     "data_parallel_size": {"data_parallel_size": 2},
+    "enable_lora": {"enable_lora": True},
     "distributed": {"distributed": {"coordinator_address": "a:1", "num_processes": 2, "process_id": 0}},
     "disk_cache_dir": {"disk_cache_dir": "x", "enable_prefix_caching": True, "host_cache_bytes": 2**20},
     "beam_width": {"beam_width": 2},

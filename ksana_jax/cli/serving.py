@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,9 +10,10 @@ import typer
 
 from ksana_jax.cli.fields import takes_fields
 from ksana_jax.cli.options import ChatTemplate, Model, read_template
-from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys
+from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys, read_lora_modules
 
 if TYPE_CHECKING:
+    from ksana_jax.core.lora import LoRARequest
     from ksana_jax.engine.async_llm import AsyncLLM
 
 Settings = Annotated[
@@ -53,6 +55,14 @@ def serve(
         list[str] | None,
         typer.Option(help="name of the model for clients; may be given several times", show_default="its own"),
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="an adapter that PEFT has saved, a model of its own for clients; may be given several times",
+            metavar="NAME=PATH",
+            show_default="none",
+        ),
+    ] = None,
     chat_template: ChatTemplate = None,
     warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
 ) -> None:
@@ -77,11 +87,14 @@ def serve(
         ),
         admin_keys=() if admin_key_file is None else read_api_keys(admin_key_file),
         served_model_names=tuple(served_model_name or ()),
+        lora_modules=read_lora_modules(lora_modules or ()),
     )
     template = None if chat_template is None else read_template(model, chat_template)
     engine = _with_cache(dotlist(settings or []))
+    if given.lora_modules:
+        engine = {"enable_lora": True, **engine}
     listener = listen(given)
-    raise typer.Exit(run(lambda: _load(model, engine, template, warm_up), given, listener))
+    raise typer.Exit(run(lambda: _load(model, engine, template, warm_up, given.lora_modules), given, listener))
 
 
 def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
@@ -89,12 +102,20 @@ def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
     return {"enable_prefix_caching": True, **settings}
 
 
-def _load(model: str, settings: dict[str, Any], chat_template: str | None, warm_up: bool) -> AsyncLLM:
+def _load(
+    model: str,
+    settings: dict[str, Any],
+    chat_template: str | None,
+    warm_up: bool,
+    adapters: Sequence[LoRARequest] = (),
+) -> AsyncLLM:
     """Loads a model; called in a thread while the server listens."""
     from ksana_jax.core.request import SamplingParams
     from ksana_jax.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(model, **settings)
+    for adapter in adapters:  # says now which cannot be used
+        llm.engine.factory.adapter_of(adapter)
     if chat_template is not None and llm.tokenizer is not None:
         llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:

@@ -33,8 +33,6 @@ the chat template shows tools to the model; calls in an answer stay text
     reasoning_parser = None | "qwen3"
 text only: parts of a content are joined by line breaks
     chat_template_content_format = "auto", "string" | "auto"; "openai"
-no adapters: merge them into the weights
-    lora_modules = None | "sql=/adapters/sql"
 no TLS: put a proxy in front that ends it
     ssl_keyfile = None | "key.pem"
     ssl_certfile = None | "cert.pem"

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, RequestOutput, SamplingParams
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
@@ -117,12 +118,14 @@ class AsyncLLM:
         *,
         cache_salt: str = "",
         delta: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Completes a prompt; yields its output whenever it has grown. Arguments and errors as for `submit`.
 
         The request is aborted if the reader closes the iterator, or its task is cancelled.
         """
-        async with await self.submit(prompt, sampling_params, request_id, cache_salt=cache_salt, delta=delta) as stream:
+        given = {"cache_salt": cache_salt, "delta": delta, "lora_request": lora_request}
+        async with await self.submit(prompt, sampling_params, request_id, **given) as stream:
             async for output in stream:
                 yield output
 
@@ -135,6 +138,7 @@ class AsyncLLM:
         cache_salt: str = "",
         delta: bool = False,
         streams: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Checks and queues a request; returns the stream of its output.
 
@@ -146,6 +150,7 @@ class AsyncLLM:
           delta: outputs have only the news since the last one; otherwise all of the request's output so far, which
             takes time quadratic in the length.
           streams: False reports completions only at their ends, which saves time.
+          lora_request: an adapter, in an engine with `enable_lora`.
 
         Raises:
           ValueError: the request can never be served, or its id is in use; nothing is queued.
@@ -153,9 +158,8 @@ class AsyncLLM:
           RuntimeError: this is a forked child of the engine's process.
           Exception: raised by `admission`.
         """
-        [stream] = await self.submit_all(
-            [prompt], sampling_params, [request_id], cache_salt=cache_salt, delta=delta, streams=streams
-        )
+        given = {"cache_salt": cache_salt, "delta": delta, "streams": streams, "lora_request": lora_request}
+        [stream] = await self.submit_all([prompt], sampling_params, [request_id], **given)
         return stream
 
     async def submit_all(
@@ -167,6 +171,7 @@ class AsyncLLM:
         cache_salt: str = "",
         delta: bool = False,
         streams: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestStream]:
         """Checks and queues several requests, all or none; see `submit`.
 
@@ -180,6 +185,9 @@ class AsyncLLM:
         asked = await self._read(list(prompts), sampling_params, streams)
         if request_ids is not None:
             asked = [one._replace(request_id=name) for one, name in zip(asked, request_ids, strict=True)]
+        if lora_request is not None:
+            await self.threads.run(self.engine.factory.adapter_of, lora_request)
+            asked = [one._replace(lora_request=lora_request) for one in asked]
         if cache_salt:
             asked = [one._replace(cache_salt=cache_salt) for one in asked]
         # From here to the end no other task runs: what is checked stays true until the requests are queued.

@@ -104,10 +104,11 @@ class RequestFactory:
             raise ValueError("this engine has no tokenizer: set detokenize=False")
         self._check_room(count, asked.num_question, params)
         if asked.lora_request is not None:
-            self._adapter_of(asked.lora_request)
+            self.adapter_of(asked.lora_request)
         return bad_words
 
-    def _adapter_of(self, asked: LoRARequest) -> AdapterUse:
+    def adapter_of(self, asked: LoRARequest) -> AdapterUse:
+        """Returns the adapter that a request names, read if need be; raises ValueError if it cannot be used."""
         if self.adapters is None:
             raise ValueError("this engine takes no adapters: a lora_request needs enable_lora=True")
         return self.adapters.use(asked)
@@ -167,7 +168,7 @@ class RequestFactory:
         request = Request(request_id, asked.prompt, token_ids, params, RequestMetrics(arrival_s))
         salt = asked.cache_salt
         if asked.lora_request is not None:
-            request.adapter = self._adapter_of(asked.lora_request)
+            request.adapter = self.adapter_of(asked.lora_request)
             salt = request.adapter.salted(salt)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]

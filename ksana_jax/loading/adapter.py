@@ -133,15 +133,17 @@ def _of_module(settings: Mapping[str, Any], pattern: str, otherwise: str, module
 
 def _modules(config: ModelConfig) -> dict[str, _Module]:
     """Returns the linear modules of a model that adapters may change, by name."""
-    places, found = adaptable(config), {}
+    places = adaptable(config)
+    found: dict[str, _Module] = {}
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     for source, (path, _) in zip(sources_of(config), shapes, strict=True):
         field = path[-1].name
         if path[0].name != "layers" or field not in places[layer := path[1].idx]:
             continue
         [(tensor, stored)] = source.tensors.items()
-        size = stored[::-1] if source.transposed else stored
-        found.setdefault(tensor.removesuffix(".weight"), _Module(*size, [])).fields.append((layer, field, source.rows))
+        rows, columns = stored[::-1] if source.transposed else stored
+        module = found.setdefault(tensor.removesuffix(".weight"), _Module(rows, columns, []))
+        module.fields.append((layer, field, source.rows))
     return found
 
 

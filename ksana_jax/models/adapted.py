@@ -6,6 +6,7 @@ for all tokens, and leaves to each token those of its slot.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -116,13 +117,14 @@ def write_slot(p: LayerParams, shapes: Mapping[str, tuple[int, int]], slot: int,
         pairs = [_padded(adapter.get(part), shapes[part], rank, w.a[0].dtype) for part in parts]
         new[name] = tuple(zip(*pairs, strict=True))
     written = _write(held, new, np.int32(slot))
-    changed = {name: getattr(p, name).replace(a=a, b=b) for name, (a, b) in written.items()}
+    changed = {name: dataclasses.replace(getattr(p, name), a=a, b=b) for name, (a, b) in written.items()}
     return p.replace(**changed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bound(p: LayerParams, slots: jax.Array) -> LayerParams:
     """Returns a layer's weights for a step whose tokens have these slots."""
-    changed = {name: w.replace(slots=slots) for name, w in weights_of(p).items() if isinstance(w, Adapted)}
+    adapted = {name: w for name, w in weights_of(p).items() if isinstance(w, Adapted)}
+    changed = {name: dataclasses.replace(w, slots=slots) for name, w in adapted.items()}
     return p.replace(**changed)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -127,6 +127,7 @@ _ALL = [
     Setting("numerics invariant", "numerics", {"numerics": "invariant"}, keeps=True),
     Setting("quantization int8", "weights", {"quantization": "int8"}),
     Setting("quantization w8a8", "weights", {"quantization": "w8a8"}),
+    Setting("enable_lora", "adapters", {"enable_lora": True}, keeps=True),
     Setting("embedding_device host", "embedding", {"embedding_device": "host"}, keeps=True),
 ]
 SETTINGS = {setting.name: setting for setting in _ALL}
@@ -164,6 +165,7 @@ _compiled = operator.attrgetter(
     "embedding_device",
     "numerics",
     "tensor_parallel_size",
+    "enable_lora",
 )
 
 

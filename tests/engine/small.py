@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import operator
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from ksana_jax.core.request import CompletionOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import group_layers
+from ksana_jax.loading.load import load_model
 from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
@@ -110,18 +112,32 @@ _OF_A_RUNNER = operator.attrgetter(
     "embedding_device",
     "operators",
     "numerics",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
 )
 _programs: dict = collections.defaultdict(dict)
 
 
-def make_llm(tokenizer: Tokenizer | None = None, pattern=None, programs: dict | None = None, **settings) -> LLM:
+@functools.cache
+def _stored(folder: Path, dtype: str):
+    return load_model(folder, dtype)
+
+
+def make_llm(
+    tokenizer: Tokenizer | None = None,
+    pattern=None,
+    programs: dict | None = None,
+    folder: Path | None = None,
+    **settings,
+) -> LLM:
     """An engine with one bucket of each kind, so that it has three shapes of steps; engines that compile the same steps
-    share them, unless a dict of programs is given."""
-    model_config, params = model()
+    share them, unless a dict of programs is given. folder: of another model."""
+    model_config, params = model() if folder is None else _stored(folder, settings.get("dtype", "f32"))
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    key = _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
+    key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
     buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
     few = dataclasses.replace(
         buckets,

@@ -196,13 +196,15 @@ async def openapi(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """Answers with the names under which the model is served."""
+    """Answers with the names under which the model is served, and its adapters."""
     served = serving_of(request).model
-    return json_response({"object": "list", "data": [_model(served, name) for name in served.names]})
+    return json_response(
+        {"object": "list", "data": [_model(served, name) for name in (*served.names, *served.adapters)]}
+    )
 
 
 async def model(request: Request) -> Response:
-    """Answers with one name of the model."""
+    """Answers with one name of the model, or an adapter."""
     served, name = serving_of(request).model, request.path_params["name"]
     check_model(served, name)
     return json_response(_model(served, name))
@@ -215,7 +217,7 @@ def _model(served: ServedModel, name: str) -> dict[str, object]:
         "created": served.created,
         "owned_by": "ksana_jax",
         "root": served.names[0],
-        "parent": None,
+        "parent": served.names[0] if name in served.adapters else None,
         "max_model_len": served.max_model_len,
         "has_chat_template": served.tokenizer is not None and served.tokenizer.chat_template is not None,
     }

@@ -40,9 +40,10 @@ async def create(request: Request) -> Response:
     check_length(model, [prompt], asked, "messages")
     stream, salt = values["stream"], cache_salt(request, values["cache_salt"])
     kind = "chat.completion.chunk" if stream else "chat.completion"
-    head, with_ids = head_of(model, "chatcmpl", kind, values["request_id"]), values["return_token_ids"]
+    head, with_ids = head_of(model, "chatcmpl", kind, values), values["return_token_ids"]
     ids = {"prompt_token_ids": prompt.ids.tolist()} if with_ids else {}
-    streams = await submit(serving, [prompt], params, CHAT, request_id=head["id"], salt=salt, streams=stream)
+    given = {"request_id": head["id"], "salt": salt, "adapter": model.adapters.get(values["model"])}
+    streams = await submit(serving, [prompt], params, CHAT, streams=stream, **given)
     if stream:
         choices = [ChatChoice(index, model.texts, num_top, with_ids) for index in range(params.n)]
         chunks = Chunks(head, choices, Usage(len(prompt.ids)), *streams_usage(values), ids)

@@ -31,7 +31,7 @@ async def create(request: Request) -> Response:
     check_model(model, values["model"])
     asked = _Asked(values, model, await completion_prompts(serving, values))
     salt = cache_salt(request, values["cache_salt"])
-    head = head_of(model, "cmpl", "text_completion", values["request_id"])
+    head = head_of(model, "cmpl", "text_completion", values)
     streams = await submit(
         serving,
         asked.prompts,
@@ -40,6 +40,7 @@ async def create(request: Request) -> Response:
         request_id=head["id"],
         salt=salt,
         streams=values["stream"],
+        adapter=model.adapters.get(values["model"]),
     )
     if values["stream"]:
         chunks = Chunks(head, asked.choices(), asked.usage(), *streams_usage(values))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ksana_jax.core.errors import ContextLengthError
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from ksana_jax.engine.async_llm import NotServing
 from ksana_jax.engine.request_stream import RequestStream
@@ -66,11 +67,13 @@ async def submit(
     request_id: str,
     salt: str,
     streams: bool,
+    adapter: LoRARequest | None = None,
 ) -> list[RequestStream]:
     """Passes prompts to the engine, all or none; returns the streams of their outputs, as deltas.
 
     Args:
       streams: whether each token is wanted as it comes.
+      adapter: that the prompts are completed with; None for the model alone.
 
     Raises:
       APIError: 400: one can never be served; 429: the queue is full; 503: the engine takes none.
@@ -79,8 +82,9 @@ async def submit(
     # A client may give one id to several requests that run at once.
     ids = [f"{request_id}-{number}-{secrets.token_hex(4)}" for number in range(len(prompts))]
     asked = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
+    given = {"cache_salt": salt, "delta": True, "streams": streams, "lora_request": adapter}
     try:
-        return await serving.llm.submit_all(asked, params, ids, cache_salt=salt, delta=True, streams=streams)
+        return await serving.llm.submit_all(asked, params, ids, **given)
     except ContextLengthError as error:
         raise bad_request(str(error), prompt_field(fields), TOO_LONG) from None
     except ValueError as error:

@@ -7,9 +7,10 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ksana_jax import __version__
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.sources import display_name, model_path
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.loading.digest import digest_of_files
@@ -26,6 +27,7 @@ class ServedModel:
       max_model_len: maximum tokens of prompt plus output.
       fingerprint: of weights and settings of the engine; equal ones give equal tokens to equal seeds.
       created: Unix time in seconds.
+      adapters: of the model, by the names under which requests choose them.
     """
 
     names: tuple[str, ...]
@@ -34,6 +36,7 @@ class ServedModel:
     vocab_size: int
     fingerprint: str
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    adapters: Mapping[str, LoRARequest] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -67,11 +70,11 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
+def served_model(llm: AsyncLLM, names: Sequence[str], adapters: Sequence[LoRARequest] = ()) -> ServedModel:
     """Returns the description of an engine's model.
 
     Args:
-      names: empty takes the name under which it was loaded.
+      names: empty takes the name under which it was loaded. adapters: of the model.
     """
     return ServedModel(
         tuple(names) or (_name(llm),),
@@ -79,6 +82,7 @@ def served_model(llm: AsyncLLM, names: Sequence[str]) -> ServedModel:
         llm.max_model_len,
         llm.model_config.vocab_size,
         _fingerprint(llm),
+        adapters={adapter.lora_name: adapter for adapter in adapters},
     )
 
 

@@ -31,11 +31,12 @@ class Prompt(NamedTuple):
 
 
 def check_model(model: ServedModel, given: str | None) -> None:
-    """Checks that a request asks for the model that is served; raises APIError, status 404."""
-    if given is not None and given not in model.names:
+    """Checks that a request asks for the model that is served or one of its adapters; raises APIError, status 404."""
+    names = *model.names, *model.adapters
+    if given is not None and given not in names:
         raise APIError(
             404,
-            f"model {given!r:.120} does not exist; served: {', '.join(model.names)}",
+            f"model {given!r:.120} does not exist; served: {', '.join(names)}",
             param="model",
             code="model_not_found",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,13 +18,14 @@ from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.sse import until_disconnect
 
 
-def head_of(model: ServedModel, prefix: str, kind: str, request_id: str | None) -> dict[str, Any]:
-    """Returns the fields that all chunks of a reply share; request_id: as the client gives it."""
+def head_of(model: ServedModel, prefix: str, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that all chunks of a reply share; values: of the request."""
+    name, request_id = values["model"], values["request_id"]
     return {
         "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": model.name,
+        "model": name if name in model.adapters else model.name,
         "system_fingerprint": model.fingerprint,
     }
 

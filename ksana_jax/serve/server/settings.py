@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError, system_reason
+from ksana_jax.core.lora import LoRARequest
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
@@ -56,6 +58,7 @@ class ServerSettings(HTTPSettings):
         the server's own.
       served_model_names: names that clients may use for the model; answers carry the first; empty takes the
         name under which it was loaded.
+      lora_modules: adapters of the model, each served as a model with its own name; the engine has `enable_lora`.
       max_num_queued_reqs: completions that may wait or run at once, more are told 429; None takes four times
         max_num_seqs, at least 1024.
       max_num_queued_tokens: prompt tokens that may wait to be computed; None takes 600 seconds of prefill.
@@ -70,6 +73,7 @@ class ServerSettings(HTTPSettings):
 
     allowed_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
+    lora_modules: tuple[LoRARequest, ...] = ()
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     kv_cache_metrics: bool = False
@@ -95,7 +99,10 @@ class ServerSettings(HTTPSettings):
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins has {origin!r:.80}, must be * or as https://chat.example:8443")
-        for name in self.served_model_names:
+        names = [*self.served_model_names, *(adapter.lora_name for adapter in self.lora_modules)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"served_model_name and lora_modules have {twice!r:.60} twice")
+        for name in names:
             if not (name and name.isprintable() and len(name) <= 256):
                 raise ConfigError(f"served_model_name is {name!r:.60}, must be 1 to 256 printable characters")
 
@@ -130,3 +137,18 @@ def api_keys_of(text: str, source: str) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"{source} has no API key: write one a line")
     return tuple(keys)
+
+
+def read_lora_modules(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
+    """Reads adapters written as NAME=PATH.
+
+    Raises:
+      ConfigError: one is written otherwise.
+    """
+    found = []
+    for number, module in enumerate(modules, 1):
+        name, _, path = module.partition("=")
+        if not (name and path):
+            raise ConfigError(f"--lora-modules is {module!r:.80}, must be NAME=PATH")
+        found.append(LoRARequest(name, number, path))
+    return tuple(found)

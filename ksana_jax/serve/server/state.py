@@ -57,7 +57,7 @@ class Serving:
     def begin(self, llm: AsyncLLM) -> None:
         """Begins to serve a model that is loaded; on the event loop."""
         settings = self.settings
-        self._model = served_model(llm, settings.served_model_names)
+        self._model = served_model(llm, settings.served_model_names, settings.lora_modules)
         self.metrics = ServingMetrics(llm, self._model.name, self.lag.histogram, settings.block_sample)
         self.limits = QueueLimits(
             llm,
