@@ -98,12 +98,13 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
       LoadError: they do not; the line names each field that would change the result.
     """
     problems = [
-        checks.one_of("peft_type", settings.get("peft_type"), ("LORA",)),
-        checks.one_of("bias", settings.get("bias", "none"), ("none",)),
         checks.integer("r", settings.get("r"), 1, MAX_RANK),
         checks.number("lora_alpha", settings.get("lora_alpha"), 0),
         checks.boolean("use_rslora", settings.get("use_rslora", False)),
     ]
+    for name, supported in (("peft_type", "LORA"), ("bias", "none")):
+        if (value := settings.get(name)) != supported:
+            problems.append(f"{name} is {value!r:.40}, supported: {supported}")
     if (start := settings.get("init_lora_weights")) not in _STARTS:
         problems.append(f"init_lora_weights is {start!r:.40}, which changes the model's own weights")
     for name, check, least in (("rank_pattern", checks.integer, 1), ("alpha_pattern", checks.number, 0)):

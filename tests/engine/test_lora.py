@@ -1,5 +1,6 @@
 """Adapters in one engine: batches of several, against PEFT, each adapter alone, and the model without any."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ksana_jax import LLM, LoRARequest, SamplingParams
+from ksana_jax.devices import tuning
 from ksana_jax.engine.adapters import Adapters
 from ksana_jax.loading.adapter import WEIGHTS
 from tests import machine
@@ -26,7 +28,7 @@ def adapter(name: str, folder: Path | None = None) -> LoRARequest:
 
 
 def engine(base: str = BASE, **settings) -> LLM:
-    few = {"num_blocks": 32, "max_num_batched_tokens": 32, "max_model_len": 64}
+    few: dict[str, Any] = {"num_blocks": 32, "max_num_batched_tokens": 32, "max_model_len": 64}
     return make_llm(folder=GOLDEN / base, **(few | {"enable_lora": True, "max_loras": 3} | settings))
 
 
@@ -63,9 +65,10 @@ def llm():
     return engine()
 
 
-def expected(case: str) -> tuple[np.ndarray, np.ndarray]:
+def expected(case: str) -> tuple[list[int], np.ndarray]:
+    """A prompt, and the log-probabilities [T, V] that PEFT's model gives."""
     with np.load(GOLDEN / "lora" / case / "expected.npz") as found:
-        return found["prompt"], found["logprobs"]
+        return found["prompt"].tolist(), found["logprobs"]
 
 
 def scores(output) -> np.ndarray:
@@ -96,7 +99,7 @@ def test_an_adapter_gives_the_log_probabilities_of_peft(case):
 
 
 def test_a_batch_of_several_adapters_and_none_equals_each_alone(llm):
-    prompts = [expected(f"{BASE}-{name}")[0] for name in NAMES] + [expected(f"{BASE}-plain")[0]]
+    prompts = [expected(f"{BASE}-{name}")[0] for name in (*NAMES, "plain")]
     requests = [*map(adapter, NAMES), None]
     together = llm.generate(prompt_token_ids=prompts, sampling_params=SCORED, lora_request=requests)
     for prompt, request, output in zip(prompts, requests, together, strict=True):
@@ -176,6 +179,17 @@ def test_rows_of_different_adapters_do_not_change_each_other(settings):
         for at, request in enumerate(MIXED):
             requests: list = [None] * at + [request]
             assert texts(llm, requests)[at] == together[at]
+
+
+@pytest.mark.parametrize(
+    "change", [{"joins_matrices": True}, {"layers_of_program": 1}, {"layers_of_program": 4}], ids=str
+)
+def test_tokens_are_the_same_with_joined_matrices_and_in_programs_of_layers(change, usual, monkeypatch):
+    changed = dataclasses.replace(tuning.tuning("cpu"), **change)
+    monkeypatch.setitem(tuning._TUNING, "cpu", changed)
+    with engine(programs={}, operators={"linear": "xla"}) as llm:
+        assert (llm.runner.params.layers[0].w_qkv is not None) == ("joins_matrices" in change)
+        assert texts(llm, MIXED) == usual
 
 
 @pytest.mark.parametrize("params", [{"beam_width": 3, "n": 2}, {"n": 3, "temperature": 0.9, "seed": 1}], ids=str)
