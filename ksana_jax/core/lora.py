@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from ksana_jax.core import checks
 
@@ -27,3 +29,15 @@ class LoRARequest:
         if not (isinstance(self.lora_path, str) and self.lora_path):
             raise ValueError(f"lora_path is {self.lora_path!r:.60}, must be the path of a folder")
         checks.require(checks.integer("lora_int_id", self.lora_int_id))
+
+
+def of_prompts(given: Any, num_prompts: int) -> Sequence[Any]:
+    """Returns the adapter of each prompt, given one for all of them or a list of one or None for each.
+
+    Raises:
+      ValueError: there are not as many as prompts.
+    """
+    each = given if isinstance(given, (list, tuple)) else [given] * num_prompts
+    if len(each) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts and {len(each)} lora_requests were given")
+    return each

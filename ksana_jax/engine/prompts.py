@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ksana_jax.core import vllm_names
+from ksana_jax.core.lora import of_prompts
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
@@ -54,13 +55,10 @@ def read_requests(
         raise ValueError(f"prompts is of type {type(prompts).__name__}, must be {_FORMS}")
     read = [_read_prompt(prompt, tokenizer) for prompt in prompts]
     params = _read_params(sampling_params, len(read))
-    read = [one._replace(params=given, streams=streams) for one, given in zip(read, params, strict=True)]
-    if lora_request is None:
-        return read
-    each = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(read)
-    if len(each) != len(read):
-        raise ValueError(f"{len(read)} prompts and {len(each)} lora_requests were given")
-    return [one._replace(lora_request=adapter) for one, adapter in zip(read, each, strict=True)]
+    if lora_request is not None:
+        each = zip(read, of_prompts(lora_request, len(read)), strict=True)
+        read = [one._replace(lora_request=adapter) for one, adapter in each]
+    return [one._replace(params=given, streams=streams) for one, given in zip(read, params, strict=True)]
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -21,7 +21,7 @@ def folder_hint(directory: Path) -> str:
             base = f" of {config['base_model_name_or_path']!r:.120}"
         except (ValueError, LookupError, TypeError, OSError, RecursionError):
             base = ""
-        return f"; it is an adapter{base}, such as LoRA: merge it into the model (peft: merge_and_unload) and load that"
+        return f"; it is an adapter{base}: load its model with enable_lora and name it in a LoRARequest, or merge it"
     below = sorted(str(path.relative_to(directory)) for path in directory.glob(f"*/*{SUFFIX}"))
     if not below:
         return ""

@@ -6,10 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ksana_jax.scheduler.sequence import Rows
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 
 
 class AdapterSlots:
@@ -67,19 +64,3 @@ class AdapterUse:
     def salted(self, cache_salt: str) -> str:
         """Returns the salt of the request's prefixes, given its own: they depend on the adapter's contents."""
         return f"lora {self.digest}\0{cache_salt}"
-
-
-def token_slots(step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> np.ndarray:
-    """Returns the slot of each token's adapter: int32 [T], -1 for none and for padding.
-
-    Args:
-      ends: index in [0, T) of the last token of each of `batch.rows`.
-    """
-    of_row, counts = np.full(len(ends), -1, np.int32), batch.num_per_row
-    for at, row in enumerate(batch.rows.tolist()):
-        if (seq := rows.seqs[row]) is not None and seq.adapter is not None:
-            of_row[at] = seq.adapter.slots.used(seq.adapter.digest)
-    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    found = np.full(step.shape.num_tokens, -1, np.int32)
-    found[np.repeat(ends + 1 - counts, counts) + nth] = np.repeat(of_row, counts)
-    return found

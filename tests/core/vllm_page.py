@@ -20,17 +20,19 @@ SAME = {
 dtype="bfloat16"; dtype="float16"; dtype="half"; dtype="float32"; dtype="auto"; kv_cache_dtype="auto";
 kv_cache_dtype="bfloat16"; kv_cache_dtype="fp8"; kv_cache_dtype="fp8_e5m2"; max_model_len=128; max_num_seqs=8;
 max_num_batched_tokens=64; block_size=16; enable_prefix_caching=True; async_scheduling=True; seed=1;
-num_scheduler_steps=8; device="cpu"; tensor_parallel_size=2; data_parallel_size=1; load_format="dummy";
+num_scheduler_steps=8; enable_lora=True; max_loras=4; max_lora_rank=16; max_cpu_loras=8;
+device="cpu"; tensor_parallel_size=2; data_parallel_size=1; load_format="dummy";
 tokenizer="ksana-tiny"
 """,
     GENERATE: """
 prompts="a text"; prompts=["a", "b"]; prompts=[5, 6, 7]; prompts=[[5, 6, 7], [8]];
 prompts={"prompt_token_ids": [5, 6, 7]}; prompt_token_ids=[[5, 6, 7]]; use_tqdm=True;
-sampling_params=SamplingParams(max_tokens=2); sampling_params=[SamplingParams(max_tokens=2)]
+sampling_params=SamplingParams(max_tokens=2); sampling_params=[SamplingParams(max_tokens=2)];
+lora_request=None
 """,
     CHAT: """
 use_tqdm=True; chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"; add_generation_prompt=False;
-continue_final_message=True; tools=[{"type": "function", "function": {"name": "add"}}];
+lora_request=None; continue_final_message=True; tools=[{"type": "function", "function": {"name": "add"}}];
 chat_template_kwargs={"enable_thinking": False}
 """,
     SAMPLING: """
@@ -56,6 +58,8 @@ below. Any other keyword is refused with a one-line error that names the nearest
   name of one of the model's templates. The template shows `tools` to the model; calls in an answer stay text.
 - Beam search is `SamplingParams(beam_width=4)`. `AsyncLLM` stands for `AsyncLLMEngine`; `llm.stream(...)` yields
   outputs as they grow, without an event loop; `delta=True` gives only the new part of each.
+- Adapters are told apart by their contents, not by `lora_int_id`; `LoRARequest` is imported from `ksana_jax`, and
+  `ksana serve --lora-modules NAME=PATH` sets `enable_lora` and is repeated for each adapter.
 """
 
 

@@ -47,8 +47,8 @@ def test_tensors_that_do_not_fit_otherwise_are_listed(tmp_path):
 @pytest.mark.parametrize(
     ("adapter", "shown"),
     [
-        (json.dumps({"base_model_name_or_path": "org/base"}), "an adapter of 'org/base', such"),
-        ("[", "an adapter, such"),
+        (json.dumps({"base_model_name_or_path": "org/base"}), "an adapter of 'org/base': load"),
+        ("[", "an adapter: load"),
     ],
 )
 def test_a_folder_of_an_adapter_says_so(tmp_path, with_config, adapter, shown):
@@ -57,7 +57,7 @@ def test_a_folder_of_an_adapter_says_so(tmp_path, with_config, adapter, shown):
     if with_config:
         write_config(tmp_path)
     message = refusal(tmp_path)
-    assert shown in message and "merge it into the model (peft: merge_and_unload)" in message
+    assert shown in message and "LoRARequest, or merge it" in message
     assert ("has no weights" if with_config else "config.json is missing") in message
 
 

@@ -6,8 +6,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse, token_slots
+from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
 from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.per_token import adapter_slots
 
 
 class Slots:
@@ -80,7 +81,7 @@ def test_tokens_have_the_slots_of_their_rows_and_padding_has_none():
     found.running[3] = types.SimpleNamespace(adapter=None)
     found.run(4, "a")
     batch = types.SimpleNamespace(rows=np.array([3, 1, 4]), num_per_row=np.array([1, 1, 3]))
-    step = types.SimpleNamespace(shape=types.SimpleNamespace(num_tokens=9))
+    shape = types.SimpleNamespace(num_tokens=9)
     rows = types.SimpleNamespace(seqs=found.running)
-    slots = token_slots(cast(Any, step), cast(Any, batch), cast(Any, rows), np.array([1, 0, 6]))
+    slots = adapter_slots(cast(Any, shape), cast(Any, batch), cast(Any, rows), np.array([1, 0, 6]))
     assert slots.tolist() == [1, -1, -1, -1, 0, 0, 0, -1, -1]

@@ -9,10 +9,10 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.scheduler.adapters import token_slots
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.per_token import adapter_slots, query_numbers
 from ksana_jax.scheduler.step.sampling import sampling_arrays
 from ksana_jax.scheduler.step.shared_prefix import find_shared_runs, split_tables
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape
@@ -35,21 +35,6 @@ def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
     if 2 * len(rows) > tables.shape[1]:
         return tables[:, :, :width].take(rows, axis=1)
     return np.ascontiguousarray(tables[:, rows, :width])
-
-
-def _query_numbers(
-    method: EvictionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
-) -> np.ndarray:
-    """Returns the method's number for each token of a step: [Gk, T]; 0 for padding."""
-    counts = batch.num_per_row
-    row = np.repeat(batch.rows, counts)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    position = rows.num_computed[row] + nth
-    found = np.zeros((rows.num_groups, shape.num_tokens), np.float32)
-    found[:, np.repeat(ends + 1 - counts, counts) + nth] = method.query_numbers(
-        rows.evict_at.take(row, axis=1) - position, position + 1 - rows.num_prompt[row]
-    )
-    return found
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,12 +79,12 @@ class BatchBuilder:
             step, ends = self._build(batch, rows)
             self._keep(batch, rows, step, ends)
         if self.eviction is not None:
-            numbers = _query_numbers(self.eviction, step.shape, batch, rows, ends)
+            numbers = query_numbers(self.eviction, step.shape, batch, rows, ends)
             step.arrays = step.arrays._replace(query_numbers=numbers)
         if self.residual_groups is not None:
             step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))
         if self.adapts:
-            step.arrays = step.arrays._replace(adapters=token_slots(step, batch, rows, ends))
+            step.arrays = step.arrays._replace(adapters=adapter_slots(step.shape, batch, rows, ends))
         return step, ends
 
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:

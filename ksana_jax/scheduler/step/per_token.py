@@ -1,0 +1,42 @@
+"""Numbers of a step's tokens that follow from their rows, for features that few engines use. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape
+
+
+def query_numbers(
+    method: EvictionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
+) -> np.ndarray:
+    """Returns the method's number for each token of a step: [Gk, T]; 0 for padding.
+
+    ends: index in [0, T) of the last token of each of `batch.rows`.
+    """
+    counts = batch.num_per_row
+    row, nth = np.repeat(batch.rows, counts), _nth(counts)
+    position = rows.num_computed[row] + nth
+    found = np.zeros((rows.num_groups, shape.num_tokens), np.float32)
+    found[:, np.repeat(ends + 1 - counts, counts) + nth] = method.query_numbers(
+        rows.evict_at.take(row, axis=1) - position, position + 1 - rows.num_prompt[row]
+    )
+    return found
+
+
+def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> np.ndarray:
+    """Returns the slot of each token's adapter: int32 [T], -1 for none and for padding; ends as in `query_numbers`."""
+    of_row, counts = np.full(len(ends), -1, np.int32), batch.num_per_row
+    for at, row in enumerate(batch.rows.tolist()):
+        if (seq := rows.seqs[row]) is not None and seq.adapter is not None:
+            of_row[at] = seq.adapter.slots.used(seq.adapter.digest)
+    found = np.full(shape.num_tokens, -1, np.int32)
+    found[np.repeat(ends + 1 - counts, counts) + _nth(counts)] = np.repeat(of_row, counts)
+    return found
+
+
+def _nth(counts: np.ndarray) -> np.ndarray:
+    """Returns the place of each token among the tokens of its row in the step."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
