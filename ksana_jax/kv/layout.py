@@ -22,6 +22,7 @@ from ksana_jax.kv.codecs.registry import find_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.groups import KVGroup, group_layers, residual_groups
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -48,52 +49,6 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
-
-
-class KVGroup(NamedTuple):
-    """Layers that share a block table.
-
-    live: positions that later queries of at least one of them can see. share: of an eviction method's budget, see
-    `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes
-    in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
-    """
-
-    layers: tuple[int, ...]
-    live: LiveRange
-    share: float | None = None
-    residual: tuple[str, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Distinguishes this group's blocks in prefix-cache keys."""
-        return f"{self.residual} of {self.layers}" if self.residual else repr(self.layers)
-
-
-def group_layers(
-    patterns: Sequence[AttentionPattern], shares: Sequence[float | None] | None = None
-) -> tuple[KVGroup, ...]:
-    """Groups layers that keep the same positions, or equally many, with the same number of layers per group, so that
-    all blocks have the same size and one free list serves all groups.
-
-    8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
-    unused room: at most an eighth of the size of that kind's layers.
-
-    Args:
-      shares: of the budget of an eviction method, for each layer; see `KVGroup`.
-    """
-    kinds: dict[tuple[LiveRange, float | None], list[int]] = {}
-    for layer, pattern in enumerate(patterns):
-        kinds.setdefault((LiveRange.of([pattern]), shares[layer] if shares else None), []).append(layer)
-    size = max(
-        size
-        for size in range(1, len(patterns) + 1)
-        if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
-    )
-    return tuple(
-        KVGroup(tuple(layers[start : start + size]), live, share)
-        for (live, share), layers in kinds.items()
-        for start in range(0, len(layers), size)
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,22 +329,13 @@ def _sealed(
 ) -> KVLayout:
     """Returns the layout of a pool whose blocks hold codes of one group of layers, or exact tokens of another.
 
-    All blocks have the size of a block of codes, unless one layer's keys need more. Groups of exact tokens have as
-    many layers, or sides of layers, as a block holds.
+    All blocks have the size of a block of codes, unless one layer's keys need more.
     """
     groups = group_layers(patterns)
     [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()
     of_side = block_size * model.head_dim * np.dtype(exact).itemsize
     width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
-    kinds: dict[LiveRange, list[tuple[int, str]]] = {}
-    for layer, pattern in enumerate(patterns):
-        live = sealing.residual_live(LiveRange.of([pattern]))
-        kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
-    residual = []
-    for live, sides in kinds.items():
-        for start in range(0, len(sides), width // of_side):
-            layers, of_each = zip(*sides[start : start + width // of_side], strict=True)
-            residual.append(KVGroup(layers, live, residual=of_each))
+    residual = residual_groups(patterns, sealing, width // of_side)
     kv = Leaf("kv", (1, 1, model.num_kv_heads, width), "uint8")
     sealed = SealedBlocks(sealing, exact, model.head_dim)
     return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed)

@@ -1,0 +1,70 @@
+"""Groups of layers that share a block table, and hold equally many layers. Knows patterns; no heads, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ksana_jax.core.patterns import AttentionPattern, LiveRange
+from ksana_jax.kv.codecs.sealing import Sealing
+
+
+class KVGroup(NamedTuple):
+    """Layers that share a block table.
+
+    live: positions that later queries of at least one of them can see. share: of an eviction method's budget, see
+    `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes
+    in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
+    """
+
+    layers: tuple[int, ...]
+    live: LiveRange
+    share: float | None = None
+    residual: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Distinguishes this group's blocks in prefix-cache keys."""
+        return f"{self.residual} of {self.layers}" if self.residual else repr(self.layers)
+
+
+def group_layers(
+    patterns: Sequence[AttentionPattern], shares: Sequence[float | None] | None = None
+) -> tuple[KVGroup, ...]:
+    """Groups layers that keep the same positions, or equally many, with the same number of layers per group, so that
+    all blocks have the same size and one free list serves all groups.
+
+    8 sliding and 4 full layers are three groups of 4. The last group of a kind may have fewer layers, and its blocks
+    unused room: at most an eighth of the size of that kind's layers.
+
+    Args:
+      shares: of the budget of an eviction method, for each layer; see `KVGroup`.
+    """
+    kinds: dict[tuple[LiveRange, float | None], list[int]] = {}
+    for layer, pattern in enumerate(patterns):
+        kinds.setdefault((LiveRange.of([pattern]), shares[layer] if shares else None), []).append(layer)
+    size = max(
+        size
+        for size in range(1, len(patterns) + 1)
+        if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
+    )
+    return tuple(
+        KVGroup(tuple(layers[start : start + size]), live, share)
+        for (live, share), layers in kinds.items()
+        for start in range(0, len(layers), size)
+    )
+
+
+def residual_groups(patterns: Sequence[AttentionPattern], sealing: Sealing, sides_of_block: int) -> tuple[KVGroup, ...]:
+    """Returns the groups of exact tokens beside a block codec's codes, with as many sides of layers, "k" or "v", as a
+    block holds."""
+    kinds: dict[LiveRange, list[tuple[int, str]]] = {}
+    for layer, pattern in enumerate(patterns):
+        live = sealing.residual_live(LiveRange.of([pattern]))
+        kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
+    found = []
+    for live, sides in kinds.items():
+        for start in range(0, len(sides), sides_of_block):
+            layers, of_each = zip(*sides[start : start + sides_of_block], strict=True)
+            found.append(KVGroup(layers, live, residual=of_each))
+    return tuple(found)
