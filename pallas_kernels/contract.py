@@ -85,8 +85,9 @@ class Call:
 
     q: [S, Q, N, H], rotated and already scaled by H**-0.5. A tile is Q tokens of one row; decode has Q = 1.
     pool: N is a multiple of its K. The whole pool with the index of a layer: a slice would be a copy of gigabytes.
-    tables: [S, P] int32 block ids, by rising text position; any valid id where absent.
-    starts: [S, P] int32 position of each block's first slot; FAR where absent. Blocks in between may be missing.
+    tables: [S, P] int32 block ids, by rising text position; any valid id where absent. Or [S, K, P], blocks that each
+      kv head reads.
+    starts: like tables, int32 position of each block's first slot; FAR where absent. Blocks in between may be missing.
     positions: [S, Q] int32 positions of the queries, of the text or of the tokens left in it; -1 where padded.
     layer: index in [0, L); may be traced.
     pattern: which text positions a query sees; its numbers may be traced.
@@ -105,6 +106,11 @@ class Call:
     def group(self) -> int:
         """Query heads per kv head."""
         return self.q.shape[2] // self.pool.kv.shape[3]
+
+    @property
+    def by_head(self) -> bool:
+        """True if each kv head has a table of its own."""
+        return len(self.tables.shape) == 3
 
     @property
     def num_sink_queries(self) -> int:
@@ -261,10 +267,10 @@ class Kernel(NamedTuple, Generic[AnyResult]):
 
 
 def check_options(call: Call, *reads: str) -> None:
-    """Raises NotImplementedError if a call has options, or scales, that a kernel does not read.
+    """Raises NotImplementedError if a call has options, scales or tables that a kernel does not read.
 
     Args:
-      reads: names of fields of Options, and "scales" for pools of codes.
+      reads: names of fields of Options, "scales" for pools of codes, and "by_head" for tables of single kv heads.
     """
     asked = [
         field.name
@@ -272,5 +278,6 @@ def check_options(call: Call, *reads: str) -> None:
         if field.name not in reads and getattr(call.options, field.name) is not field.default
     ]
     asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
+    asked += ["tables of single kv heads"] * (call.by_head and "by_head" not in reads)
     if asked:
         raise NotImplementedError(f"this kernel does not support {', '.join(asked)}")

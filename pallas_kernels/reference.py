@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import int4
-from pallas_kernels.contract import Call, Kernel, Result
+from pallas_kernels.contract import Call, Kernel, Pool, Result
 from pallas_kernels.patterns import Pattern
 
 
@@ -19,6 +19,8 @@ def attend(call: Call, work: None = None, *, tuning: None = None) -> Result:
 
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
+    if call.by_head:
+        return _attend_by_head(call)
     options, num_heads = call.options, call.q.shape[2]
     sinks = jnp.full(num_heads, -jnp.inf) if options.sinks is None else options.sinks.astype(jnp.float32)
 
@@ -41,6 +43,28 @@ def attend(call: Call, work: None = None, *, tuning: None = None) -> Result:
         lse if options.return_lse else None,
         probability_mass(call, lse) if options.return_mass else None,
     )
+
+
+def _attend_by_head(call: Call) -> Result:
+    """Attends each kv head and its query heads as a call of their own."""
+    options, found = call.options, []
+    for head in range(call.pool.kv.shape[3]):
+        queries = slice(head * call.group, (head + 1) * call.group)
+        here = slice(head, head + 1)
+        found.append(
+            attend(
+                call.replace(
+                    q=call.q[:, :, queries],
+                    pool=Pool(*(None if x is None else x[:, :, :, here] for x in call.pool)),
+                    tables=call.tables[:, head],
+                    starts=call.starts[:, head],
+                    q_sink=None if options.q_sink is None else options.q_sink[:, :, :, queries],
+                    sinks=None if options.sinks is None else options.sinks[queries],
+                )
+            )
+        )
+    out, lse, mass = (None if x[0] is None else jnp.concatenate(x, axis) for x, axis in zip(zip(*found), (2, 2, 1)))
+    return Result(out, lse, mass)
 
 
 def probability_mass(call: Call, lse: jax.Array) -> jax.Array:

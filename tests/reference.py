@@ -35,6 +35,7 @@ def reference_logprobs(
     attention=None,
     exact=None,
     unrotated=False,
+    selects=None,
 ) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
@@ -43,6 +44,8 @@ def reference_logprobs(
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
       unrotated: whether `stored` gets keys before the rotation.
       exact: [T, T] bool, whether a query (first axis) reads a token as it is, whatever is stored; None for no query.
+      selects: (layer, q [T, N, H], k [T, K, H]) -> [N, T, T] bool, keys that each query reads, of those that it may; q
+        and k are rotated, q is scaled. None reads all.
       attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
     """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
@@ -66,6 +69,10 @@ def reference_logprobs(
             k, v = _rotate(stored(plain), positions, spec.rope.theta) if unrotated else stored(k), stored(v)
         k, v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))
         read = np.zeros((t, t), bool) if exact is None else exact
+        chosen = np.ones((heads, t, t), bool)
+        if selects is not None:
+            turned = _rotate(q * spec.scale, np.arange(t)[:, None] + np.zeros((1, heads)), spec.rope.theta)
+            chosen = selects(index, turned, exact_k[:, :: heads // kv_heads])
         mask, stands = literal(pat, i, j)
         if in_cache is not None:
             mask = mask & in_cache[index]
@@ -75,7 +82,9 @@ def reference_logprobs(
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
             k_ij = np.where(read[:, :, None], exact_k[None, :, n], k[None, :, n])
             biases = 0 if spec.alibi is None else spec.alibi[n] * (j - stands)
-            scores = np.where(mask, _capped((q_ij * k_ij).sum(-1) * spec.scale + biases, spec.soft_cap), -np.inf)
+            scores = np.where(
+                mask & chosen[n], _capped((q_ij * k_ij).sum(-1) * spec.scale + biases, spec.soft_cap), -np.inf
+            )
             top = scores.max(-1, keepdims=True)
             w = np.exp(scores - top)
             sink = 0 if spec.sinks is None else np.exp(sink_logits[n] - top)

@@ -224,6 +224,8 @@ class EngineConfig:
         "package.module:name" of your own, or the function itself.
       kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
         {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
+      kv_selection: method by which queries select the blocks that they read, and its settings, such as
+        {"method": "quest", "budget": 1024}: see `kv.selection`. None reads all blocks.
       shared_prefix_attention: attend once to blocks that several rows of a step share, and merge the results.
       speculative_config: how draft tokens are guessed, and verified by one step for all of them, such as
         {"method": "ngram", "num_speculative_tokens": 4}: see `scheduler.speculative`. None decodes token by token.
@@ -284,6 +286,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     prefix_replacement: Any = "lru"
     kv_eviction: dict[str, Any] | None = None
+    kv_selection: dict[str, Any] | None = None
     shared_prefix_attention: bool = False
     speculative_config: dict[str, Any] | None = None
     preempt: Literal["swap", "recompute", "auto"] = "auto"
@@ -356,6 +359,9 @@ class EngineConfig:
         tp, dp, prefer = self.tensor_parallel_size, self.data_parallel_size, self.operators.prefer
         return {
             "kv_eviction": self.kv_eviction is not None,
+            "kv_selection": self.kv_selection is not None,
+            "kv_full_precision_layers": bool(self.kv_full_precision_layers),
+            "speculative_config": self.speculative_config is not None,
             "enable_prefix_caching": self.enable_prefix_caching,
             "shared_prefix_attention": self.shared_prefix_attention,
             "tensor_parallel_size": tp > 1 and f"tensor_parallel_size {tp}",

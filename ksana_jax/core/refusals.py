@@ -30,6 +30,7 @@ WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
+NOT_FULL = "patterns other than full attention"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -47,11 +48,20 @@ REFUSALS = (
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide which tokens later queries see", principle=True),
     Refusal(ABSOLUTE, ALIBI, "its biases are computed from positions in the cache: set positions to 'cache'"),
+    Refusal("kv_selection", "kv_eviction", "summaries would describe keys that have been evicted"),
+    Refusal("kv_selection", WHOLE_BLOCKS, "queries read codes and exact keys of one text from different blocks"),
+    Refusal("kv_selection", "kv_full_precision_layers", "keys are read by head from one kind of block"),
+    Refusal("kv_selection", NOT_FULL, "selection among the blocks of a window is untested"),
+    Refusal("kv_selection", ALIBI, "scores of summaries have no biases by distance"),
+    Refusal("kv_selection", "shared_prefix_attention", "each row selects its own blocks of a shared prefix"),
+    Refusal("kv_selection", "speculative_config", "verification with selected blocks is untested"),
+    Refusal("kv_selection", "disk_cache_dir", "selection from blocks that were read from disk is untested"),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
+    Refusal(INVARIANT, "kv_selection", "XLA computes the scores of blocks, in an order of its own"),
     Refusal(INVARIANT, "shared_prefix_attention", "it divides sums by the rows that share blocks", principle=True),
     Refusal(INVARIANT, NOT_NATIVE, "native attention reads f32, bf16, f16 and int8"),
     Refusal(INVARIANT, PREFER, "there is one implementation of each operator, and no choice", principle=True),
@@ -65,6 +75,7 @@ REFUSALS = (
     Refusal(DRAFT_MODEL, "distributed", "the draft model is in one process"),
     Refusal(DRAFT_MODEL, HOST_EMBEDDING, "sampled tokens reach the draft model on the device"),
     Refusal("tensor_parallel_size", "kv_eviction", "some methods compare the heads of a layer"),
+    Refusal("tensor_parallel_size", "kv_selection", "selection on several devices is untested"),
     Refusal("tensor_parallel_size", INVARIANT, "no order of the sums over devices is known"),
     Refusal("tensor_parallel_size", PREFER, "what it chooses by was measured on one device"),
     Refusal("data_parallel_size", "distributed", "replicas are in one process"),

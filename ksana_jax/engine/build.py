@@ -184,7 +184,6 @@ def _scheduler(
 def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
     config = half.config
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
-    method = None if half.layout.eviction is None else half.layout.eviction.method
     speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
@@ -193,7 +192,7 @@ def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> Bat
         config.num_blocks,
         vocab_size,
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
-        eviction=method if method is not None and method.weights_queries else None,
+        numbers=half.layout.numbers_queries,
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
         adapts=config.enable_lora,

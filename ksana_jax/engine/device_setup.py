@@ -91,7 +91,8 @@ class Prepared:
                 params,
                 dtype=config.dtype,
                 kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
-                + ("" if layout.eviction is None else f" {layout.eviction.method.stored}"),
+                + ("" if layout.eviction is None else f" {layout.eviction.method.stored}")
+                + ("" if layout.selection is None else f" {layout.selection}"),
                 max_model_len=config.max_model_len,
                 numerics=config.numerics,
                 placement=placement,

@@ -12,6 +12,7 @@ from ksana_jax.core.dtypes import canonical_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.replacement import find_replacement_policy
+from ksana_jax.kv.selection import read_selection
 from ksana_jax.scheduler.policies import find_scheduling_policy
 from ksana_jax.scheduler.speculative import read_speculative
 from ksana_jax.scheduler.speculative.base import SpeculativeMethod
@@ -76,6 +77,7 @@ def check_policies(config: EngineConfig) -> EngineConfig:
     find_scheduling_policy(config.policy)
     find_replacement_policy(config.prefix_replacement)
     read_eviction(config.kv_eviction)
+    read_selection(config.kv_selection)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
     if method is not None:
         refusals.check(config.used() | _used_by(method))

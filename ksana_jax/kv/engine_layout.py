@@ -6,9 +6,10 @@ from collections.abc import Container, Sequence
 
 from ksana_jax.core import refusals
 from ksana_jax.core.config import EngineConfig, ModelConfig
-from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import KVLayout, codec_name
+from ksana_jax.kv.selection import SelectionMethod, read_selection
 
 
 def make_layout(
@@ -19,6 +20,7 @@ def make_layout(
     Raises:
       ConfigError: settings and model do not fit together.
     """
+    selection = read_selection(config.kv_selection)
     layout = KVLayout.of(
         model,
         patterns,
@@ -26,12 +28,15 @@ def make_layout(
         block_size=config.block_size,
         as_bits=as_bits,
         eviction=read_eviction(config.kv_eviction),
+        selection=selection,
         exact_dtype=config.dtype,
     )
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = layout.with_exact_layers(exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
+    if selection is not None:
+        _check_selected(model, patterns, config, selection)
     return layout
 
 
@@ -49,5 +54,20 @@ def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
             refusals.ADDS_UP_ATTENTION: method is not None
             and method.observes
             and f"kv_eviction {type(method).__name__}",
+        }
+    )
+
+
+def _check_selected(
+    model: ModelConfig, patterns: Sequence[AttentionPattern], config: EngineConfig, selection: SelectionMethod
+) -> None:
+    """Refuses settings under which queries could not select blocks, or summaries would mislead them."""
+    selection.num_blocks(config.block_size)
+    selection.in_layers(model.num_layers)
+    refusals.check(
+        {
+            "kv_selection": True,
+            refusals.ALIBI: model.alibi is not None,
+            refusals.NOT_FULL: any(pattern != FULL for pattern in patterns),
         }
     )

@@ -23,6 +23,7 @@ from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup, group_layers, residual_groups
+from ksana_jax.kv.selection.base import SelectionMethod
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -31,6 +32,8 @@ BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 EXACT = "exact"
 # Names of leaves [Lg, 1, K, B] that eviction methods add: see `kv.eviction.base.Cached`.
 SCORE, TEXT_POSITION = "score", "text_position"
+# Name of the leaf [Lg, 1, K, *summary_shape] that a selection method adds: see `kv.selection.base`.
+SUMMARY = "summary"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 
@@ -61,6 +64,7 @@ class KVLayout:
       leaves: arrays of the pool; kv heads are a separate axis in each, so that a pool can be sharded by head.
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
       eviction: when groups with a share of its budget evict tokens; None if none do.
+      selection: method by which queries select the blocks that they read; None if they read all.
       sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
     """
 
@@ -70,6 +74,7 @@ class KVLayout:
     codec: str = "f32"
     eviction: EvictionSchedule | None = None
     sealed: SealedBlocks | None = None
+    selection: SelectionMethod | None = None
 
     @classmethod
     def of(
@@ -81,6 +86,7 @@ class KVLayout:
         block_size: int,
         as_bits: Container[str] = (),
         eviction: EvictionMethod | None = None,
+        selection: SelectionMethod | None = None,
         exact_dtype: str = "bf16",
     ) -> KVLayout:
         """Returns the layout of a model's pool.
@@ -91,6 +97,7 @@ class KVLayout:
           as_bits: types, by NumPy's names, that are stored as unsigned integers of the same bits, see
             `devices.capabilities.stored_as_bits`.
           eviction: method by which full-attention layers evict tokens.
+          selection: method by which queries select the blocks that they read.
           exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
         Raises:
@@ -99,7 +106,8 @@ class KVLayout:
         seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
         if (sealing := find_sealing(dtype)) is not None:
             name = f"kv_cache_dtype {codec_name(dtype)}"
-            refusals.check({"kv_eviction": eviction is not None, refusals.WHOLE_BLOCKS: name})
+            used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
+            refusals.check(used | {refusals.WHOLE_BLOCKS: name})
             return _sealed(model, seen, sealing, dtype, exact_dtype, block_size)
         assert isinstance(dtype, str)
         groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
@@ -112,8 +120,10 @@ class KVLayout:
             )
             for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()
         ]
+        if selection is not None:
+            leaves.append(Leaf(SUMMARY, (num_layers, 1, heads, *selection.summary_shape(model.head_dim)), "float32"))
         if eviction is None:
-            return cls(groups, block_size, tuple(leaves), dtype)
+            return cls(groups, block_size, tuple(leaves), dtype, selection=selection)
         of_token = (num_layers, 1, heads, block_size)
         leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
         leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
@@ -126,6 +136,9 @@ class KVLayout:
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
+        refusals.check(
+            {"kv_selection": self.selection is not None, refusals.NOT_FULL: any(p != FULL for p in patterns)}
+        )
 
         def live(group: KVGroup) -> LiveRange:
             found = LiveRange.of([patterns[layer] for layer in group.layers])
@@ -183,6 +196,18 @@ class KVLayout:
             for at, (layer, side) in enumerate(zip(group.layers, group.residual))
         }
         return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(len(found) // 2))
+
+    @property
+    def selects_in(self) -> tuple[SelectionMethod | None, ...]:
+        """Returns for each layer the method by which its queries select blocks; None if they read all."""
+        num_layers = len(self.places)
+        return (None,) * num_layers if self.selection is None else self.selection.in_layers(num_layers)
+
+    @property
+    def numbers_queries(self) -> EvictionMethod | SelectionMethod | None:
+        """Returns the method that gives the queries of a step numbers, see `StepArrays.query_numbers`; None without."""
+        method = self.selection if self.eviction is None else self.eviction.method
+        return method if method is not None and method.weights_queries else None
 
     @property
     def evicts_from(self) -> tuple[EvictionMethod | None, ...]:

@@ -13,8 +13,8 @@ constexpr int64_t kWorthThreads = 1 << 12;
 // An upper bound of the number of scores, from the blocks present.
 int64_t NumScores(const Call& call) {
   const auto is_there = [](int32_t start) { return start < kFar; };
-  const int64_t blocks = std::count_if(call.starts, call.starts + call.s * call.p, is_there);
-  return blocks * call.b * call.q * call.n;
+  const int64_t blocks = std::count_if(call.starts, call.starts + call.NumTables() * call.p, is_there);
+  return blocks * call.b * call.q * (call.by_head ? call.group() : call.n);
 }
 
 template <typename Type>

@@ -42,7 +42,8 @@ ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   Call call{};
   call.s = dims[0], call.q = dims[1], call.n = dims[2], call.h = dims[3];
   call.l = of_pool[1], call.k = of_pool[3], call.b = of_pool[4];
-  call.p = tables.dimensions()[1];
+  const auto of_tables = tables.dimensions();
+  call.p = of_tables.back(), call.by_head = of_tables.size() == 3;
   call.j = q_sink.element_count() ? q_sink.dimensions()[2] : 0;
   if (call.h > 512) return ffi::Error::InvalidArgument("head dim above 512");
   call.stored = static_cast<Stored>(stored);

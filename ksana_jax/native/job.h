@@ -22,6 +22,7 @@ constexpr int64_t kFewRows = 4;
 // The arrays of a call. Sizes have the letters of the contract.
 struct Call {
   int64_t s, q, n, h, l, k, b, p, j;
+  bool by_head;  // each kv head has a table: [S, K, P] in place of [S, P]
   Stored stored, asked;  // types of the pool, and of queries and results
   const char* queries;
   const char* pool;
@@ -41,6 +42,7 @@ struct Call {
 
   int64_t group() const { return n / k; }
   int64_t num_jobs() const { return s * k * JobsOfHead(); }
+  int64_t NumTables() const { return by_head ? s * k : s; }
   int64_t JobsOfHead() const { return (q * group() + kJobRows - 1) / kJobRows; }
   int64_t BlocksOfPiece() const { return std::max<int64_t>(1, kPieceKeys / b); }
   int64_t MostKeys() const { return RoundUp(BlocksOfPiece() * b, 2 * kLanes); }
@@ -129,8 +131,9 @@ class Job {
  private:
   int64_t QueryOf(int64_t row) const { return (first_row_ + row) / call_.group(); }
   int64_t HeadOf(int64_t row) const { return head_ * call_.group() + (first_row_ + row) % call_.group(); }
-  int64_t BlockOf(int64_t entry) const { return call_.tables[tile_ * call_.p + entry]; }
-  int32_t StartOf(int64_t entry) const { return call_.starts[tile_ * call_.p + entry]; }
+  int64_t TableOf(int64_t head) const { return (call_.by_head ? tile_ * call_.k + head : tile_) * call_.p; }
+  int64_t BlockOf(int64_t entry) const { return call_.tables[TableOf(head_) + entry]; }
+  int32_t StartOf(int64_t entry) const { return call_.starts[TableOf(head_) + entry]; }
 
   // Computes the scores of the table piece by piece, and calls `next` after each.
   template <typename Next>
@@ -153,6 +156,8 @@ class Job {
 
   int64_t EndOfPiece(int64_t begin) const {
     const int64_t num_live = scratch_.live.size(), most = call_.BlocksOfPiece();
+    // Blocks that a head selects are rarely neighbours: its pieces have as many as they can.
+    if (call_.by_head) return std::min(num_live, begin + most);
     const auto piece_of = [&](int64_t i) { return StartOf(scratch_.live[i]) / (most * call_.b); };
     int64_t end = begin;
     while (end < num_live && end < begin + most && piece_of(end) == piece_of(begin)) ++end;
@@ -160,12 +165,12 @@ class Job {
   }
 
   // Returns the block that is read a piece after the i-th one of this piece, to prefetch it meanwhile: blocks
-  // are anywhere in memory. After the last one of a kv head come the next head's, which are adjacent to them.
+  // are anywhere in memory. After the last one of a kv head come the next head's, adjacent to them in one table.
   const int32_t* Ahead(int64_t i, int64_t side) const {
     const int64_t num_live = scratch_.live.size();
     i += begin_ + call_.BlocksOfPiece();
     const int64_t head = std::min(head_ + (i >= num_live), call_.k - 1);
-    return At(call_.VectorOf(BlockOf(scratch_.live[i % num_live]), side, head));
+    return At(call_.VectorOf(call_.tables[TableOf(head) + scratch_.live[i % num_live]], side, head));
   }
 
   const int32_t* At(int64_t vector) const {

@@ -23,9 +23,18 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
       ValueError: shapes do not fit.
     """
     options, (kv, scales) = call.options, call.pool
-    check_options(
-        call, "q_sink", "sinks", "soft_cap", "return_lse", "return_mass", "mass_factor", "out_dtype", "scales"
+    reads = (
+        "q_sink",
+        "sinks",
+        "soft_cap",
+        "return_lse",
+        "return_mass",
+        "mass_factor",
+        "out_dtype",
+        "scales",
+        "by_head",
     )
+    check_options(call, *reads)
     if kv.dtype.name not in STORED:
         raise NotImplementedError(f"keys and values in {kv.dtype}; the native kernel reads {', '.join(STORED)}")
     if call.q.dtype.name not in QUERIES:
@@ -34,7 +43,7 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
         raise NotImplementedError(f"head dim of {call.q.shape[3]}; the native kernel has at most {MAX_HEAD_DIM}")
     call.pool.check_scales()
     _check_shapes(call)
-    (s, width, n, _), (_, _, _, k, b, _), p = call.q.shape, kv.shape, call.tables.shape[1]
+    (s, width, n, _), (_, _, _, k, b, _), p = call.q.shape, kv.shape, call.tables.shape[-1]
     q = call.q if call.out_dtype == call.q.dtype else call.q.astype(jnp.float32)
     nothing = jnp.zeros(0, jnp.float32)
     q_sink = nothing if options.q_sink is None else options.q_sink.astype(q.dtype)
@@ -71,7 +80,7 @@ def _check_shapes(call: Call) -> None:
     check_shape("the pool", call.pool.kv.shape, (m, layers, 2, k, b, h), queries)
     if n % k:
         raise ValueError(f"{n} query heads, must be a multiple of {k} kv heads")
-    check_shape("tables", call.tables.shape, (s, call.tables.shape[-1]), queries)
+    check_shape("tables", call.tables.shape, (s, *(k,) * call.by_head, call.tables.shape[-1]), queries)
     check_shape("starts", call.starts.shape, call.tables.shape, f"tables are {list(call.tables.shape)}")
     wanted = {
         "positions": (call.positions, (s, width)),

@@ -16,7 +16,7 @@ from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import CEILING, Queries, sink_query_position
 from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.ops.sources import Source, sources
+from ksana_jax.ops.sources import Source, Tables, sources
 
 # Keys of a row, and queries of different rows, that are processed together: few enough for the processor's caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,
@@ -56,8 +56,9 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     parts, masses = [], []
     for part, tokens, tiles in shape.places():
         tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
-        found = []
-        for source in sources(cache, context):
+        by_head = batch.block_tables.ndim == 3
+        found = [_attend_by_head(q[tokens], cache, context)] if by_head else []
+        for source in () if by_head else sources(cache, context):
             tables, starts = source.tables.blocks[tiles], source.tables.starts[tiles]
             asked = _Tiles(*tiled[:-1], tables=tables, starts=starts, ancestors=tiled[-1])
             seen, mass = _attend_tiles(asked, source, context)
@@ -162,6 +163,22 @@ def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialA
     tiles = _Tiles(q_SQNH, None, positions, None, None, source.shared.blocks, source.shared.starts)
     seen, _ = _attend_tiles(tiles, source, context)
     return PartialAttention(*(x[:count] for x in seen))
+
+
+def _attend_by_head(q_TNH, cache: KVCache, context: AttentionContext) -> PartialAttention:
+    """Attends single tokens whose kv heads have a table each, [T, K, P]: a kv head of a token becomes a tile."""
+    batch, (t, heads, width) = context.batch, context.batch.block_tables.shape
+
+    def read(ids):
+        return tuple(x[:, None] for x in cache.read_heads(context.layer, ids // heads, ids % heads))
+
+    tables = (batch.block_tables * heads + jnp.arange(heads)[:, None]).reshape(-1, width)
+    starts, positions = batch.block_starts.reshape(-1, width), jnp.repeat(batch.cache_positions, heads)[:, None]
+    own = Tables(tables, starts)
+    source = Source(1, cache.block_size, read, own, own, False, lambda newest: newest + 1)
+    q = q_TNH.reshape(t * heads, 1, -1, q_TNH.shape[-1])
+    seen, _ = _attend_tiles(_Tiles(q, None, positions, None, None, *own), source, context)
+    return PartialAttention(*(x.reshape(t, -1, *x.shape[2:]) for x in seen))
 
 
 def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):

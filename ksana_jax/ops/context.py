@@ -16,7 +16,8 @@ from ksana_jax.scheduler.step.types import StepArrays, StepShape
 class AttentionContext(NamedTuple):
     """Inputs of attention in one layer besides q, k and v: tables, positions, pattern, rope, caps and sinks.
 
-    layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`. Where groups
+    layer: index among the layers of a block. batch: block tables and positions, see `StepArrays.of_group`; for tokens
+    that select blocks, tables and starts are [T, K, P], one for each token and kv head. Where groups
     of decodes share leading blocks, a decode row sees its group's table and then its own. pattern: which text
     positions a query sees, this layer's numbers. num_repositioned_sinks: maximum of a pattern. soft_cap:
     scores become cap * tanh(score / cap). sink_logits: [N], one logit per head, which joins the softmax's

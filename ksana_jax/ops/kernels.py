@@ -255,7 +255,7 @@ def _example(needs: Requirements, tile: int) -> contract.Call:
         return_mass=method is not None and method.observes,
         mass_factor=jax.ShapeDtypeStruct((1, tile), jnp.float32) if method and method.weights_queries else None,
     )
-    table = ints((1, 1))
+    table = ints((1, needs.num_kv_heads, 1) if needs.selects and tile == 1 else (1, 1))
     return contract.Call(
         floats((1, tile, *queries)), _example_pool(needs), table, table, ints((1, tile)), options=options
     )

@@ -10,12 +10,14 @@ import jax
 from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
+from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.selection import attend_selected, summarise
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
@@ -28,6 +30,7 @@ class PagedLayer(NamedTuple):
     observer: None where nothing is evicted.
     at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
     residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
+    selection: None where queries read all blocks.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
     """
 
@@ -42,6 +45,7 @@ class PagedLayer(NamedTuple):
     batch: StepArrays
     residual: Any
     schedule: int
+    selection: SelectionMethod | None = None
 
 
 def paged_attend(
@@ -85,8 +89,13 @@ def paged_attend(
                 schedules[layer.schedule] = implementation.schedule(context, cache, spec.num_heads)
         with jax.named_scope("kv_write"):
             queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
+            if layer.selection is not None:
+                cache = summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
-            out, masses = implementation.attend(queries, cache, context, schedules.get(layer.schedule))
+            if layer.selection is None:
+                out, masses = implementation.attend(queries, cache, context, schedules.get(layer.schedule))
+            else:
+                out, masses = attend_selected(layer.selection, implementation, queries, cache, context)
         for (_, _, tiles), mass in zip(shape.places(), masses):
             cache = cache.add_scores(at, context.batch.block_tables[tiles], mass)
         return out.astype(q.dtype), cache

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, SCORE, SUMMARY, TEXT_POSITION
 
 
 @flax.struct.dataclass
@@ -117,6 +117,26 @@ class KVCache:
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
         k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
         return k, v
+
+    def read_heads(self, layer: int | jax.Array, block_ids: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Reads and decodes keys and values [..., P*B, H] of one kv head in each of blocks [..., P]."""
+        shape = (*block_ids.shape[:-1], block_ids.shape[-1] * self.block_size)
+        at = heads[..., None]
+        rows = (jnp.take_along_axis(r, at, axis=-1)[..., 0] for r in self._rows(layer, block_ids))
+        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
+        return k, v
+
+    def summaries(self, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
+        """Reads the summaries [S, K, P, *summary_shape] of blocks [S, P] in one layer."""
+        leaf = self.leaves[SUMMARY]
+        _, num_layers, _, heads, *shape = leaf.shape
+        at = (block_ids * num_layers + layer)[:, None, :] * heads + jnp.arange(heads)[:, None]
+        return leaf.reshape(-1, *shape)[at]
+
+    def with_summaries(self, layer: int | jax.Array, block_ids: jax.Array, summaries: jax.Array) -> KVCache:
+        """Stores the summaries [n, K, *summary_shape] of blocks [n] in one layer; drops blocks that do not exist."""
+        leaf = self.leaves[SUMMARY].at[block_ids, layer, 0].set(summaries, mode="drop")
+        return KVCache(self.leaves | {SUMMARY: leaf}, self.codec)
 
     def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
         """Decodes parts of the codec's leaves to keys or values."""

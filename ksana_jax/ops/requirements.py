@@ -24,6 +24,7 @@ class Requirements(NamedTuple):
     soft_cap: whether scores are capped. sinks: whether heads have sink logits. alibi: whether scores have
       biases by distance.
     eviction: method that evicts tokens; None if there is none.
+    selects: whether kv heads read blocks of their own, see `kv.selection`.
     pattern_fields: the numbers of an attention pattern (`PatternArrays`). An implementation that does not read all of
       them would compute another pattern than requested.
     """
@@ -43,6 +44,7 @@ class Requirements(NamedTuple):
     query_dtype: str | None = None
     eviction: EvictionMethod | None = None
     alibi: bool = False
+    selects: bool = False
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class Requirements(NamedTuple):
             query_dtype,
             None if layout.eviction is None else layout.eviction.method,
             config.alibi is not None,
+            layout.selection is not None,
         )
 
 

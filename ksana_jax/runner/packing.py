@@ -86,7 +86,7 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     if shape.shared_rows:
         shared = ints((groups, shape.num_groups, width))
         arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
-    if layout.eviction is not None and layout.eviction.method.weights_queries:
+    if layout.numbers_queries is not None:
         arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
     if layout.sealed is not None:
         arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))

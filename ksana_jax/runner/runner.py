@@ -143,9 +143,10 @@ class Runner:
     @property
     def _network(self) -> Network:
         places, local = (self.layout.places, self.layout.residual_places), self._local
-        sinks, implementation, observers = self.num_repositioned_sinks, self.implementation, self.layout.evicts_from
+        sinks, implementation = self.num_repositioned_sinks, self.implementation
+        methods = self.layout.evicts_from, self.layout.selects_in
         return Network(
-            local, self.ropes, *places, sinks, implementation, observers, self.operators, self._tuning, self.placement
+            local, self.ropes, *places, sinks, implementation, *methods, self.operators, self._tuning, self.placement
         )
 
     @property

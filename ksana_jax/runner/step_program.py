@@ -20,6 +20,7 @@ from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.core.patterns import FULL, PatternArrays
 from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.models.rope import Rope
@@ -43,7 +44,7 @@ class Network:
     ropes: of each layer.
     places: for each layer its group and its index there, see `kv.layout.KVLayout.places`.
     residual_places: for each layer the places of exact keys and values beside codes, or empty.
-    observers: for each layer the eviction method, None without eviction.
+    observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform.
     """
@@ -55,6 +56,7 @@ class Network:
     num_repositioned_sinks: int
     implementation: Implementation
     observers: tuple[EvictionMethod | None, ...]
+    selections: tuple[SelectionMethod | None, ...]
     operators: Operators
     tuning: Tuning
     placement: Placement
@@ -63,7 +65,7 @@ class Network:
     def kinds(self) -> tuple[int, ...]:
         """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
-        kinds = list(zip(specs, self.observers, strict=True))
+        kinds = list(zip(specs, self.observers, self.selections, strict=True))
         return tuple(map(kinds.index, kinds))
 
     def place(self, layer: int) -> tuple[tuple[int, int], Any, int]:
@@ -302,6 +304,7 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
                 batch=of_group(group),
                 residual=residual and tuple((at, of_group(group)) for group, at in residual),
                 schedule=schedule,
+                selection=network.selections[kind],
             )
         )
     if (slots := layers[0].batch.adapters) is not None:

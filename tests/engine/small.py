@@ -137,7 +137,7 @@ def make_llm(
     patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction))
+    key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction, config.kv_selection))
     buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
     few = dataclasses.replace(
         buckets,

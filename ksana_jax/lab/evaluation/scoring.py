@@ -47,7 +47,7 @@ def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = l
       on_group: called with the number of parts done since its last call.
 
     Raises:
-      ConfigError: kv_eviction evicts only once a prompt is complete.
+      ConfigError: kv_eviction evicts, or kv_selection selects, only once a prompt is complete.
       ValueError: a part is longer than `max_part_tokens`.
       FloatingPointError: a log-probability is not finite.
     """
@@ -57,6 +57,12 @@ def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = l
     if eviction is not None and eviction.method.prompts != "streamed":
         raise ConfigError(
             f"kv_eviction with prompts {eviction.method.prompts!r} evicts only after a prompt, so it would not act on "
+            "scored tokens: set prompts to 'streamed'"
+        )
+    selection = llm.engine.scheduler.layout.selection
+    if selection is not None and selection.prompts != "streamed":
+        raise ConfigError(
+            f"kv_selection with prompts {selection.prompts!r} selects only after a prompt, so it would not act on "
             "scored tokens: set prompts to 'streamed'"
         )
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.drafts import Drafts
@@ -49,7 +50,7 @@ class BatchBuilder:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
-      eviction: method that observes attention weights and numbers queries; None without one.
+      numbers: method that numbers queries, see `StepArrays.query_numbers`; None without one.
       residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
       adapts: whether requests may have adapters.
@@ -61,7 +62,7 @@ class BatchBuilder:
     vocab_size: int
     sink_width: int = 0
     min_saved_tokens: int = 256
-    eviction: EvictionMethod | None = None
+    numbers: EvictionMethod | SelectionMethod | None = None
     residual_groups: tuple[int, ...] | None = None
     acceptance: str = "sampled"
     adapts: bool = False
@@ -78,8 +79,8 @@ class BatchBuilder:
         else:
             step, ends = self._build(batch, rows)
             self._keep(batch, rows, step, ends)
-        if self.eviction is not None:
-            numbers = query_numbers(self.eviction, step.shape, batch, rows, ends)
+        if self.numbers is not None:
+            numbers = query_numbers(self.numbers, step.shape, batch, rows, ends)
             step.arrays = step.arrays._replace(query_numbers=numbers)
         if self.residual_groups is not None:
             step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))

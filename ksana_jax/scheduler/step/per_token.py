@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape
 
 
 def query_numbers(
-    method: EvictionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
+    method: EvictionMethod | SelectionMethod, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
 ) -> np.ndarray:
     """Returns the method's number for each token of a step: [Gk, T]; 0 for padding.
 

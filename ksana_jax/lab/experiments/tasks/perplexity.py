@@ -23,6 +23,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.selection import read_selection
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
 from ksana_jax.lab.experiments.models import training_context
@@ -106,6 +107,12 @@ class Perplexity(PerplexityResults, BaseTask):
             raise ConfigError(
                 f"engine.kv_eviction.prompts is {eviction.prompts!r}, which evicts only after a prompt and would not "
                 "act on scored tokens: set it to 'streamed', or give settings.context_tokens"
+            )
+        selection = read_selection(config["engine"]["kv_selection"])
+        if selection is not None and selection.prompts != "streamed":
+            raise ConfigError(
+                f"engine.kv_selection.prompts is {selection.prompts!r}, which selects only after a prompt and would not "
+                "act on scored tokens: set it to 'streamed'"
             )
         if eviction is not None and eviction.needs_full_text and settings.texts_at_once > 1:
             raise ConfigError(

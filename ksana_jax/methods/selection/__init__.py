@@ -1,0 +1,1 @@
+"""KV selection methods: one file a paper; `kv.selection` has the port and the names."""

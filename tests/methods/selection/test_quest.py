@@ -1,0 +1,168 @@
+"""Quest in the engine against its float64 definition, with every implementation of attention; ragged, chunked,
+preempted, with shared and cached blocks."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from ksana_jax import LLM, SamplingParams
+from ksana_jax.core.config import ConfigError
+from ksana_jax.kv.selection import read_selection
+from ksana_jax.methods.selection.quest import Quest
+from tests import machine
+from tests.engine import small
+from tests.engine.small import VOCAB, assert_idle, model
+from tests.methods.selection.definition import blocks_read, keys_read
+from tests.reference import reference_logprobs
+
+SIZE, BUDGET = 4, 16
+RNG = np.random.default_rng(11)
+PROMPTS = [RNG.integers(2, VOCAB, length).tolist() for length in (43, 14, 30)]
+IMPLEMENTATIONS = ["xla", pytest.param("native", marks=machine.compiled)]
+
+
+def make_llm(attention="xla", budget=BUDGET, prompts="whole", **settings) -> LLM:
+    given = {"block_size": SIZE, "num_blocks": 64, "query_tile": 8, "operators": {"attention": attention}}
+    selection = {"method": "quest", "budget": budget, "full_layers": 1, "prompts": prompts}
+    return small.make_llm(**given | {"kv_selection": None if budget is None else selection} | settings)
+
+
+def outputs_of(llm: LLM, prompts=PROMPTS, **given):
+    asked = {"temperature": 0, "max_tokens": 18, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(**asked | given))
+    assert_idle(llm)
+    return found
+
+
+def tokens_of(llm: LLM, prompts=PROMPTS, **given):
+    return [output.token_ids for answer in outputs_of(llm, prompts, **given) for output in answer.outputs]
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    return tokens_of(make_llm())
+
+
+def test_summaries_and_scores_are_the_paper_s():
+    method, q, keys = Quest(), RNG.normal(size=(2, 1, 2, 3, 8)), RNG.normal(size=(10, 2, SIZE, 8))
+    used = np.arange(SIZE) < RNG.integers(1, SIZE + 1, (10, 1))
+    keys[~np.broadcast_to(used[:, None], keys.shape[:3])] = np.nan
+    summaries = method.summarise(keys, used, np)
+    assert summaries.shape[2:] == method.summary_shape(8)
+    scores = method.scores(q, np.stack([summaries.transpose(1, 0, 2, 3)] * 2), np)
+    for s, head, block in np.ndindex(2, 2, 10):
+        bound = max(
+            sum(max(x * key for key in keys[block, head, used[block], d]) for d, x in enumerate(query))
+            for query in q[s, 0, head]
+        )
+        np.testing.assert_allclose(scores[s, 0, head, block], bound, rtol=1e-12)
+
+
+@pytest.mark.parametrize("prompts", ["whole", "streamed"])
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_definition_selects(attention, prompts):
+    config, params = model()
+    for prompt, answer in zip(
+        PROMPTS, outputs_of(make_llm(attention, prompts=prompts), prompt_logprobs=0), strict=True
+    ):
+        whole = np.array([*prompt, *answer.outputs[0].token_ids])
+        first, read = len(prompt) if prompts == "whole" else 0, []
+
+        def selects(layer, q, k, first=first, read=read):
+            found = keys_read(q, k, SIZE, BUDGET, first if layer >= 1 else len(q))
+            read.append(found.sum())
+            return found
+
+        wanted = reference_logprobs(params, config, whole, selects=selects)
+        assert read[1] < read[0]
+        entries = [*(answer.prompt_logprobs or []), *(answer.outputs[0].logprobs or [])]
+        got = [entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry]
+        # float32 against float64 through two layers: about 1e-5; 1e-4 is the contract.
+        np.testing.assert_allclose(got, [wanted[t - 1, whole[t]] for t in range(1, len(whole))], atol=1e-4)
+        assert answer.outputs[0].token_ids == wanted[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("budget", "first"), [(64, 0), (48, 1)])
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, budget, first):
+    """With 48 tokens, tables are wider than the budget, and all but the first row select all of their blocks."""
+
+    def bits(llm):
+        outputs = [output for answer in outputs_of(llm)[first:] for output in answer.outputs]
+        return [(t, entry[t].logprob) for o in outputs for t, entry in zip(o.token_ids, o.logprobs, strict=True)]
+
+    assert bits(make_llm(attention, budget)) == bits(make_llm(attention, None))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 48, "query_tile": 16},
+        {"max_num_batched_tokens": 5, "query_tile": 1},  # chunks end in single tokens, which read all of a prompt
+        {"max_num_seqs": 1},
+        {"num_blocks": 18, "preempt": "recompute"},
+        {"num_blocks": 18, "preempt": "swap", "host_cache_bytes": 1 << 18},
+        {"enable_prefix_caching": True},
+        {"num_scheduler_steps": 4},
+        {"async_scheduling": False},
+    ],
+    ids=repr,
+)
+def test_tokens_are_the_same_however_they_are_served(settings):
+    llm = make_llm(**settings)
+    for _ in range(2 if "enable_prefix_caching" in settings else 1):
+        assert tokens_of(llm) == expected()
+
+
+def test_cached_blocks_bring_their_summaries():
+    """Prefixes return from the device and, once the pool has replaced them, from the host."""
+    llm = make_llm(enable_prefix_caching=True, num_blocks=18, host_cache_bytes=1 << 18)
+    plain = make_llm()
+    longer = [prompt + [7, 9, 3] for prompt in PROMPTS]
+    assert [tokens_of(llm, [p])[0] for p in PROMPTS] == expected()
+    assert [tokens_of(llm, [p])[0] for p in longer] == tokens_of(plain, longer)
+
+
+def test_completions_of_one_prompt_copy_its_last_block_with_its_summary():
+    asked = {"n": 3, "temperature": 0.9, "seed": 5, "logprobs": None}
+    found = tokens_of(make_llm(), PROMPTS[:1], **asked)
+    assert len({tuple(tokens) for tokens in found}) == 3
+    assert found == tokens_of(make_llm(max_num_seqs=1), PROMPTS[:1], **asked)
+
+
+@machine.compiled
+def test_codes_are_summarised_as_they_are_stored():
+    tokens = [tokens_of(make_llm(name, kv_cache_dtype="int8")) for name in ("xla", "native")]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"method": "quest", "budget": 7}, "a budget of 7 tokens is too small: the first and the newest block of 4"),
+        ({"method": "quest", "budget": 0}, "kv_selection Quest: budget is 0, must be"),
+        ({"method": "quest", "budget": 0.5}, "kv_selection Quest: budget is 0.5, must be"),
+        ({"method": "quest", "full_layers": 2}, "full_layers is 2, the model has 2 layers: none would select"),
+        ({"method": "quest", "prompts": "once"}, "kv_selection Quest: prompts is 'once', must be"),
+        ({"method": "guest"}, "kv_selection method is 'guest', must be one of quest"),
+        ({"method": "quest", "budgets": 8}, "kv_selection 'quest' has no setting 'budgets'; the nearest is 'budget'"),
+        ("quest", "kv_selection is 'quest', must be None or a dict such as"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(setting, said):
+    with pytest.raises(ConfigError) as caught:
+        make_llm(kv_selection=setting)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_pattern_of_an_engine_that_selects_stays_full():
+    with pytest.raises(ConfigError, match="kv_selection does not go with patterns other than full attention"):
+        make_llm().set_pattern({"window": 8})
+
+
+def test_the_definition_keeps_the_first_and_the_newest_block():
+    k = np.zeros((24, 2))
+    k[9] = 5, 0
+    assert blocks_read(np.array([[1.0, 0.0]]), k, 21, 4, 12) == {0, 2, 5}
+    assert read_selection(None) is None
