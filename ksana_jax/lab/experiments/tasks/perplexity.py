@@ -111,8 +111,8 @@ class Perplexity(PerplexityResults, BaseTask):
         selection = read_selection(config["engine"]["kv_selection"])
         if selection is not None and selection.prompts != "streamed":
             raise ConfigError(
-                f"engine.kv_selection.prompts is {selection.prompts!r}, which selects only after a prompt and would not "
-                "act on scored tokens: set it to 'streamed'"
+                f"engine.kv_selection.prompts is {selection.prompts!r}, which selects only after a prompt and would "
+                "not act on scored tokens: set it to 'streamed'"
             )
         if eviction is not None and eviction.needs_full_text and settings.texts_at_once > 1:
             raise ConfigError(
