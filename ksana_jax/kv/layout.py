@@ -240,6 +240,17 @@ class KVLayout:
         """Bytes of one block: all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
+    def read_bytes(self, num_blocks: int) -> int:
+        """Returns the bytes that a query reads of the num_blocks blocks of its text: all, or, in layers that select,
+        their summaries and the selected blocks."""
+        if self.selection is None or (chosen := self.selection.num_blocks(self.block_size)) >= num_blocks:
+            return num_blocks * (self.block_bytes - sum(leaf.nbytes for leaf in self.leaves if leaf.name == SUMMARY))
+        summaries, num_layers = self.leaf(SUMMARY).nbytes, len(self.places)
+        selecting = num_layers - self.selects_in.count(None)
+        unread = (num_blocks - chosen) * (self.block_bytes - summaries)
+        read = num_blocks * self.block_bytes - unread * selecting // num_layers
+        return read - num_blocks * summaries * (num_layers - selecting) // num_layers
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers; with a block codec, of its codes."""

@@ -286,7 +286,9 @@ def _kv_alone(
     if len(group) > 1:
         llm.clear_records()
         _stream(llm, [ids], trial.config["settings"]["context_tokens"])
-    return {"method": method, **_kv(llm, len(ids)), **_blocks_over_text(llm)}
+    held = _blocks_over_text(llm)
+    read = llm.engine.scheduler.layout.read_bytes(int(llm.records[-1].live_blocks))
+    return {"method": method, **_kv(llm, len(ids)), **held, "read_bytes": read}
 
 
 def _kv(llm: LLM, num_tokens: int) -> dict[str, Any]:

@@ -23,9 +23,9 @@ class PerplexityResults(Results):
         """Computes one trial's summary.
 
         ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-        live_kv_bytes: held of a text after its last token. peak_kv_bytes: maximum within a step. kv_token_bytes: of one
-        token in all layers. weight_bytes: of the weights in memory. tokens_per_s: tokens scored per second, without
-        compilation.
+        live_kv_bytes: held of a text after its last token. kv_read_bytes: that a query reads of them. peak_kv_bytes:
+        maximum within a step. kv_token_bytes: of one token in all layers. weight_bytes: of the weights in memory.
+        tokens_per_s: tokens scored per second, without compilation.
         """
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         speed, kv, result = [], [], {}
@@ -54,6 +54,8 @@ class PerplexityResults(Results):
         # Recomputation holds nothing between two tokens; its cost is its peak.
         if streamed := [m for m in kv if m["method"] == "stream"]:
             result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
+            if "read_bytes" in streamed[0]:
+                result["kv_read_bytes"] = max(m["read_bytes"] for m in streamed)
         return result
 
     def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
@@ -70,6 +72,8 @@ class PerplexityResults(Results):
             shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
         shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
         shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+        if any(row.config.get("engine", {}).get("kv_selection") for row in rows):
+            shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True))
         if differ(rows, "kv_token_bytes"):
             shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
         if differ(rows, "weight_bytes"):
@@ -192,6 +196,8 @@ def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[st
             "Live KV: maximum held of one text between steps, without its last chunk, as earlier versions recorded it; "
             "of a text of one step, its peak KV. Peak KV: maximum held within a step, including its chunk."
         ]
+    if any(c.key == "kv_read_bytes" for c in shown):
+        said.append("KV read/token: by a query after a text's last token; with kv_selection, summaries included.")
     if any(c.key == "kv_token_bytes" for c in shown):
         exact = "exact tokens included"
         if earlier:
