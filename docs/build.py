@@ -20,8 +20,8 @@ ORDER = {
     "learn": "tutorial concepts glossary architecture",
     "use": "experiments python models evaluation speculative serving proxy routing workloads simulator jax "
     "coming-from-vllm benchmarks",
-    "extend": "README eviction codec proposer scheduling replacement routing task bench pattern model-family "
-    "new-accelerator",
+    "extend": "README eviction selection codec proposer scheduling replacement routing task bench pattern "
+    "model-family new-accelerator",
     "reference": "commands yaml api models eviction accelerator status decisions",
 }
 BESIDE = {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ksana_jax.kv.codecs.base import BlockCodec, Codec
     from ksana_jax.kv.eviction.base import Cached, EvictionMethod, Observation
     from ksana_jax.kv.replacement import CachedBlock, ReplacementPolicy
+    from ksana_jax.kv.selection.base import SelectionMethod
     from ksana_jax.lab.bench.core import Bench, Case
     from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext
     from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ksana_jax.kv.codecs.base": "BlockCodec Codec",
     "ksana_jax.kv.eviction.base": "Cached EvictionMethod Observation",
     "ksana_jax.kv.replacement": "CachedBlock ReplacementPolicy",
+    "ksana_jax.kv.selection.base": "SelectionMethod",
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.serve.routing.policies.base": "Policy",
     "ksana_jax.scheduler.policies": "ByRank SchedulingPolicy",
@@ -51,6 +53,7 @@ __all__ += [
     "ResultRow",
     "SchedulingPolicy",
     "Seam",
+    "SelectionMethod",
     "SpeculativeMethod",
     "Texts",
 ]

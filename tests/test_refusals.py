@@ -17,6 +17,7 @@ from tests.engine.small import SMALL, make_llm, model
 
 SOME = {
     "kv_eviction": {"kv_eviction": {"method": "knorm", "budget": 20}},
+    "kv_selection": {"kv_selection": {"method": "quest", "budget": 32, "full_layers": 0}},
     refusals.ADDS_UP_ATTENTION: {"kv_eviction": {"method": "h2o", "budget": 20}},
     "enable_prefix_caching": {"enable_prefix_caching": True},
     "shared_prefix_attention": {"shared_prefix_attention": True},
@@ -27,6 +28,7 @@ SOME = {
     refusals.UNEVEN: {"kv_cache_dtype": "int8", "pattern": [{"window": 8}, "full"]},
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
+    refusals.NOT_FULL: {"pattern": [{"window": 8}, "full"]},
     "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     refusals.BRANCHES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}},
     refusals.COMPARES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}},
@@ -63,6 +65,8 @@ def drafter(tmp_path_factory):
 def test_listed_settings_are_refused_together(refusal, drafter):
     names = {refusal.setting, refusal.other}
     given = SOME[refusal.setting] | SOME[refusal.other]
+    if "kv_full_precision_layers" in names:
+        given.setdefault("kv_cache_dtype", "int8")
     if names == {refusals.BRANCHES, refusals.COMPARES}:
         given["speculative_config"] = SOME[refusals.BRANCHES]["speculative_config"] | {"acceptance": "block"}
     if refusals.DRAFT_MODEL in names:

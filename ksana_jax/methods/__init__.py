@@ -20,6 +20,7 @@ class Seam(NamedTuple):
 
 SEAMS = (
     Seam("kv_eviction", "EvictionMethod", "ksana_jax.kv.eviction:EVICTION_METHODS"),
+    Seam("kv_selection", "SelectionMethod", "ksana_jax.kv.selection:SELECTION_METHODS"),
     Seam("kv_cache_dtype", "Codec", "ksana_jax.kv.codecs.registry:CODECS"),
     Seam("kv_cache_dtype", "BlockCodec", "ksana_jax.kv.codecs.registry:BLOCK_CODECS"),
     Seam("prefix_replacement", "ReplacementPolicy", "ksana_jax.kv.replacement:REPLACEMENT_POLICIES"),

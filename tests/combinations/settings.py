@@ -86,6 +86,8 @@ HOST, CACHE = {"host_cache_bytes": 1 << 18}, {"enable_prefix_caching": True}
 # "f32" is the plain engine. Block codecs of fewer bits differ in how they pack their codes.
 CODES = (*(name for name in CODECS if name != "f32"), "kivi4", "gear4", "gear_l4", "kvquant4")
 PYRAMID = {"budget": 0.9, "prompts": "whole", "recent": 4, "layers": "pyramid"}
+# Two blocks of up to four.
+QUEST = {"method": "quest", "budget": 2 * BLOCK_SIZE, "full_layers": 0}
 SINKS = {"window": 18, "num_sinks": 4}
 # `Engines` replaces these by folders.
 FOLDER, DRAFTER = "folder", "draft model"
@@ -99,6 +101,7 @@ _ALL = [
     *(_evicts(name) for name in EVICTION_METHODS if name != "oracle"),  # it scores texts, and cannot generate
     _evicts("h2o", "kv_eviction once", prompts="once"),
     _evicts("snapkv", "kv_eviction pyramid", 2, **PYRAMID),
+    Setting("kv_selection quest", "selection", {"kv_selection": QUEST}),
     *map(_stores, CODES),
     Setting("kv_full_precision_layers", "codec", {"kv_cache_dtype": "int8", "kv_full_precision_layers": [0]}, layers=2),
     _sees("window", {"window": 18}),
@@ -158,6 +161,7 @@ class Served(NamedTuple):
 
 # Fields of a config on which compiled steps depend, beside layers, codec and eviction.
 _compiled = operator.attrgetter(
+    "kv_selection",
     "quantization",
     "kv_full_precision_layers",
     "num_blocks",

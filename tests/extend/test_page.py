@@ -17,7 +17,7 @@ from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.mlp import MLPS
 
 PAGES = Path(__file__).parents[2] / "docs/extend"
-MINE = ("eviction", "codec", "scheduling", "replacement", "proposer", "routing", "task", "bench")
+MINE = ("eviction", "selection", "codec", "scheduling", "replacement", "proposer", "routing", "task", "bench")
 TEXT = "def main(x):\n    return x\n\n" * 3
 
 
@@ -53,6 +53,12 @@ def plain():
 def test_eviction_methods_serve(mine, name):
     tokens, _ = generate(kv_eviction={"method": f"mine:{name}", "budget": 32})
     assert [len(ids) for ids in tokens] == [12, 12]
+
+
+def test_a_selection_method_serves(mine, plain):
+    tokens, _ = generate(kv_selection={"method": "mine:MeanKey", "budget": 32})
+    assert [len(ids) for ids in tokens] == [12, 12]
+    assert generate(kv_selection={"method": "mine:MeanKey", "budget": 512})[0] == plain
 
 
 @pytest.mark.parametrize("dtype", ["mine:Nibbles", {"k": "mine:Channels", "v": "kivi4", "residual": 8}], ids=str)
