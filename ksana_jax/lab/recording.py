@@ -31,8 +31,6 @@ from ksana_jax.core.metrics import StepRecord
 from ksana_jax.scheduler.step.types import Part, StepShape
 
 FORMAT = 2
-# Format 1 had decisions alone.
-READABLE = (1, 2)
 NAME = "recording.jsonl"
 Event = dict[str, Any]
 # Fields that a replay needs: of the first line, and of each event.
@@ -100,13 +98,10 @@ def read(path: Path) -> Recording:
     if len(found) > 1:
         raise ConfigError(f"{path} has recordings of {len(found)} engines: give one, such as {found[0]}")
     header, *events = _read_lines(found[0])
-    if header.get("kind") == "steps":
-        raise ConfigError(f"{found[0]} has steps of an earlier version: repeat `ksana simulate record`")
     if header.get("event") != "recording":
         raise ConfigError(f"{found[0]} is not a recording")
-    if header.get("format") not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        raise ConfigError(f"{found[0]} is a recording of format {header.get('format')}, this version reads {known}")
+    if header.get("format") != FORMAT:
+        raise ConfigError(f"{found[0]} is a recording of format {header.get('format')}, this version reads {FORMAT}")
     return Recording(found[0], header, events)
 
 
@@ -117,7 +112,7 @@ def read_decisions(path: Path) -> Recording:
       ConfigError: see `read`; or it has no decisions, or an event is unknown or lacks a field; names the line.
     """
     found = read(path)
-    if not found.header.get("decisions", found.header["format"] == 1):
+    if not found.header.get("decisions"):
         raise ConfigError(f"{found.path} has times without decisions: `ksana trace --record` records both")
     for number, event in enumerate((found.header, *found.events), 1):
         if (kind := event["event"]) not in _NEEDED:

@@ -16,8 +16,7 @@ STEP = {"event": "step", "ended_s": 1.0, "shape": [[[1, 1]], 4, 1]} | dict.fromk
     ("header", "step", "says"),
     [
         ([], STEP, " is not a recording"),
-        ({"kind": "steps", "format": 1}, STEP, " has steps of an earlier version: repeat `ksana simulate record`"),
-        ({"event": "recording"}, STEP, " is a recording of format None, this version reads 1 and 2"),
+        ({"event": "recording"}, STEP, " is a recording of format None, this version reads 2"),
         (None, {}, ", line 3 is {}, must be an event"),
         (None, [], ", line 3 is [], must be an event"),
         (None, 5, ", line 3 is 5, must be an event"),

@@ -41,7 +41,7 @@ def read_input(given: Mapping[str, Any]) -> RequestInput:
         given["cache_salt"],
         given["request_id"],
         given["streams"],
-        given.get("num_question", 0),  # absent from earlier recordings
+        given["num_question"],
     )
 
 

@@ -55,9 +55,7 @@ def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
             arrays = dict(np.load(file))
             files = TokenFiles(arrays["train"], arrays["train_starts"])
             held = TokenFiles(arrays["held"], arrays["held_starts"])
-            # Earlier versions recorded no sources: at least compare the tokenizer's number of pieces.
-            pieces = {"vocab_size": load_tokenizer(out / "tokenizer.model").vocab_size()}
-            began = json.loads(str(arrays["source"])) if "source" in arrays else pieces
+            began = json.loads(str(arrays["source"]))
         except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ConfigError(f"{path} cannot be read; remove it to have it created again: {error}") from None
     check_same(path, began, source)

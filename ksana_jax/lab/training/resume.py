@@ -74,7 +74,7 @@ def check_same(what: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Reads the recorded fields from a JSON file; empty if there is none, as with earlier versions.
+    """Reads the recorded fields from a JSON file; empty if there is none.
 
     Raises:
       ConfigError: the file does not contain a JSON object.

@@ -42,11 +42,6 @@ class SpeculationCounts:
         """Accepted draft tokens per draft token; None before the first."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        """Tokens that a verified draft yields, the model's own one included; None before the first."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
-
 
 class Speculation:
     """Drafts for a scheduler.

@@ -1,7 +1,6 @@
 """A run resumes only with its first configuration; its counts survive beyond 2^31."""
 
 import dataclasses
-import json
 import shutil
 
 import jax
@@ -78,16 +77,6 @@ def test_each_field_is_either_fixed_or_named_as_one_that_may_change():
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     assert names >= MAY_CHANGE
     assert {name.partition(".")[0] for name in fixed_fields(TrainConfig())} == names - MAY_CHANGE
-
-
-def test_runs_of_earlier_versions_go_on(tiny_config, out):
-    (out / "checkpoints" / "config.json").unlink()
-    with np.load(out / "tokens.npz") as arrays:
-        np.savez(out / "old.npz", **{name: arrays[name] for name in arrays if name != "source"})
-    (out / "old.npz").replace(out / "tokens.npz")
-    assert "vocab_size 384 (now 320)" in refusal(tiny_config, out, "vocab_size=320")
-    train(str(tiny_config), [f"out_dir={out}", "num_steps=25"])
-    assert json.loads((out / "checkpoints" / "config.json").read_text())["learning_rate"] == 0.003
 
 
 def test_tokens_that_cannot_be_read_are_one_line(tiny_config, out):
