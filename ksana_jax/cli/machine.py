@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ksana_jax.cli.fields import read_setting, takes_fields
+from ksana_jax.cli.options import AsJson
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
+from ksana_jax.runner.planner.request import PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,37 +19,20 @@ if TYPE_CHECKING:
 
     from ksana_jax.ops.table import OperatorRow
 
-from ksana_jax.cli.fields import read_setting
-from ksana_jax.cli.options import AsJson, KVEviction
 
-
+@takes_fields(
+    PlanRequest,
+    "dtype kv_cache_dtype=kv_dtype quantization kv_eviction batch context window num_sinks embedding_device "
+    "tensor_parallel_size prefix_share memory_fraction",
+)
 def plan(
     model: Annotated[str, typer.Option(help=MODEL_HELP, show_default=False)],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
-    dtype: Annotated[str, typer.Option(help="dtype of weights: f32, bf16 or f16")] = "bf16",
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            help="how KV is stored: f32, bf16, f16, int8, fp8_e4m3, fp8_e5m2, int4, int3, int2, kivi4, gear4, ...; "
-            "auto: as the weights"
-        ),
-    ] = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="int8: matrices of layers as codes; stored: as a GGUF file has them", show_default=False),
-    ] = None,
     kv_full_precision_layers: Annotated[
         str | None, typer.Option(help="layers that are stored in the dtype of weights, such as '[0]'", metavar="YAML")
     ] = None,
-    kv_eviction: KVEviction = None,
-    batch: Annotated[int | None, typer.Option(help="concurrent requests", show_default="as many as fit")] = None,
-    context: Annotated[int | None, typer.Option(help="tokens per request", show_default="the model's")] = None,
-    window: Annotated[int | None, typer.Option(help="attention window in tokens", show_default=False)] = None,
-    num_sinks: Annotated[int, typer.Option(help="sink tokens, with --window")] = 0,
-    embedding_device: Annotated[str, typer.Option(help="memory of the token embedding: device or host")] = "device",
-    tensor_parallel_size: Annotated[int, typer.Option(help="devices that divide the model; bytes are of each")] = 1,
-    prefix_share: Annotated[float, typer.Option(help="fraction of each text that all requests share")] = 0.0,
-    memory_fraction: Annotated[float, typer.Option(help="fraction of the device memory to use")] = 0.9,
+    *,
+    options: dict[str, Any],
     buckets: Annotated[
         bool, typer.Option("--buckets", help="list the memory of each compiled step; compiles all of them")
     ] = False,
@@ -55,25 +41,8 @@ def plan(
     """Predicts device memory for a model, and the largest batch, context and window that fit."""
     from ksana_jax.runner.planner.report import main as show
 
-    show(
-        model,
-        device,
-        buckets=buckets,
-        as_json=as_json,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_dtype,
-        kv_full_precision_layers=read_setting("kv_full_precision_layers", kv_full_precision_layers) or (),
-        kv_eviction=read_setting("kv_eviction", kv_eviction),
-        batch=batch,
-        context=context,
-        window=window,
-        num_sinks=num_sinks,
-        embedding_device=embedding_device,
-        tensor_parallel_size=tensor_parallel_size,
-        prefix_share=prefix_share,
-        memory_fraction=memory_fraction,
-    )
+    options["kv_full_precision_layers"] = read_setting("kv_full_precision_layers", kv_full_precision_layers) or ()
+    show(model, device, buckets=buckets, as_json=as_json, **options)
 
 
 def models() -> None:

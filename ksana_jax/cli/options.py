@@ -19,12 +19,6 @@ Overrides = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
-KVEviction = Annotated[
-    str | None,
-    typer.Option(
-        help="KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'", show_default=False, metavar="YAML"
-    ),
-]
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]

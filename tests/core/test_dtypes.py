@@ -14,7 +14,7 @@ from ksana_jax.core.dtypes import canonical_dtype
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.build import build_engine
 from ksana_jax.loading.load import auto_dtype, load_model
-from ksana_jax.runner.planner.formula import PlanRequest
+from ksana_jax.runner.planner.request import PlanRequest
 from tests.engine.small import SMALL, Letters, complete, make_llm, model
 
 

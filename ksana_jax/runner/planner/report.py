@@ -158,15 +158,9 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
     measured = step_bytes(
         local_model(config, asked.tensor_parallel_size),
         shapes,
-        dtype=asked.dtype,
-        quantization=asked.quantization,
-        kv_dtype=asked.kv_dtype,
-        kv_full_precision_layers=asked.kv_full_precision_layers,
-        kv_eviction=asked.kv_eviction,
-        block_size=asked.block_size,
         max_model_len=found.context,
-        embedding_device=asked.embedding_device,
         target=target,
+        **asked.of_steps,
     )
     return [
         {

@@ -16,7 +16,8 @@ from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.kept import with_kept
 from ksana_jax.models.params import num_params
 from ksana_jax.runner.planner.devices import Device, compile_target, find_device
-from ksana_jax.runner.planner.formula import Memory, PlanRequest, largest
+from ksana_jax.runner.planner.formula import Memory, largest
+from ksana_jax.runner.planner.request import PlanRequest
 from ksana_jax.runner.planner.step_memory import NO_STEP, StepCost, measure_step
 from ksana_jax.runner.planner.terms import embedding_bytes
 from ksana_jax.sharding.shares import local_model
@@ -124,17 +125,11 @@ def _measure(config: ModelConfig, asked: PlanRequest, device: Device, say: Calla
         say(f"compiling steps for {target.device}: about a minute")
     return measure_step(
         local_model(config, asked.tensor_parallel_size),
-        dtype=asked.dtype,
-        quantization=asked.quantization,
-        kv_dtype=asked.kv_dtype,
-        kv_full_precision_layers=asked.kv_full_precision_layers,
-        kv_eviction=asked.kv_eviction,
-        block_size=asked.block_size,
         query_tile=asked.query_tile,
         max_num_batched_tokens=asked.max_num_batched_tokens,
         max_repositioned_sinks=asked.num_sinks,
-        embedding_device=asked.embedding_device,
         target=target,
+        **asked.of_steps,
     )
 
 

@@ -10,7 +10,8 @@ from ksana_jax.core.config import MAX_TOKENS, ConfigError
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.runner.planner import plan
-from ksana_jax.runner.planner.formula import Memory, PlanRequest
+from ksana_jax.runner.planner.formula import Memory
+from ksana_jax.runner.planner.request import PlanRequest
 from ksana_jax.runner.planner.step_memory import NO_STEP
 from tests.runner.planner.models import FOLDER, STEP, read
 
