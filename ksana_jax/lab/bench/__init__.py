@@ -1,5 +1,4 @@
-"""Measures speed on this machine: `ksana bench NAME` for each entry of BENCHES. `suite` runs them all, `peak_memory`
-compares memory."""
+"""Measures speed on this machine: `ksana bench NAME` for each entry of BENCHES. `peak_memory` compares memory."""
 
 from __future__ import annotations
 

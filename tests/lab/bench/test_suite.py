@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import make_bench as suite
 import pytest
+from make_bench import BEGIN, END, SUITE, Entry
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import resolve
-from ksana_jax.lab.bench import BENCHES, suite
-from ksana_jax.lab.bench.suite import BEGIN, END, SUITE, Entry
+from ksana_jax.lab.bench import BENCHES
 from ksana_jax.lab.experiments.report import Report
 from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
 

@@ -1,7 +1,7 @@
 """`make bench`: the benchmarks whose tables docs/use/benchmarks.md shows, in at most 20 minutes.
 
-    python -m ksana_jax.lab.bench.suite [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--resume]
-                                    [--readme docs/use/benchmarks.md]
+    python .ci/make_bench.py [--out runs/bench] [--peers .venv-peers] [--minutes 20] [--resume]
+                             [--readme docs/use/benchmarks.md]
 
 Each is run into a separate folder; performance.md has their tables. With --resume, those that --out already has with
 the same options are not run again, so that benchmarks left out for time, or interrupted, can follow later.
@@ -153,7 +153,7 @@ def replace_between(text: str, summary: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ksana_jax.lab.bench.suite", description="Runs the benchmarks of docs/use/benchmarks.md."
+        prog=".ci/make_bench.py", description="Runs the benchmarks of docs/use/benchmarks.md."
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the results")
     parser.add_argument("--peers", default=".venv-peers", help="environment of other engines; see `make peers`")
