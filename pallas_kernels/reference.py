@@ -63,8 +63,8 @@ def _attend_by_head(call: Call) -> Result:
                 )
             )
         )
-    out, lse, mass = (None if x[0] is None else jnp.concatenate(x, axis) for x, axis in zip(zip(*found), (2, 2, 1)))
-    return Result(out, lse, mass)
+    lse, mass = (None if x[0] is None else jnp.concatenate(x, axis) for x, axis in zip([*zip(*found)][1:], (2, 1)))
+    return Result(jnp.concatenate([x.out for x in found], 2), lse, mass)
 
 
 def probability_mass(call: Call, lse: jax.Array) -> jax.Array:

@@ -345,8 +345,8 @@ class Engine:
         self._check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method)
         self.lock.begin_write()
-        if self.builder.eviction is not None:
-            self.builder = dataclasses.replace(self.builder, eviction=method)
+        if self.builder.numbers is not None:
+            self.builder = dataclasses.replace(self.builder, numbers=method)
         self.scheduler.set_layout(layout)
 
     def _check_idle(self, otherwise: str) -> None:

@@ -170,7 +170,8 @@ def _attend_by_head(q_TNH, cache: KVCache, context: AttentionContext) -> Partial
     batch, (t, heads, width) = context.batch, context.batch.block_tables.shape
 
     def read(ids):
-        return tuple(x[:, None] for x in cache.read_heads(context.layer, ids // heads, ids % heads))
+        k, v = cache.read_heads(context.layer, ids // heads, ids % heads)
+        return k[:, None], v[:, None]
 
     tables = (batch.block_tables * heads + jnp.arange(heads)[:, None]).reshape(-1, width)
     starts, positions = batch.block_starts.reshape(-1, width), jnp.repeat(batch.cache_positions, heads)[:, None]
