@@ -49,7 +49,7 @@ def started(monkeypatch):
         found = []
         monkeypatch.setattr(running, "listen", lambda given: None)
         monkeypatch.setattr(running, "serve", lambda load, given, listener: found.extend([given, load()]) or 0)
-        monkeypatch.setattr(serving, "_load", lambda model, settings, template, warm_up: settings)
+        monkeypatch.setattr(serving, "_load", lambda model, settings, *others: settings)
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", "ksana-tiny", *arguments])
         assert not ended.value.code
