@@ -12,11 +12,8 @@ from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import Linear, Normalise
-from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams
-
-Grouped = Callable[[jax.Array | Matrix], Callable[..., jax.Array] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +22,13 @@ class Operators:
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
-    grouped: of a stack of matrices [E, out, in], the function (x [P, in], counts=[E], b=[P, out] or None) -> [P, out]
-      that multiplies rows, the first counts[0] by the first matrix and so on; None for forms that it does not take.
+    grouped: gives the products of sorted rows with a stack of matrices, as `ops.grouped.grouped` does; None for none.
     real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 
     linear: Linear = layers.linear
     normaliser: Callable[[NormSpec], Normalise] = layers.normaliser
-    grouped: Grouped | None = None
+    grouped: Callable[..., Callable[..., jax.Array] | None] | None = None
     real: jax.Array | None = None
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
@@ -108,9 +104,8 @@ class Operators:
         read, norm = (before if spec.norms.placement in PARALLEL else x), p.mlp_norm
         normed = self.normed(read, p.attn_norm if norm is None else norm, spec.norms)
         mlp = mlp_kind(spec.mlp.kind)
-        out = self.summed(
-            mlp.apply(normed, p, self.linear, spec.mlp, *((self.real, self.grouped) if mlp.routes else ()))
-        )
+        more = (self.real, self.grouped) if mlp.routes else ()
+        out = self.summed(mlp.apply(normed, p, self.linear, spec.mlp, *more))
         return self.added(x, out, p.post_mlp_norm, spec)
 
     def added(self, x: jax.Array, out: jax.Array, norm: jax.Array | None, spec: LayerSpec) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.matrix import Matrix
-from ksana_jax.models.operators import Grouped, Operators
+from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.ops.packing import packed
 
@@ -49,7 +48,7 @@ class LinearImplementation(NamedTuple):
     fused: str | None = None
     compute_capability: tuple[int, int] | None = None
     row_by_row: bool = False
-    grouped: Grouped | None = None
+    grouped: Callable[..., Any] | None = None
     needs: str = ""
 
     def why_not(self, platform: str, dtype: str, compute_capability: tuple[int, int] | None = None) -> str | None:
@@ -61,10 +60,8 @@ class LinearImplementation(NamedTuple):
 
     def operators(self, normaliser: Callable[[NormSpec], Normalise]) -> Operators:
         """Returns the operators of a network with these products and some norms."""
-        if self.fused is None:
-            return Operators(self.apply, normaliser, grouped=self.grouped)
-        module, name = self.fused.split(":")
-        return getattr(importlib.import_module(module), name)(self.apply, normaliser, grouped=self.grouped)
+        made = _imported(self.fused) if self.fused else Operators
+        return made(self.apply, normaliser, grouped=self.grouped)
 
     def weights(self, params: Params, config: ModelConfig, joins: bool, *, consume: bool = False) -> Params:
         """Returns weights in the form that the products read.
@@ -79,6 +76,12 @@ class LinearImplementation(NamedTuple):
         return joined(params, config, consume=consume) if joins else params
 
 
+def _imported(name: str) -> Callable[..., Any]:
+    """Returns a function or class, "module:name", that is imported when it is called."""
+    module, found = name.split(":")
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), found)(*args, **kwargs)
+
+
 def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     from ksana_jax.native.linear import linear
 
@@ -89,14 +92,6 @@ def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, 
     return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else linear(x, w, b, dtype=dtype)
 
 
-def _native_grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
-    from ksana_jax.native.linear import grouped_linear
-
-    if isinstance(w, Int8Matrix) and not w.rounds_inputs:
-        return functools.partial(grouped_linear, w=w.codes, scales=w.scales)
-    return None if isinstance(w, Matrix) else functools.partial(grouped_linear, w=w)
-
-
 def _mixed(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if _has_matrix_units(x.dtype.name) else FEW_ROWS)
     return (_native if is_small else layers.linear)(x, w, b, dtype=dtype)
@@ -104,16 +99,6 @@ def _mixed(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, d
 
 def _has_matrix_units(dtype: str) -> bool:
     return dtype == "bfloat16" and "amx_bf16" in processor.features()
-
-
-def _fused(x: jax.Array, w: Any, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    from ksana_jax.ops.fused_products import linear
-
-    return linear(x, w, b, dtype=dtype)
-
-
-def _not_hopper(platform: str, dtype: str) -> str | None:
-    return None if dtype == "bfloat16" else f"activations are {dtype}; the kernel has bfloat16"
 
 
 def _not_packed(platform: str, dtype: str) -> str | None:
@@ -135,6 +120,7 @@ def _not_native(platform: str, dtype: str) -> str | None:
     return why_not_called(platform)
 
 
+_GROUPED = _imported("ksana_jax.ops.grouped:grouped")
 _NEEDS = "a CPU with AVX2 and FMA, or NEON, and C++ of a wheel or a compiler"
 # In order of preference; the last one runs everywhere. "mixed" takes native products for few rows, of weights as they
 # are given, and XLA's for more; so does "hopper" with its kernel.
@@ -146,15 +132,15 @@ LINEAR_IMPLEMENTATIONS = (
         packs=True,
         fused="ksana_jax.ops.packed:PackedOperators",
         row_by_row=True,
-        grouped=_native_grouped,
+        grouped=_GROUPED,
         needs=f"{_NEEDS}; bf16: no AMX",
     ),
-    LinearImplementation("mixed", _mixed, _not_native, grouped=_native_grouped, needs=_NEEDS),
-    LinearImplementation("native", _native, _not_native, row_by_row=True, grouped=_native_grouped, needs=_NEEDS),
+    LinearImplementation("mixed", _mixed, _not_native, grouped=_GROUPED, needs=_NEEDS),
+    LinearImplementation("native", _native, _not_native, row_by_row=True, grouped=_GROUPED, needs=_NEEDS),
     LinearImplementation(
         "hopper",
-        _fused,
-        _not_hopper,
+        _imported("ksana_jax.ops.fused_products:linear"),
+        lambda platform, dtype: None if dtype == "bfloat16" else f"activations are {dtype}; the kernel has bfloat16",
         fused="ksana_jax.ops.fused_products:FusedOperators",
         compute_capability=(9, 0),
         needs="an NVIDIA GPU of compute capability 9.0; bf16",
@@ -193,8 +179,7 @@ def choose_linear(
         return i.why_not(platform, dtype, compute_capability)
 
     if name == "auto":
-        serving = [i for i in allowed if unsupported(i) is None]
-        if serving:
+        if serving := [i for i in allowed if unsupported(i) is None]:
             return serving[0]
         name = allowed[-1].name
     for i in allowed:
@@ -202,5 +187,4 @@ def choose_linear(
             if reason := unsupported(i):
                 raise ValueError(f"operators.linear {name!r}: {reason}")
             return i
-    names = ", ".join(i.name for i in allowed)
-    raise ValueError(f"operators.linear is {name!r}, must be auto or one of {names}")
+    raise ValueError(f"operators.linear is {name!r}, must be auto or one of {', '.join(i.name for i in allowed)}")

@@ -135,7 +135,7 @@ COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "the last has non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_zero(name, dtype, as_codes):
-    from ksana_jax.native.linear import grouped_linear
+    from ksana_jax.native.grouped import grouped_linear
 
     counts = COUNTS[name]
     x, w, scales = drawn(sum(counts) + 2, 40, dtype=dtype), drawn(4, 43, 40, dtype=dtype), None
@@ -153,7 +153,8 @@ def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_ze
 
 @native_products
 def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
-    from ksana_jax.native.linear import grouped_linear, linear
+    from ksana_jax.native.grouped import grouped_linear
+    from ksana_jax.native.linear import linear
 
     x, w, counts = drawn(76, 40), drawn(4, 43, 40), [3, 0, 1, 72]
     found = grouped_linear(x, w, jnp.array(counts))
@@ -163,7 +164,7 @@ def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
 
 @native_products
 def test_more_rows_than_there_are_cannot_be_asked_for():
-    from ksana_jax.native.linear import grouped_linear
+    from ksana_jax.native.grouped import grouped_linear
 
     x, w = drawn(5, 40), drawn(3, 43, 40)
     found = grouped_linear(x, w, jnp.array([4, 2**30, -3]))
@@ -181,7 +182,7 @@ def test_more_rows_than_there_are_cannot_be_asked_for():
     ],
 )
 def test_groups_whose_shapes_do_not_fit_are_refused(changed, said):
-    from ksana_jax.native.linear import grouped_linear
+    from ksana_jax.native.grouped import grouped_linear
 
     given = {"x": drawn(5, 40), "w": drawn(3, 43, 40), "counts": jnp.zeros(3, jnp.int32)} | changed
     with pytest.raises(ValueError, match=said):

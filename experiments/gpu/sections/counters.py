@@ -1,4 +1,4 @@
-"""What kernels wait for: counters and stall samples of single launches by Nsight Compute, where `ncu` is on PATH."""
+"""Nsight Compute's counters and stall samples of single launches: why kernels wait. Needs `ncu` on PATH."""
 
 from __future__ import annotations
 
