@@ -115,6 +115,18 @@ def test_families_that_cannot_be_written_are_refused(name, tmp_path):
     assert not (tmp_path / "out.gguf").exists()
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts_cannot_be_written(name, tmp_path):
+    config = dataclasses.replace(TWINS[name][1], **WIDTHS)
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, plain_layers=(1,), plain_d_ff=64))
+    folder = write_model(tmp_path / "model", random_tensors(config), config)
+    assert load_config(folder).experts.plain_layers == (1,)
+    shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
+    with pytest.raises(ConfigError, match="GGUF cannot express this config: experts ExpertsSpec"):
+        export_gguf(folder, tmp_path / "out.gguf", "Q4_1")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_a_rope_of_llama_3_becomes_divisors_with_its_frequencies(tmp_path):
     rope = RopeConfig("llama3", 5e5, 8.0, original_max_len=32)
     config = dataclasses.replace(TWINS["llama"][1], **WIDTHS, rope=rope)
