@@ -47,15 +47,15 @@ def _check(engine: Engine) -> None:
     config = engine.config
     problem = None
     if not config.enable_prefix_caching:
-        problem = "enable_prefix_caching is off: a session is a part of the prefix cache"
+        problem = "enable_prefix_caching is off, and a session is a part of the prefix cache"
     elif config.data_parallel_size > 1:
-        problem = f"data_parallel_size is {config.data_parallel_size}: each replica has a cache of its own"
+        problem = f"data_parallel_size is {config.data_parallel_size}, and each replica has a cache of its own"
     elif config.distributed is not None:
-        problem = "distributed: each process has the keys and values of its own heads only"
+        problem = "distributed is set, and each process has the keys and values of its own heads only"
     elif (method := read_speculative(config.speculative_config)) is not None and method.has_model:
-        problem = "speculative_config has a draft model: a session has no keys and values of it"
+        problem = "speculative_config has a draft model, whose keys and values a session does not have"
     if problem is not None:
-        raise SessionError(f"sessions cannot be saved or restored with {problem}")
+        raise SessionError(f"this engine saves and restores no sessions: {problem}")
 
 
 def _made_with(engine: Engine) -> dict[str, str]:
