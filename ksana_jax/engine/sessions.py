@@ -69,6 +69,7 @@ def _made_with(engine: Engine) -> dict[str, str]:
         "block_size": str(layout.block_size),
         "pattern": " | ".join(patterns),
         "kv_eviction": str(layout.eviction and layout.eviction.method),
+        "kv_selection": str(layout.selection),
         "layers": f"{[group.key for group in layout.groups]} with patterns {scope.pattern}",
         "model digest": scope.model,
     }

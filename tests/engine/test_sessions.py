@@ -24,6 +24,7 @@ make_llm = functools.partial(
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 TEXT, ONE, OTHER = (x.tolist() for x in np.split((2 + np.random.default_rng(3).permutation(VOCAB - 2))[:38], [33, 35]))
 STREAMED = {"budget": 14, "prompts": "streamed", "recent": 3}
+QUEST = {"method": "quest", "budget": 16, "full_layers": 1}
 H2O, ONCE = {"method": "h2o", **STREAMED}, {"method": "snapkv", "budget": 14, "prompts": "once", "recent": 3}
 
 # Settings, pattern, and the tokens of the second turn that are found: full blocks, or all that a snapshot has.
@@ -34,12 +35,13 @@ CASES = {
     "bf16": ({"dtype": "bf16"}, None, 44),
     "sinks": ({}, {"window": 8, "num_sinks": 2, "sink_position": "cache"}, 44),
     "mixed layers": ({}, [{"window": 6}, "full"], 44),
+    "quest": ({"kv_selection": QUEST}, None, 44),
     "h2o": ({"kv_eviction": H2O}, None, 44),
     "window": ({"kv_eviction": {"method": "window", **STREAMED}}, None, 44),
     "h2o int8": ({"kv_eviction": H2O, "kv_cache_dtype": "int8"}, None, 44),
     "random, mixed layers": ({"kv_eviction": {"method": "random", **STREAMED}}, [{"window": 6}, "full"], 44),
 }
-KEPT = {"plain", "kivi", "sinks", "h2o int8"}
+KEPT = {"plain", "kivi", "sinks", "quest", "h2o int8"}
 
 
 def first_turn(llm):
@@ -165,6 +167,13 @@ def test_engines_with_other_settings_refuse_it_and_name_both(said, saved):
     with pytest.raises(SessionError, match=re.escape(said)) as caught:
         llm.restore_session(saved)
     assert "\n" not in str(caught.value) and " this engine has " in str(caught.value)
+
+
+def test_an_engine_that_selects_refuses_blocks_without_summaries(tmp_path):
+    saving = make_llm()
+    saving.save_session(first_turn(saving), tmp_path)
+    with pytest.raises(SessionError, match=r"with kv_selection None, this engine has Quest\("):
+        make_llm(kv_selection=QUEST).restore_session(tmp_path)
 
 
 def test_an_engine_of_another_model_refuses_it(saved):
