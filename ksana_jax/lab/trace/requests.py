@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.completion import Request
 from ksana_jax.lab.recording import Event
@@ -26,6 +27,7 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
         "num_question": asked.num_question,
         "streams": asked.streams,
         "arrival_s": request.metrics.arrival_s,
+        **({} if asked.lora_request is None else {"lora_request": dataclasses.asdict(asked.lora_request)}),
     }
 
 
@@ -42,6 +44,7 @@ def read_input(given: Mapping[str, Any]) -> RequestInput:
         given["request_id"],
         given["streams"],
         given["num_question"],
+        None if (adapter := given.get("lora_request")) is None else LoRARequest(**adapter),
     )
 
 

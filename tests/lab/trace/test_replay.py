@@ -3,11 +3,12 @@
 import dataclasses
 import gc
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ksana_jax import AttentionPattern, SamplingParams, cli
+from ksana_jax import AttentionPattern, LoRARequest, SamplingParams, cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab import recording
 from ksana_jax.lab.trace import tracing
@@ -237,6 +238,24 @@ def test_a_replay_compresses_a_context_before_its_question(tmp_path):
         for request in event.get("requests", []):
             request["num_question"] = 0
     assert replay(made, small_llm(kv_eviction=eviction, block_size=4).engine).difference is not None
+
+
+def test_a_replay_computes_requests_with_their_adapters(tmp_path):
+    golden = Path(__file__).parents[2] / "golden"
+    settings = {"folder": golden / "llama-gqa-tied", "enable_lora": True}
+    llm = small_llm(**settings)
+    recorder = Recorder(llm.engine)
+    asked = SamplingParams(max_tokens=6, temperature=0, detokenize=False)
+    adapters = [LoRARequest(name, 1, str(golden / "lora" / f"llama-gqa-tied-{name}")) for name in ("plain", "all")]
+    llm.generate([[5] * 20, [7] * 9, [3] * 3], asked, lora_request=[*adapters, None])
+    recorder.stop()
+    recorder.write(tmp_path / recording.NAME)
+    made = recording.read_decisions(tmp_path)
+    assert replay(made, small_llm(**settings).engine).difference is None
+    for event in made.events:
+        for request in event.get("requests", []):
+            request.pop("lora_request", None)
+    assert replay(made, small_llm(**settings).engine).difference is not None
 
 
 def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
