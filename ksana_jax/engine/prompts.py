@@ -37,6 +37,7 @@ def read_requests(
 
     Args:
       streams: whether the caller wants text as it is generated.
+      lora_request: one for all prompts, or a list with one or None for each.
 
     Raises:
       ValueError: an argument has the wrong type or length.
