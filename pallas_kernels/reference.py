@@ -63,8 +63,12 @@ def _attend_by_head(call: Call) -> Result:
                 )
             )
         )
-    lse, mass = (None if x[0] is None else jnp.concatenate(x, axis) for x, axis in zip([*zip(*found)][1:], (2, 1)))
-    return Result(jnp.concatenate([x.out for x in found], 2), lse, mass)
+    out, lse, mass = zip(*found, strict=True)
+    return Result(
+        jnp.concatenate(out, 2),
+        jnp.concatenate(lse, 2) if options.return_lse else None,
+        jnp.concatenate(mass, 1) if options.return_mass else None,
+    )
 
 
 def probability_mass(call: Call, lse: jax.Array) -> jax.Array:

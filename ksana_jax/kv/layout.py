@@ -30,10 +30,8 @@ BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 # Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
 EXACT = "exact"
-# Names of leaves [Lg, 1, K, B] that eviction methods add: see `kv.eviction.base.Cached`.
-SCORE, TEXT_POSITION = "score", "text_position"
-# Name of the leaf [Lg, 1, K, *summary_shape] that a selection method adds: see `kv.selection.base`.
-SUMMARY = "summary"
+# Leaves that methods add: [Lg, 1, K, B] of `kv.eviction.base`, [Lg, 1, K, *summary_shape] of `kv.selection.base`.
+SCORE, TEXT_POSITION, SUMMARY = "score", "text_position", "summary"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 
@@ -203,7 +201,7 @@ class KVLayout:
         num_layers = len(self.places)
         return (None,) * num_layers if self.selection is None else self.selection.in_layers(num_layers)
 
-    @property
+    @functools.cached_property
     def numbers_queries(self) -> EvictionMethod | SelectionMethod | None:
         """Returns the method that gives the queries of a step numbers, see `StepArrays.query_numbers`; None without."""
         method = self.selection if self.eviction is None else self.eviction.method
@@ -239,17 +237,6 @@ class KVLayout:
     def block_bytes(self) -> int:
         """Bytes of one block: all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves)
-
-    def read_bytes(self, num_blocks: int) -> int:
-        """Returns the bytes that a query reads of the num_blocks blocks of its text: all, or, in layers that select,
-        their summaries and the selected blocks."""
-        if self.selection is None or (chosen := self.selection.num_blocks(self.block_size)) >= num_blocks:
-            return num_blocks * (self.block_bytes - sum(leaf.nbytes for leaf in self.leaves if leaf.name == SUMMARY))
-        summaries, num_layers = self.leaf(SUMMARY).nbytes, len(self.places)
-        selecting = num_layers - self.selects_in.count(None)
-        unread = (num_blocks - chosen) * (self.block_bytes - summaries)
-        read = num_blocks * self.block_bytes - unread * selecting // num_layers
-        return read - num_blocks * summaries * (num_layers - selecting) // num_layers
 
     @property
     def token_bytes(self) -> int:

@@ -121,8 +121,7 @@ class KVCache:
     def read_heads(self, layer: int | jax.Array, block_ids: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., P*B, H] of one kv head in each of blocks [..., P]."""
         shape = (*block_ids.shape[:-1], block_ids.shape[-1] * self.block_size)
-        at = heads[..., None]
-        rows = (jnp.take_along_axis(r, at, axis=-1)[..., 0] for r in self._rows(layer, block_ids))
+        rows = (jnp.take_along_axis(r, heads[..., None], axis=-1)[..., 0] for r in self._rows(layer, block_ids))
         k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
         return k, v
 

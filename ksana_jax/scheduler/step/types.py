@@ -174,8 +174,7 @@ class StepArrays(NamedTuple):
     shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
       before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
       shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
-    query_numbers: [Gk, T] float32, see `EvictionMethod.query_numbers` and `SelectionMethod.query_numbers`; None if the
-      method gives none.
+    query_numbers: [Gk, T] float32, of `query_numbers` of an eviction or selection method; None if it gives none.
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
     ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, the tokens that each one sees: bit j for

@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
+from ksana_jax.kv.reading import read_bytes
 from ksana_jax.kv.selection import read_selection
 from ksana_jax.methods.selection.quest import Quest
 from tests import machine
@@ -98,9 +99,10 @@ def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, bu
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 48, "query_tile": 16},
-        {"max_num_batched_tokens": 5, "query_tile": 1},  # chunks end in single tokens, which read all of a prompt
-        {"max_num_seqs": 1},
+        # Chunks end in single tokens, which read all of a prompt.
+        {"max_num_batched_tokens": 5, "query_tile": 1},
+        pytest.param({"max_num_batched_tokens": 48, "query_tile": 16}, marks=pytest.mark.soak),
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.soak),
         {"num_blocks": 18, "preempt": "recompute"},
         {"num_blocks": 18, "preempt": "swap", "host_cache_bytes": 1 << 18},
         {"enable_prefix_caching": True},
@@ -131,6 +133,15 @@ def test_completions_of_one_prompt_copy_its_last_block_with_its_summary():
     assert found == tokens_of(make_llm(max_num_seqs=1), PROMPTS[:1], **asked)
 
 
+def test_a_query_reads_the_selected_blocks_and_all_summaries():
+    layout, size = make_llm().engine.scheduler.layout, SIZE * 2 * 2 * 8 * 4  # keys and values of two heads, float32
+    summaries = 2 * 2 * 8 * 4
+    assert layout.block_bytes == 2 * (size + summaries)
+    assert read_bytes(layout, 4) == 4 * 2 * size
+    assert read_bytes(layout, 10) == 10 * size + 4 * size + 10 * summaries
+
+
+@pytest.mark.soak
 @machine.compiled
 def test_codes_are_summarised_as_they_are_stored():
     tokens = [tokens_of(make_llm(name, kv_cache_dtype="int8")) for name in ("xla", "native")]

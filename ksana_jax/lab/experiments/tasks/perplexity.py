@@ -23,6 +23,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.reading import read_bytes
 from ksana_jax.kv.selection import read_selection
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
@@ -287,7 +288,7 @@ def _kv_alone(
         llm.clear_records()
         _stream(llm, [ids], trial.config["settings"]["context_tokens"])
     held = _blocks_over_text(llm)
-    read = llm.engine.scheduler.layout.read_bytes(int(llm.records[-1].live_blocks))
+    read = read_bytes(llm.engine.scheduler.layout, int(llm.records[-1].live_blocks))
     return {"method": method, **_kv(llm, len(ids)), **held, "read_bytes": read}
 
 
