@@ -72,6 +72,20 @@ def test_mass_and_result_in_float32_for_sizes_that_no_vector_has(spec):
 
 
 @compiled
+@pytest.mark.usefixtures("each_machine")
+@pytest.mark.parametrize("spec", ODD, ids=str)
+def test_kv_heads_read_blocks_of_their_own(spec):
+    call, rng = in_float32(spec), np.random.default_rng(3)
+    tables, starts = np.asarray(call.tables), np.asarray(call.starts)
+    (rows, width), heads = tables.shape, spec.num_kv_heads
+    chosen = np.sort(rng.permuted(np.tile(np.arange(width), (rows, heads, 1)), axis=-1)[..., : width // 2 + 1], axis=-1)
+    of_rows = np.arange(rows)[:, None, None]
+    call = call.replace(tables=jnp.asarray(tables[of_rows, chosen]), starts=jnp.asarray(starts[of_rows, chosen]))
+    assert call.by_head
+    expect_the_same(call, call)
+
+
+@compiled
 @pytest.mark.parametrize("stored", ["uint16", "float16", "int8"])
 def test_pools_of_narrower_numbers_are_read_exactly(stored):
     call = in_float32(dataclasses.replace(ODD[0], block_size=16))
