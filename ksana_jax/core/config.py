@@ -357,18 +357,10 @@ class EngineConfig:
     def used(self) -> dict[str, object]:
         """Returns the settings in use that others exclude, see `refusals`."""
         tp, dp, prefer = self.tensor_parallel_size, self.data_parallel_size, self.operators.prefer
-        return {
-            "kv_eviction": self.kv_eviction is not None,
-            "kv_selection": self.kv_selection is not None,
-            "kv_full_precision_layers": bool(self.kv_full_precision_layers),
-            "speculative_config": self.speculative_config is not None,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "shared_prefix_attention": self.shared_prefix_attention,
+        found: dict[str, object] = {name: getattr(self, name) not in (None, False, ()) for name in refusals.SETTINGS}
+        return found | {
             "tensor_parallel_size": tp > 1 and f"tensor_parallel_size {tp}",
             "data_parallel_size": dp > 1 and f"data_parallel_size {dp}",
-            "distributed": self.distributed is not None,
-            "enable_lora": self.enable_lora,
-            "disk_cache_dir": self.disk_cache_dir is not None,
             refusals.INVARIANT: self.numerics == "invariant",
             refusals.HOST_EMBEDDING: self.embedding_device == "host",
             refusals.PREFER: prefer != "speed" and f"operators.prefer {prefer!r}",

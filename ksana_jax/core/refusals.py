@@ -24,6 +24,18 @@ class Refusal(NamedTuple):
     principle: bool = False
 
 
+# Settings of an engine that are in use unless they are None, False or empty.
+SETTINGS = (
+    "kv_eviction",
+    "kv_selection",
+    "kv_full_precision_layers",
+    "speculative_config",
+    "enable_prefix_caching",
+    "enable_lora",
+    "shared_prefix_attention",
+    "distributed",
+    "disk_cache_dir",
+)
 # Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"

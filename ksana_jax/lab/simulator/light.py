@@ -299,6 +299,7 @@ def _refuse(model: ModelConfig, config: EngineConfig) -> None:
         "num_blocks None": config.num_blocks is None,
         "host_cache_bytes, disk_cache_dir": bool(config.host_cache_bytes) or config.disk_cache_dir is not None,
         "kv_eviction": config.kv_eviction is not None,
+        "kv_selection": config.kv_selection is not None,
         "windows": any(pattern.window is not None for pattern in patterns),
         f"policy {config.policy!r}": config.policy != "fcfs",
         "num_scheduler_steps": config.num_scheduler_steps > 1,

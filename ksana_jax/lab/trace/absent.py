@@ -58,8 +58,9 @@ def compile_engine(
         **{"max_repositioned_sinks": sinks, **{k: v for k, v in given["engine"].items() if v is not None}}
     )
     config = config.for_model(model, patterns)
-    if config.kv_eviction is not None:
-        raise ConfigError(f"{trial.label}: bounds are not known for an engine with kv_eviction")
+    for name in ("kv_eviction", "kv_selection"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{trial.label}: bounds are not known for an engine with {name}")
     if config.dtype == "auto":
         raise ConfigError("dtype is auto, must be given for a target that is not attached: engine.dtype=bf16")
     if config.operators.prefer != "speed":

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.lab.evaluation import scoring
 from ksana_jax.lab.evaluation.scoring import Part, fitted, groups, max_part_tokens, score, windows
@@ -104,5 +105,8 @@ def test_eviction_acts_on_scores_or_is_refused(llm):
         score(make_llm(max_model_len=64, kv_eviction=method), [whole])
     llm.set_pattern(None)
     [full] = score(llm, [whole])
+    selection = {"method": "quest", "budget": 32, "full_layers": 0}
+    with pytest.raises(ConfigError, match="kv_selection with prompts 'whole' selects only after a prompt"):
+        score(make_llm(max_model_len=64, kv_selection=selection), [whole])
     [evicted] = score(make_llm(max_model_len=64, kv_eviction=method | {"prompts": "streamed"}), [whole])
     assert abs(evicted.logprob - full.logprob) > 0.1

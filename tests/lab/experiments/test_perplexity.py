@@ -269,6 +269,10 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
             "settings.texts_at_once is 2, engine.kv_eviction.method 'oracle' knows one text at a time",
         ),
         (
+            {"settings": {}, "engine": {"kv_selection": {"method": "quest"}}},
+            "engine.kv_selection.prompts is 'whole', which selects only after a prompt and would not act on scored",
+        ),
+        (
             {"settings": {}, "engine": {"kv_eviction": {"method": "tova", "prompts": "once"}}},
             "prompts is 'once', which evicts only after a prompt .* or give settings.context_tokens",
         ),
