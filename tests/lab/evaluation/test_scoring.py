@@ -106,7 +106,7 @@ def test_eviction_acts_on_scores_or_is_refused(llm):
     llm.set_pattern(None)
     [full] = score(llm, [whole])
     selection = {"method": "quest", "budget": 32, "full_layers": 0}
-    with pytest.raises(ConfigError, match="kv_selection with prompts 'whole' selects only after a prompt"):
+    with pytest.raises(ValueError, match="kv_selection with prompts 'whole' selects only after a prompt"):
         score(make_llm(max_model_len=64, kv_selection=selection), [whole])
     [evicted] = score(make_llm(max_model_len=64, kv_eviction=method | {"prompts": "streamed"}), [whole])
     assert abs(evicted.logprob - full.logprob) > 0.1

@@ -270,7 +270,7 @@ def test_rows_on_different_positions_are_called_not_comparable(experiment, make_
         ),
         (
             {"settings": {}, "engine": {"kv_selection": {"method": "quest"}}},
-            "engine.kv_selection.prompts is 'whole', which selects only after a prompt and would not act on scored",
+            "engine.kv_selection.prompts is 'whole', which selects only after a prompt and would not",
         ),
         (
             {"settings": {}, "engine": {"kv_eviction": {"method": "tova", "prompts": "once"}}},
