@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.lab.evaluation import scoring
 from ksana_jax.lab.evaluation.scoring import Part, fitted, groups, max_part_tokens, score, windows
