@@ -345,8 +345,7 @@ class Engine:
         self._check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method)
         self.lock.begin_write()
-        if self.builder.numbers is not None:
-            self.builder = dataclasses.replace(self.builder, numbers=method)
+        self.builder = dataclasses.replace(self.builder, numbers=layout.numbers_queries)
         self.scheduler.set_layout(layout)
 
     def _check_idle(self, otherwise: str) -> None:
