@@ -45,7 +45,7 @@ class _Shallow(Case):
 
 def _product(tiny: bool, name: str) -> None:
     kernel: Kernel[Any] = kernels()[1]
-    call = llama_products(np.random.default_rng().integers(2**20), tiny, 8 if tiny else 64)[name]
+    call = llama_products(int(np.random.default_rng().integers(2**20)), tiny, 8 if tiny else 64)[name]
     jax.block_until_ready(jax.jit(lambda call: kernel(call))(call))
 
 

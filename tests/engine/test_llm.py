@@ -272,7 +272,7 @@ def test_errors_name_the_method_that_was_called(llm):
     for call, method in ((llm.chat, "LLM.chat"), (llm.chat_prompts, "LLM.chat_prompts")):
         with pytest.raises(ValueError, match=f"{method} has no setting 'tool'; the nearest is 'tools'"):
             call(messages, tool=[])
-    with pytest.raises(ValueError, match=r"LLM.chat does not support lora_request='a': no adapters"):
+    with pytest.raises(ValueError, match="this engine takes no adapters: a lora_request needs enable_lora=True"):
         llm.chat(messages, lora_request="a")
     with pytest.raises(ValueError, match=r"LLM.chat has no setting 'prompt_token_ids'"):
         llm.chat(messages, prompt_token_ids=[5])

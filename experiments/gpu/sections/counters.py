@@ -27,8 +27,8 @@ KEPT = re.compile(
     r"|l1tex__data_pipe_lsu_wavefronts\.avg\.pct_of_peak_sustained_elapsed"
     r"|l1tex__data_bank_conflicts_pipe_lsu_mem_shared\.sum"
 )
-# Nsight Compute calls these sets sections. Beside them, the stall samples of each instruction; counts of each instruction
-# would patch the kernel, which takes longer than the rest.
+# Nsight Compute calls these sets sections. Stall samples of each instruction join them; counts of each would patch the
+# kernel, which takes longer than the rest.
 SETS = (
     "LaunchStats",
     "Occupancy",
