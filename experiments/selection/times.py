@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax import LLM
+from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import Part, StepArrays, StepInput, StepShape
 
@@ -37,7 +38,7 @@ def make(model: str, selection: dict[str, object] | None) -> Runner:
     if selection is not None:
         keys = leaves["kv"][:, :, 0]
         leaves["summary"] = jnp.stack([keys.min(axis=3), keys.max(axis=3)], axis=3)[:, :, None]
-    runner.cache = runner.cache.replace(leaves=leaves)
+    runner.cache = KVCache(leaves, runner.cache.codec)
     return runner
 
 
