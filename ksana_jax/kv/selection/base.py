@@ -49,7 +49,7 @@ class SelectionMethod:
         raise NotImplementedError
 
     def summarise(self, keys: Array, used: Array, xp: Any) -> Array:
-        """Returns the summaries [n, K, *summary_shape] of blocks.
+        """Returns the summaries [n, K, `summary_shape`] of blocks.
 
         Args:
           keys: [n, K, B, H], rotated at their text positions. used: [n, B], whether a slot holds a key; the others may
@@ -63,7 +63,7 @@ class SelectionMethod:
 
         Args:
           q: [S, Q, K, G, H] float32, queries of the G heads that share a kv head, rotated and scaled.
-          summaries: [S, K, P, *summary_shape] of the blocks of each row; absent blocks may have anything.
+          summaries: [S, K, P, `summary_shape`] of the blocks of each row; absent blocks may have anything.
           xp: numpy or jax.numpy.
         """
         raise NotImplementedError
