@@ -253,7 +253,7 @@ class EngineConfig:
         rows of several adapters and of none.
       max_loras: adapters on the device at once; requests with others wait for a slot.
       max_lora_rank: maximum rank of an adapter.
-      max_cpu_loras: adapters kept in host memory, beside those of unfinished requests; None keeps max_loras.
+      max_cpu_loras: adapters kept in host memory, beside the adapters of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
         installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",

@@ -29,7 +29,7 @@ class _Kept(NamedTuple):
 class Adapters:
     """The adapters of an engine.
 
-    Host memory holds the `max_cpu_loras` that were asked for last, and those of unfinished requests. A folder whose
+    Host memory holds the `max_cpu_loras` that were asked for last, and adapters of unfinished requests. A folder whose
     files have changed is read again: requests that began with the old contents end with them.
 
     Args:

@@ -1,7 +1,7 @@
 """Matrices with adapters: each token may add the product of two small matrices of its own (LoRA, arXiv:2106.09685).
 
 The adapters of all slots are stacked, so that a change of slots compiles nothing. A product computes all slots at once
-for all tokens, and leaves to each token those of its slot.
+for all tokens, and each token keeps the product of its slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Adapted(Matrix):
     """A matrix [out, in], or several of one input stacked, with S slots of adapters of rank R or less beside it.
 
     linear: multiplies by base. slots: int32 [...] of the tokens of a step, -1 for none; None outside a step, where
-    products are those of base.
+    products use base alone.
     """
 
     base: Any

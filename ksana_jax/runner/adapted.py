@@ -1,4 +1,4 @@
-"""A runner whose steps add adapters to the model's matrices, each token those of its slot. Knows no requests."""
+"""A runner whose steps add adapters to the model's matrices, each token the adapter of its slot. Knows no requests."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 LENGTH = 23
 LEAST_EFFECT = 0.5
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# By golden model: adapters by name. Those of the first are served together.
+# By golden model: adapters by name. The first model's are served together.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama-gqa-tied": {
         "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},

@@ -195,7 +195,7 @@ class OutFirst(Format):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP4(Format):
-    """MXFP4: stacks of matrices, whose names are those of [E, in, out] and whose blocks are [E, out, in / 32, 16]: two
+    """MXFP4: stacks of matrices with the names of [E, in, out], whose blocks are [E, out, in / 32, 16]: two
     numbers of E2M1 a byte, the low half first, with an exponent of 2 for each 32. Codes are twice the numbers.
 
     Source: transformers (integrations/mxfp4.py); Open Compute Project, Microscaling Formats 1.0, section 5.
