@@ -39,7 +39,8 @@ class TrainConfig:
       export_dir: Hugging Face directory written at the end; None takes out_dir/export.
       first_export_s: training seconds after which the unfinished model is exported as well, or None.
       init_from: an embedded model, or a Hugging Face directory with a tokenizer.model: the run starts from its weights
-        and has its tokenizer; None starts from random weights and trains a tokenizer.
+        and has its tokenizer; with fewer num_kv_heads, from the means of heads. None starts from random weights and
+        trains a tokenizer.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.

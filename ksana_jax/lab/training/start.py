@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from ksana_jax.core.config import ConfigError
+import jax.numpy as jnp
+
+from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.files import read_bytes
 from ksana_jax.core.sources import model_path
 from ksana_jax.lab.training.settings import TrainConfig
@@ -19,21 +21,36 @@ _MAY_DIFFER = {"max_position", "bos_id", "eos_ids"}
 
 
 def first_params(config: TrainConfig) -> Params:
-    """Returns the weights before the first step.
+    """Returns the weights before the first step. A model of fewer heads of keys and values than `init_from` starts from
+    the means of heads that become one, as GQA's uptraining does (Ainslie et al., arXiv:2305.13245, section 2.1).
 
     Raises:
-      ConfigError: the model of `init_from` has another shape.
+      ConfigError: the model of `init_from` has another shape, or its heads cannot be divided so.
       LoadError: it cannot be read.
     """
     wanted = config.model_config()
     if config.init_from is None:
         return init_params(wanted, config.seed)
     found, params = load_model(config.init_from)
+    if pools := found.num_kv_heads > wanted.num_kv_heads and found.num_kv_heads % wanted.num_kv_heads == 0:
+        found = dataclasses.replace(found, num_kv_heads=wanted.num_kv_heads)
     names = sorted({field.name for field in dataclasses.fields(wanted)} - _MAY_DIFFER)
     values = [(name, getattr(found, name), getattr(wanted, name)) for name in names]
     if different := [f"{name} {has!r}, not {asked!r}" for name, has, asked in values if has != asked]:
         raise ConfigError(f"init_from: {config.init_from} has {'; '.join(different)}")
-    return params
+    return _pool_heads(params, found) if pools else params
+
+
+def _pool_heads(params: Params, config: ModelConfig) -> Params:
+    """Returns weights with neighbouring heads of keys, and of values, averaged: `config.num_kv_heads` remain."""
+
+    def pooled(matrix):  # [K*H, D]
+        heads = jnp.asarray(matrix).reshape(config.num_kv_heads, -1, config.head_dim, config.d_model)
+        return heads.mean(axis=1).reshape(-1, config.d_model)
+
+    return params.replace(
+        layers=tuple(layer.replace(w_k=pooled(layer.w_k), w_v=pooled(layer.w_v)) for layer in params.layers)
+    )
 
 
 def tokenizer_model(config: TrainConfig, texts: list[str]) -> bytes:

@@ -168,6 +168,25 @@ def test_run_starts_from_the_weights_and_the_tokenizer_of_another(tmp_path, fini
         train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=10"])
 
 
+def test_a_run_with_fewer_kv_heads_starts_from_the_means_of_those_that_become_one(tmp_path, tiny_config):
+    more, fewer = tmp_path / "more", tmp_path / "fewer"
+    shape = ["model.num_heads=4", "model.head_dim=8", "num_steps=5", "eval_every=5"]
+    train(str(tiny_config), [f"out_dir={more}", "model.num_kv_heads=4", *shape])
+    start = [f"init_from={more / 'export'}", "learning_rate=1e-9"]
+    train(str(tiny_config), [f"out_dir={fewer}", "model.num_kv_heads=2", *start, *shape])
+    before, after = weights_of(more), weights_of(fewer)
+    pooled = [name for name in before if "k_proj" in name or "v_proj" in name]
+    assert len(pooled) == 4
+    for name, weight in before.items():
+        wanted = weight.reshape(2, 2, 8, 32).mean(1).reshape(16, 32) if name in pooled else weight
+        np.testing.assert_allclose(after[name], wanted, atol=1e-6, err_msg=name)
+    with pytest.raises(ConfigError, match=r"num_kv_heads 2, not 4"):
+        train(
+            str(tiny_config),
+            [f"out_dir={tmp_path / 'back'}", "model.num_kv_heads=4", f"init_from={fewer / 'export'}", *shape],
+        )
+
+
 def test_a_model_to_start_from_that_does_not_exist_is_named(tmp_path, tiny_config):
     with pytest.raises(LoadError, match="there is no model 'nothere'"):
         train(str(tiny_config), [f"out_dir={tmp_path}", "init_from=nothere"])
