@@ -66,7 +66,7 @@ class Runner:
     """An `Executor` that runs the model on the devices of a placement, with its KV pool.
 
     Args:
-      params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles but has no pool and runs nothing.
+      params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles, has no pool and runs nothing.
       layout, num_blocks: of the pool; one device's layout.
       max_model_len: longest text; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
@@ -130,9 +130,8 @@ class Runner:
         self.mover = BlockMover(
             layout, num_blocks, num_host_blocks, staging="none" if planned else "auto", placement=placement
         )
-        self.evictor = None
-        if layout.eviction is not None:
-            self.evictor = Evictor(layout, num_blocks, -(-max_model_len // layout.block_size))
+        blocks_of_row = -(-max_model_len // layout.block_size)
+        self.evictor = None if layout.eviction is None else Evictor(layout, num_blocks, blocks_of_row)
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self._packings: dict[StepShape, Packing] = {}

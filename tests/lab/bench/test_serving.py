@@ -20,9 +20,8 @@ VOCAB = 100
 
 
 def made(kind="synthetic", **settings):
-    return read_workload({"kind": kind, "prompt" if kind == "synthetic" else "user": 8, "output": 3, **settings}).make(
-        VOCAB
-    )
+    size = {"prompt" if kind == "synthetic" else "user": 8, "output": 3}
+    return read_workload({"kind": kind, **size, **settings}).make(VOCAB)
 
 
 @dataclasses.dataclass
