@@ -49,7 +49,7 @@ def serve(
     ] = None,
     api_key_file: Keys = None,
     admin_key_file: Annotated[
-        Path | None, typer.Option(help="keys for /sessions, one a line", show_default="no sessions")
+        Path | None, typer.Option(help="keys for /sessions and to load adapters, one a line", show_default="none")
     ] = None,
     served_model_name: Annotated[
         list[str] | None,

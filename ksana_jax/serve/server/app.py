@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ksana_jax import __version__
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.serve.server import chat, completions, page, sessions, tokens
+from ksana_jax.serve.server import adapters, chat, completions, page, sessions, tokens
 from ksana_jax.serve.server.auth import OPEN_PATHS, RequireKey
 from ksana_jax.serve.server.errors import APIError, json_response
 from ksana_jax.serve.server.generation import as_api_error
@@ -58,6 +58,7 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         Route("/kv_events", kv_events),
         *page.routes(),
         *(sessions.routes() if settings.session_dir is not None else ()),
+        *(adapters.routes() if settings.admin_keys else ()),
     ]
     # A request with a key is no page's; allowed pages send a preflight request first, without the key.
     hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None

@@ -16,7 +16,9 @@ CLIENT = b"x-ksana-client"
 _CLIENT_NAME = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 # Paths of the server's owner begin so.
-ADMIN_PATHS = "/sessions/"
+SESSION_PATHS = "/sessions/"
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = (SESSION_PATHS, *ADAPTER_PATHS)
 
 
 def salt_of_key(key: bytes) -> str:

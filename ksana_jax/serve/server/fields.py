@@ -198,6 +198,12 @@ SAVE_SESSION: Fields = {
     "cache_salt": COMMON["cache_salt"],
 }
 
+UNLOAD_ADAPTER: Fields = {"lora_name": Field(text(256, 1), "name of the adapter", required=True)}
+LOAD_ADAPTER: Fields = {
+    **UNLOAD_ADAPTER,
+    "lora_path": Field(text(4096, 1), "its folder, on the server's machine", required=True),
+}
+
 DETOKENIZE: Fields = {
     "model": COMMON["model"],
     "tokens": Field(_TOKEN_IDS, "token ids", required=True),

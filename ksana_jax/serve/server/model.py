@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ksana_jax import __version__
 from ksana_jax.core.lora import LoRARequest
@@ -27,7 +27,7 @@ class ServedModel:
       max_model_len: maximum tokens of prompt plus output.
       fingerprint: of weights and settings of the engine; equal ones give equal tokens to equal seeds.
       created: Unix time in seconds.
-      adapters: of the model, by the names under which requests choose them.
+      adapters: of the model, by the names under which requests choose them; the owner loads and unloads them.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class ServedModel:
     vocab_size: int
     fingerprint: str
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    adapters: Mapping[str, LoRARequest] = dataclasses.field(default_factory=dict)
+    adapters: dict[str, LoRARequest] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -68,7 +68,7 @@ class ServerSettings(HTTPSettings):
       max_header_bytes: maximum bytes of a request's first line and headers.
       session_dir: folder for sessions that POST /sessions/NAME/save and /restore save and restore; None takes no such
         requests.
-      admin_keys: requests to /sessions must send one of these; needed with session_dir.
+      admin_keys: requests to /sessions, and to load and unload adapters, must send one of these.
     """
 
     allowed_origins: tuple[str, ...] = ()

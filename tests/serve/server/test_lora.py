@@ -81,6 +81,44 @@ def test_an_adapter_that_cannot_be_read_ends_its_request_only(llm, usual, tmp_pa
         assert reply.json["choices"][0]["token_ids"] == usual[1]
 
 
+def post(server, path, body, key="owner"):
+    return server.ask("POST", path, body, authorization=f"Bearer {key}")
+
+
+def test_the_owner_loads_and_unloads_adapters_while_the_server_runs(llm, usual):
+    [plain, every] = MODULES
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    with serving(AsyncLLM.around(llm), lora_modules=(plain,), api_keys=("a",), admin_keys=("owner",)) as server:
+        asked = {"lora_name": "late", "lora_path": every.lora_path}
+        assert post(server, "/v1/completions", ASKED | {"model": "late"}, "a").status == 404
+        assert [post(server, path, asked, "a").status for path in (load, unload)] == [401, 401]
+        assert post(server, load, asked).json == {"lora_name": "late", "loaded": True}
+        reply = post(server, "/v1/completions", ASKED | {"model": "late"}, "a")
+        assert reply.json["choices"][0]["token_ids"] == usual[2]
+        for name, path, param, said in (
+            ("late", every.lora_path, "lora_name", "lora_name 'late' is served already"),
+            ("plain", every.lora_path, "lora_name", "lora_name 'plain' is served already"),
+            ("new", "/none", "lora_path", "adapter 'new': /none/adapter_config.json: No such file or directory"),
+        ):
+            reply = post(server, load, {"lora_name": name, "lora_path": path})
+            assert (reply.status, reply.error["param"]) == (400, param) and said in reply.error["message"]
+        assert post(server, unload, {"lora_name": "late"}).json == {"lora_name": "late", "loaded": False}
+        assert post(server, "/v1/completions", ASKED | {"model": "late"}, "a").status == 404
+        reply = post(server, unload, {"lora_name": "late"})
+        assert (reply.status, reply.error["message"]) == (404, "adapter 'late' does not exist; served: plain")
+        assert post(server, load, asked | {"lora_name": " \n"}).status == 400
+
+
+def test_adapters_cannot_be_loaded_without_an_owner_or_enable_lora(llm):
+    asked = {"lora_name": "late", "lora_path": MODULES[0].lora_path}
+    with serving(AsyncLLM.around(llm), lora_modules=MODULES) as server:
+        assert server.ask("POST", "/v1/load_lora_adapter", asked).status == 404
+    plain = make_llm(Letters(), folder=GOLDEN / "llama-gqa-tied")
+    with serving(AsyncLLM.around(plain), admin_keys=("owner",)) as server:
+        reply = post(server, "/v1/load_lora_adapter", asked)
+        assert reply.status == 400 and "needs enable_lora=True" in reply.error["message"]
+
+
 @pytest.mark.parametrize(
     "given, problem",
     [
