@@ -63,9 +63,9 @@ def kept(fraction: float) -> int:
 
 
 def theirs(found: dict) -> None:
-    import kvpress
-    import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+    import kvpress  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, DynamicCache  # pyright: ignore[reportMissingImports]
 
     gguf = Path(found["gguf"])
     model = AutoModelForCausalLM.from_pretrained(

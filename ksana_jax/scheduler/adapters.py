@@ -58,7 +58,7 @@ class AdapterUse:
     slots: AdapterSlots
 
     def ready(self, rows: Rows) -> bool:
-        """True if it is, or could be placed, on the device; rows: the running ones."""
+        """Places it on the device unless it is there; returns False if the running rows need all slots."""
         return self.slots.place(self, rows)
 
     def salted(self, cache_salt: str) -> str:
