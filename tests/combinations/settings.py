@@ -83,8 +83,9 @@ def _drafts(method: str, name: str = "", **given: Any) -> Setting:
 
 
 HOST, CACHE = {"host_cache_bytes": 1 << 18}, {"enable_prefix_caching": True}
-# "f32" is the plain engine. Block codecs of fewer bits differ in how they pack their codes.
-CODES = (*(name for name in CODECS if name != "f32"), "kivi4", "gear4", "gear_l4", "kvquant4")
+# "f32" is the plain engine. Block codecs, and rotated ones, of fewer bits differ in how they pack their codes.
+_OTHERS = [name for name in CODECS if name != "f32" and not name.startswith(("hadamard", "turboquant"))]
+CODES = (*_OTHERS, "hadamard4", "turboquant4", "kivi4", "gear4", "gear_l4", "kvquant4")
 PYRAMID = {"budget": 0.9, "prompts": "whole", "recent": 4, "layers": "pyramid"}
 # Two blocks of up to four.
 QUEST = {"method": "quest", "budget": 2 * BLOCK_SIZE, "full_layers": 0}

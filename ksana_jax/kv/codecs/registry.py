@@ -14,6 +14,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import resolve
 from ksana_jax.kv.codecs.base import BlockCodec, Codec
 from ksana_jax.kv.codecs.sealing import Sealing, read_sealing
+from ksana_jax.kv.codecs.vectors import of_vectors
 
 _FILES = "ksana_jax.methods.codecs"
 # Functions that take no arguments. The first three, the names of `dtypes.DTYPES`, also hold an engine's own dtype.
@@ -27,6 +28,12 @@ CODECS: dict[str, str] = {
     "int4": f"{_FILES}.packed:int4",
     "int3": f"{_FILES}.packed:int3",
     "int2": f"{_FILES}.packed:int2",
+    "hadamard4": f"{_FILES}.hadamard:hadamard4",
+    "hadamard3": f"{_FILES}.hadamard:hadamard3",
+    "hadamard2": f"{_FILES}.hadamard:hadamard2",
+    "turboquant4": f"{_FILES}.turboquant:turboquant4",
+    "turboquant3": f"{_FILES}.turboquant:turboquant3",
+    "turboquant2": f"{_FILES}.turboquant:turboquant2",
 }
 
 # Functions that take the side, "k" or "v".
@@ -59,12 +66,13 @@ def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:
 
 
 def find_block_codec(name: str) -> Callable[..., BlockCodec]:
-    """Returns the constructor of a side's block codec, by a name in `BLOCK_CODECS` or "package.module:name".
+    """Returns the constructor of a side's block codec, by a name in `BLOCK_CODECS`, in `CODECS` for one that encodes
+    each vector, or "package.module:name".
 
     Raises:
       ConfigError: the codec does not exist.
     """
-    return resolve(name, BLOCK_CODECS, "kv_cache_dtype")
+    return of_vectors(find_codec(name)) if name in CODECS else resolve(name, BLOCK_CODECS | CODECS, "kv_cache_dtype")
 
 
 def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:

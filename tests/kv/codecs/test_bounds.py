@@ -21,6 +21,8 @@ def outliers() -> np.ndarray:
 
 
 PACKED = {"int4": 4, "int3": 3, "int2": 2}
+# Codecs whose numbers are stored as they are, not mixed by a rotation: see `test_rotated.py`.
+ONE_BY_ONE = [name for name in CODECS if not name.startswith(("hadamard", "turboquant"))]
 VECTORS = {
     "normal": RNG.standard_normal((600, H)),
     "outliers": outliers(),
@@ -53,7 +55,7 @@ def stored(name: str, x: np.ndarray) -> np.ndarray:
     return codec.decode(codec.encode(x.astype(np.float32), np), np).astype(np.float64)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("kind", VECTORS)
 def test_each_number_is_wrong_by_half_a_step_at_most(name, kind):
     x = VECTORS[kind].astype(np.float32).astype(np.float64)
@@ -74,7 +76,7 @@ def packed_definition(x: np.ndarray, bits: int) -> np.ndarray:
     return zero + np.clip(np.round((x - zero) / scale), 0, 2**bits - 1) * scale
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_what_is_read_is_the_definition_but_for_ties(name):
     x = VECTORS["outliers"].astype(np.float32).astype(np.float64)
     top = np.abs(x).max(-1, keepdims=True)
