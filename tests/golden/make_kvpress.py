@@ -39,6 +39,7 @@ COMPARED = (
     "SnapKVPress",
     "PyramidKVPress",
     "KnormPress",
+    "KeyDiffPress",
     "TOVAPress",
     "StreamingLLMPress",
     "ObservedAttentionPress",
@@ -51,7 +52,7 @@ WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
 PYRAMIDS = ((0.5, 2, 5, 20), (0.75, 4, 7, 4), (0.75, 3, 5, 2), (0.625, 4, 5, 8), (0.375, 4, 5, 20), (0.75, 4, 5, 20))
 # A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
 # presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
-DECODING = tuple(itertools.product(("KnormPress", "TOVAPress"), (1, 4, 8)))
+DECODING = tuple(itertools.product(("KnormPress", "KeyDiffPress", "TOVAPress"), (1, 4, 8)))
 TARGET, NUM_WRITTEN = 24, 24
 
 
@@ -59,7 +60,7 @@ def asked() -> Iterator[KVPressCase]:
     """Every case but what is kept."""
     for length, ratio in itertools.product(LENGTHS, RATIOS):
         settings = {"compression_ratio": ratio}
-        for press in ("KnormPress", "TOVAPress", "ObservedAttentionPress"):
+        for press in ("KnormPress", "KeyDiffPress", "TOVAPress", "ObservedAttentionPress"):
             yield KVPressCase(press, settings, length, 0, [], [])
         for num_sinks in (1, 4):
             yield KVPressCase("StreamingLLMPress", settings | {"n_sink": num_sinks}, length, 0, [], [])

@@ -20,6 +20,7 @@ EVICTION_METHODS: dict[str, str] = {
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
     "tova": "ksana_jax.methods.eviction.tova:TOVA",
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
+    "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",
     "vatp": "ksana_jax.methods.eviction.vatp:VATP",
     "window": "ksana_jax.methods.eviction.window:Window",
     "streaming_llm": "ksana_jax.methods.eviction.window:StreamingLLM",

@@ -14,10 +14,12 @@ from tests.reference import _norm, _rotate
 
 @dataclasses.dataclass
 class Head:
-    """State of one kv head of one layer: text positions, and by position keys before rotation, values and scores."""
+    """State of one kv head of one layer: text positions, and by position keys before rotation, keys as they are stored,
+    values and scores."""
 
     kept: list[int] = dataclasses.field(default_factory=list)
     keys: dict = dataclasses.field(default_factory=dict)
+    stored: dict = dataclasses.field(default_factory=dict)
     values: dict = dataclasses.field(default_factory=dict)
     scores: dict = dataclasses.field(default_factory=dict)
     newest: list = dataclasses.field(default_factory=list)  # weights of the last queries, {position: weight} each
@@ -74,6 +76,11 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
             return np.append(pooled(scores, rule.kernel, rule.pooling), np.zeros(len(head.kept) - before))
         case "norm":
             return -np.array([np.linalg.norm(head.keys[j]) for j in head.kept])
+        case "unlike the mean":
+            keys = np.array([head.stored[j] for j in head.kept])
+            keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+            anchor = keys.mean(axis=0)
+            return -(keys @ anchor) / np.linalg.norm(anchor)
         case "age":
             return np.array(head.kept, float)
         case "random":
@@ -119,6 +126,8 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
             out = np.zeros((n, h))
             for number, head in enumerate(heads):
                 head.keys[t] = (y @ f64(p.w_k).T).reshape(kv, h)[number]
+                rotated = _rotate(head.keys[t][None], np.array([t]), spec.rope.theta)[0]
+                head.stored[t] = head.keys[t] if rule.in_cache else rotated
                 head.values[t] = (y @ f64(p.w_v).T).reshape(kv, h)[number]
                 head.kept.append(t)
                 head.scores[t], weights = 0.0, {}

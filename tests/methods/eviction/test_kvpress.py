@@ -44,6 +44,8 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
     match case.press:
         case "KnormPress":
             return common | {"method": "knorm"}
+        case "KeyDiffPress":
+            return common | {"method": "keydiff"}
         case "TOVAPress":  # keeps the newest token
             return common | {"method": "tova", "recent": 1}
         case "ObservedAttentionPress":  # has no window

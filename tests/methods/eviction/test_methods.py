@@ -116,6 +116,14 @@ METHODS = {
         {"method": "knorm", "budget": 10, "recent": 0.5, "interval": 2, "prompts": "streamed"},
         lambda n: Rule("norm", [10, 10], 2, recents=[5] * 2, whole=False),
     ),
+    "keydiff": (
+        {"method": "keydiff", "budget": 10, "recent": 2, "interval": 2, "prompts": "streamed"},
+        lambda n: Rule("unlike the mean", [10, 10], 2, recents=[2] * 2, whole=False),
+    ),
+    "keydiff, positions in the cache": (
+        {"method": "keydiff", "budget": 10, "sinks": 1, "positions": "cache"},
+        lambda n: Rule("unlike the mean", [10, 10], 4, recents=[0] * 2, sinks=1, in_cache=True),
+    ),
     "random": (
         {"method": "random", "budget": 12, "recent": 2, "seed": 7, "prompts": "streamed"},
         lambda n: Rule("random", [12, 12], 4, recents=[2] * 2, whole=False, random=random_number),
