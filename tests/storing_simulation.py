@@ -217,6 +217,7 @@ class StoringSimulation(Simulation):
         own = {
             "h2o": {"normalised": rng.random() < 0.5},
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
+            "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
             "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
             "random": {"seed": rng.choice([0, 5])},
         }

@@ -40,6 +40,7 @@ COMPARED = (
     "PyramidKVPress",
     "KnormPress",
     "KeyDiffPress",
+    "LagKVPress",
     "TOVAPress",
     "StreamingLLMPress",
     "ObservedAttentionPress",
@@ -50,6 +51,8 @@ WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
 # (ratio, window, kernel, beta): steep and gentle ones; one whose first layer would exceed the prompt; one whose last
 # layer could not hold the window.
 PYRAMIDS = ((0.5, 2, 5, 20), (0.75, 4, 7, 4), (0.75, 3, 5, 2), (0.625, 4, 5, 8), (0.375, 4, 5, 20), (0.75, 4, 5, 20))
+# (length, sinks, lag size, tokens that stay of each partition): torch chooses among partitions' equals by chance.
+LAGS = ((96, 4, 8, 3), (96, 1, 16, 9), (61, 4, 5, 1), (61, 0, 12, 5))
 # A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
 # presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
 DECODING = tuple(itertools.product(("KnormPress", "KeyDiffPress", "TOVAPress"), (1, 4, 8)))
@@ -70,6 +73,12 @@ def asked() -> Iterator[KVPressCase]:
     for ratio, window, kernel, beta in PYRAMIDS:
         settings = {"compression_ratio": ratio, "window_size": window, "kernel_size": kernel, "beta": beta}
         yield KVPressCase("PyramidKVPress", settings, LENGTHS[0], 0, [], [])
+    for length, num_sinks, lag, num_kept in LAGS:
+        num_scored = (length - num_sinks) // lag - 1
+        evicted = num_scored * (lag - num_kept)
+        # Half a token less: kvpress rounds down what it keeps.
+        settings = {"compression_ratio": (evicted - 0.5) / length, "n_sink": num_sinks, "lag_size": lag}
+        yield KVPressCase("LagKVPress", settings, length, 0, [], [])
     for press, interval in DECODING:
         settings = {"compression_interval": interval, "target_size": TARGET}
         yield KVPressCase(press, settings, 2 * TARGET, 0, [], [])
@@ -109,6 +118,14 @@ class Cache(DynamicCache):
         return [sorted(head) for head in same.to(torch.int8).argmax(-1).tolist()]
 
 
+def require_gap(ordered: torch.Tensor, num_kept: int) -> None:
+    """Raises `NearlyTied` if, among falling scores [..., n], the last that stays is nearly the first that goes."""
+    if 0 < num_kept < ordered.shape[-1]:
+        stays, goes = ordered[..., num_kept - 1], ordered[..., num_kept]
+        if ((stays - goes) / torch.maximum(stays.abs(), goes.abs())).min() < LEAST_GAP:
+            raise NearlyTied
+
+
 def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
     """Has a press raise `NearlyTied` where two scores are that."""
     # kvpress gives the newest tokens, which stay, a number above the scores.
@@ -124,10 +141,16 @@ def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
         num_kept = keys.shape[2] - window
         ordered = scores.pop()[0].sort(-1, descending=True).values[:, window:]
         assert num_kept >= 0, "of tokens with kvpress' own number, which stay is chance"
-        if 0 < num_kept < ordered.shape[-1]:
-            stays, goes = ordered[:, num_kept - 1], ordered[:, num_kept]
-            if ((stays - goes) / torch.maximum(stays.abs(), goes.abs())).min() < LEAST_GAP:
-                raise NearlyTied
+        require_gap(ordered, num_kept)
+        if isinstance(press, kvpress.LagKVPress):
+            # Its scores are ranks in a partition, of these.
+            by_size = dataclasses.replace(press, cross_scoring=True).score(*args)[0, :, press.n_sink :]
+            by_size = by_size[:, : by_size.shape[1] // press.lag_size * press.lag_size].unflatten(
+                1, (-1, press.lag_size)
+            )
+            by_size = by_size[:, :-1].sort(-1, descending=True).values
+            num_tail = args[2].shape[2] - press.n_sink - by_size[0].numel()
+            require_gap(by_size, (num_kept - press.n_sink - num_tail) // by_size.shape[1])
         return keys, values
 
     press.score, press.compress = remembered, checked

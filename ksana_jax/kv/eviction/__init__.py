@@ -21,6 +21,7 @@ EVICTION_METHODS: dict[str, str] = {
     "tova": "ksana_jax.methods.eviction.tova:TOVA",
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
     "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",
+    "lagkv": "ksana_jax.methods.eviction.lagkv:LagKV",
     "vatp": "ksana_jax.methods.eviction.vatp:VATP",
     "window": "ksana_jax.methods.eviction.window:Window",
     "streaming_llm": "ksana_jax.methods.eviction.window:StreamingLLM",

@@ -41,6 +41,7 @@ class Rule:
     window: int = 1
     kernel: int = 5
     pooling: str = "avg"
+    lag: int = 1
     noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
@@ -81,6 +82,18 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
             keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
             anchor = keys.mean(axis=0)
             return -(keys @ anchor) / np.linalg.norm(anchor)
+        case "lag":
+            states = [np.array([of[j] for j in head.kept]) for of in (head.stored, head.values)]
+            order = np.array(head.kept, float) + len(head.kept)
+            for start in range(rule.sinks, len(head.kept) - 2 * rule.lag + 1, rule.lag):
+                own, following = slice(start, start + rule.lag), slice(start + rule.lag, start + 2 * rule.lag)
+                score = np.zeros(rule.lag)
+                for x in states:
+                    unit = np.ptp(x[following], axis=0)
+                    unit[unit <= 1e-5 * np.abs(x[following]).max(axis=0)] = 1
+                    score += softmax(np.std((x[own] - x[following].min(axis=0)) / unit, axis=1, ddof=1))
+                order[own] = [np.sum(score < one) for one in score]
+            return order
         case "age":
             return np.array(head.kept, float)
         case "random":

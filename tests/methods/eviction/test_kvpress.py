@@ -17,7 +17,7 @@ from ksana_jax.methods.eviction.h2o import H2O
 from tests.golden.kvpress_cases import CONFIG, KVPressCase, kvpress_cases, weights
 
 # What an engine is made for; the other settings can change.
-COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta")
+COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "lag_size", "sinks")
 
 
 def pyramid(case: KVPressCase) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             return common | {"method": "knorm"}
         case "KeyDiffPress":
             return common | {"method": "keydiff"}
+        case "LagKVPress":
+            return common | {"method": "lagkv", "sinks": given["n_sink"], "lag_size": given["lag_size"]}
         case "TOVAPress":  # keeps the newest token
             return common | {"method": "tova", "recent": 1}
         case "ObservedAttentionPress":  # has no window

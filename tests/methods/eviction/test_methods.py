@@ -124,6 +124,18 @@ METHODS = {
         {"method": "keydiff", "budget": 10, "sinks": 1, "positions": "cache"},
         lambda n: Rule("unlike the mean", [10, 10], 4, recents=[0] * 2, sinks=1, in_cache=True),
     ),
+    "lagkv": (
+        {"method": "lagkv", "budget": 16, "sinks": 2, "lag_size": 4, "interval": 3},
+        lambda n: Rule("lag", [16, 16], 3, recents=[0] * 2, sinks=2, lag=4),
+    ),
+    "lagkv, streamed, two of the newest": (
+        {"method": "lagkv", "budget": 12, "sinks": 1, "recent": 2, "lag_size": 3, "prompts": "streamed"},
+        lambda n: Rule("lag", [12, 12], 4, recents=[2] * 2, sinks=1, lag=3, whole=False),
+    ),
+    "lagkv, a budget smaller than two partitions": (
+        {"method": "lagkv", "budget": 8, "sinks": 0, "lag_size": 7, "positions": "cache"},
+        lambda n: Rule("lag", [8, 8], 4, recents=[0] * 2, lag=7, in_cache=True),
+    ),
     "random": (
         {"method": "random", "budget": 12, "recent": 2, "seed": 7, "prompts": "streamed"},
         lambda n: Rule("random", [12, 12], 4, recents=[2] * 2, whole=False, random=random_number),
