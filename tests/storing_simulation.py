@@ -205,7 +205,7 @@ class StoringSimulation(Simulation):
         found = {
             "method": name,
             "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
-            "recent": rng.choice([1, 2, 8] if name == "snapkv" else [0, 0.3, 0.5, 1.0, 2]),
+            "recent": rng.choice([1, 2, 8] if name in ("snapkv", "chunkkv") else [0, 0.3, 0.5, 1.0, 2]),
             "sinks": sinks,
             "interval": interval,
             "prompts": rng.choice(["whole", "once", "streamed"]),
@@ -218,6 +218,7 @@ class StoringSimulation(Simulation):
             "h2o": {"normalised": rng.random() < 0.5},
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
             "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
+            "chunkkv": {"chunk_size": rng.choice([1, 2, 7]), "kernel": rng.choice([1, 3])},
             "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
             "random": {"seed": rng.choice([0, 5])},
         }

@@ -38,6 +38,7 @@ LEAST_LOGIT_GAP = 0.01  # between the two best tokens
 COMPARED = (
     "SnapKVPress",
     "PyramidKVPress",
+    "ChunkKVPress",
     "KnormPress",
     "KeyDiffPress",
     "LagKVPress",
@@ -53,6 +54,8 @@ WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
 PYRAMIDS = ((0.5, 2, 5, 20), (0.75, 4, 7, 4), (0.75, 3, 5, 2), (0.625, 4, 5, 8), (0.375, 4, 5, 20), (0.75, 4, 5, 20))
 # (length, sinks, lag size, tokens that stay of each partition): torch chooses among partitions' equals by chance.
 LAGS = ((96, 4, 8, 3), (96, 1, 16, 9), (61, 4, 5, 1), (61, 0, 12, 5))
+# (length, ratio, window, kernel, chunk): SnapKV's windows begin with a chunk, since kvpress counts no chunk in part.
+CHUNKS = ((96, 0.5, 8, 1, 8), (96, 0.75, 4, 5, 4), (96, 0.7, 12, 3, 6), (61, 0.5, 5, 5, 7), (61, 0.3, 1, 1, 10))
 # A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
 # presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
 DECODING = tuple(itertools.product(("KnormPress", "KeyDiffPress", "TOVAPress"), (1, 4, 8)))
@@ -73,6 +76,9 @@ def asked() -> Iterator[KVPressCase]:
     for ratio, window, kernel, beta in PYRAMIDS:
         settings = {"compression_ratio": ratio, "window_size": window, "kernel_size": kernel, "beta": beta}
         yield KVPressCase("PyramidKVPress", settings, LENGTHS[0], 0, [], [])
+    for length, ratio, window, kernel, chunk in CHUNKS:
+        settings = {"compression_ratio": ratio, "window_size": window, "kernel_size": kernel, "chunk_length": chunk}
+        yield KVPressCase("ChunkKVPress", settings, length, 0, [], [])
     for length, num_sinks, lag, num_kept in LAGS:
         num_scored = (length - num_sinks) // lag - 1
         evicted = num_scored * (lag - num_kept)
@@ -157,6 +163,22 @@ def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
     return press
 
 
+def watched_chunks(press: kvpress.ChunkKVPress) -> kvpress.ChunkKVPress:
+    """Has it raise `NearlyTied` where two chunks are that; its SnapKV computes attention itself."""
+    compress = press.compress
+
+    def checked(*args):
+        args = (*args[:4], None, *args[5:])  # it refuses weights of the model
+        keys, values = compress(*args)
+        by_chunk = press.press.score(*args)[0].sum(0).split(press.chunk_length)
+        ordered = torch.stack([chunk.mean() for chunk in by_chunk]).sort(descending=True).values
+        require_gap(ordered, -(-keys.shape[2] // press.chunk_length))
+        return keys, values
+
+    press.compress = checked
+    return press
+
+
 def forward(tokens: list[int], start: int, cache: Cache) -> torch.Tensor:
     """Runs tokens at their text positions; returns the logits after the last."""
     at = torch.arange(start, start + len(tokens))
@@ -174,7 +196,12 @@ def make(case: KVPressCase) -> KVPressCase:
     names = ("compression_interval", "target_size")
     decoding = {name: settings.pop(name) for name in names if name in settings}
     if not decoding:
-        with watched(kind(**settings))(model()):
+        if case.press == "ChunkKVPress":
+            chunk = settings.pop("chunk_length")
+            press = watched_chunks(kvpress.ChunkKVPress(kvpress.SnapKVPress(**settings), chunk))
+        else:
+            press = watched(kind(**settings))
+        with press(model()):
             forward(case.prompt, 0, cache)
         return case._replace(kept=cache.positions())
     press = kvpress.PrefillDecodingPress(
@@ -206,9 +233,11 @@ def main() -> None:
     cases = [of_some_prompt(case) for case in asked()]
     lines = [json.dumps(case._asdict(), separators=(",", ":")) for case in cases]
     (FOLDER / "kept.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    defaults = {
-        name: {field.name: field.default for field in dataclasses.fields(getattr(kvpress, name))} for name in COMPARED
-    }
+    # ChunkKVPress has the ratio of the press that it is given.
+    defaults = {name: {"compression_ratio": kvpress.ScorerPress.compression_ratio} for name in COMPARED}
+    for name, found in defaults.items():
+        fields = dataclasses.fields(getattr(kvpress, name))
+        found |= {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
     (FOLDER / "defaults.json").write_text(json.dumps({"versions": versions, "defaults": defaults}, indent=2) + "\n")
     print(f"{len(cases)} cases, {sum(len(line) for line in lines):,} bytes, prompts {max(c.seed for c in cases)}")

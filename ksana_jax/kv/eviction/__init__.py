@@ -18,6 +18,7 @@ EVICTION_METHODS: dict[str, str] = {
     "h2o": "ksana_jax.methods.eviction.h2o:H2O",
     "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
+    "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",
     "tova": "ksana_jax.methods.eviction.tova:TOVA",
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
     "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",

@@ -42,6 +42,7 @@ class Rule:
     kernel: int = 5
     pooling: str = "avg"
     lag: int = 1
+    chunk: int = 1
     noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
@@ -75,6 +76,12 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
             before = max(len(head.kept) - rule.window, 0)
             scores = observed(head, rule.window)[:before]
             return np.append(pooled(scores, rule.kernel, rule.pooling), np.zeros(len(head.kept) - before))
+        case "chunks":
+            before = max(len(head.kept) - rule.window, 0)
+            scores = [pooled(observed(h, rule.window)[:before], rule.kernel, rule.pooling) for h in heads]
+            chunks = np.split(np.mean(scores, axis=0), range(rule.chunk, before, rule.chunk))
+            means = np.concatenate([np.full(len(chunk), chunk.mean()) for chunk in chunks])
+            return np.append(means, np.zeros(len(head.kept) - before))
         case "norm":
             return -np.array([np.linalg.norm(head.keys[j]) for j in head.kept])
         case "unlike the mean":

@@ -17,7 +17,7 @@ from ksana_jax.methods.eviction.h2o import H2O
 from tests.golden.kvpress_cases import CONFIG, KVPressCase, kvpress_cases, weights
 
 # What an engine is made for; the other settings can change.
-COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "lag_size", "sinks")
+COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "lag_size", "sinks", "chunk_size")
 
 
 def pyramid(case: KVPressCase) -> dict[str, Any]:
@@ -54,6 +54,12 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             return common | {"method": "h2o", "normalised": True, "recent": 0}
         case "StreamingLLMPress":  # leaves keys rotated as they are
             return common | {"method": "streaming_llm", "sinks": given["n_sink"], "positions": "absolute"}
+        case "ChunkKVPress":  # of SnapKVPress; keeps whole chunks
+            size = given["chunk_length"]
+            num_kept = int(-(-case.length // size) * (1 - given["compression_ratio"]))
+            common["budget"] = num_kept * size - -case.length % size  # the last one, in the window, may be shorter
+            own = {"recent": given["window_size"], "kernel": given["kernel_size"], "chunk_size": size}
+            return common | own | {"method": "chunkkv"}
         case "SnapKVPress" | "PyramidKVPress":
             own = {"method": "snapkv", "recent": given["window_size"], "kernel": given["kernel_size"]}
             return common | own | (pyramid(case) if case.press == "PyramidKVPress" else {})

@@ -101,6 +101,22 @@ METHODS = {
             "last queries", [first := min(max(n, 14), 22), 28 - first], 4, recents=[3] * 2, once=True, window=3
         ),
     ),
+    "chunkkv": (
+        {"method": "chunkkv", "budget": 8, "recent": 3, "chunk_size": 4, "interval": 1},
+        lambda n: Rule("chunks", [8, 8], 1, recents=[3] * 2, once=True, window=3, kernel=1, chunk=4),
+    ),
+    "chunkkv of pooled weights, streamed": (
+        {
+            "method": "chunkkv",
+            "budget": 12,
+            "recent": 4,
+            "chunk_size": 3,
+            "kernel": 3,
+            "sinks": 1,
+            "prompts": "streamed",
+        },
+        lambda n: Rule("chunks", [12, 12], 4, recents=[4] * 2, sinks=1, whole=False, window=4, kernel=3, chunk=3),
+    ),
     "keyformer": (
         {"method": "keyformer", "budget": 12, "recent": 4, "steps": 10, "seed": 3, "interval": 2},
         lambda n: Rule(

@@ -147,6 +147,7 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "h2o", "layers": "pyramid", "beta": None}, "H2O: beta is None"),
         ({"method": "h2o", "beta": 4}, "H2O: beta is 4, but layers is uniform: only a pyramid has a beta"),
         ({"method": "h2o", "prompts": "all"}, "must be one of whole, once, streamed"),
+        ({"method": "chunkkv", "chunk_size": 0}, "ChunkKV: chunk_size is 0, must be an integer from 1"),
         ({"method": "lagkv", "lag_size": 0}, "LagKV: lag_size is 0, must be an integer from 1"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),
