@@ -205,7 +205,7 @@ class StoringSimulation(Simulation):
         found = {
             "method": name,
             "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
-            "recent": rng.choice([1, 2, 8] if name in ("snapkv", "chunkkv") else [0, 0.3, 0.5, 1.0, 2]),
+            "recent": rng.choice([1, 2, 8] if name in ("snapkv", "chunkkv", "rkv") else [0, 0.3, 0.5, 1.0, 2]),
             "sinks": sinks,
             "interval": interval,
             "prompts": rng.choice(["whole", "once", "streamed"]),
@@ -219,6 +219,7 @@ class StoringSimulation(Simulation):
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
             "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
             "chunkkv": {"chunk_size": rng.choice([1, 2, 7]), "kernel": rng.choice([1, 3])},
+            "rkv": {"mix_lambda": rng.choice([0.1, 0.9]), "threshold": rng.choice([0, 0.5])},
             "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
             "random": {"seed": rng.choice([0, 5])},
         }

@@ -19,6 +19,7 @@ EVICTION_METHODS: dict[str, str] = {
     "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
     "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",
+    "rkv": "ksana_jax.methods.eviction.rkv:RKV",
     "tova": "ksana_jax.methods.eviction.tova:TOVA",
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
     "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",

@@ -36,11 +36,12 @@ class SnapKV(EvictionMethod):
 
     def __post_init__(self):
         super().__post_init__()
+        name = f"kv_eviction {type(self).__name__}"
         checks.require(
-            checks.integer("kv_eviction SnapKV: recent", self.recent, 1),
-            checks.integer("kv_eviction SnapKV: kernel", self.kernel, 1),
-            checks.one_of("kv_eviction SnapKV: pooling", self.pooling, ("avg", "max")),
-            None if self.kernel % 2 else f"kv_eviction SnapKV: kernel is {self.kernel}, must be odd",
+            checks.integer(f"{name}: recent", self.recent, 1),
+            checks.integer(f"{name}: kernel", self.kernel, 1),
+            checks.one_of(f"{name}: pooling", self.pooling, ("avg", "max")),
+            None if self.kernel % 2 else f"{name}: kernel is {self.kernel}, must be odd",
             error=ConfigError,
         )
 

@@ -43,6 +43,7 @@ class Rule:
     pooling: str = "avg"
     lag: int = 1
     chunk: int = 1
+    mix: float = 0.1
     noise: Callable | None = None  # (layer, head, query, slot) -> Gumbel noise
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
@@ -82,6 +83,20 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
             chunks = np.split(np.mean(scores, axis=0), range(rule.chunk, before, rule.chunk))
             means = np.concatenate([np.full(len(chunk), chunk.mean()) for chunk in chunks])
             return np.append(means, np.zeros(len(head.kept) - before))
+        case "important, not redundant":
+            count = len(head.kept)
+            before = max(count - rule.window, 0)
+            importance = observed(head, rule.window)[:before]
+            importance = pooled(importance / importance.sum(), rule.kernel, rule.pooling)
+            keys = np.array([head.stored[j] for j in head.kept])
+            keys = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+            cosines = keys @ keys.T
+            np.fill_diagonal(cosines, 0)
+            for row in cosines:
+                if (similar := np.flatnonzero(row > 0.5)).size:
+                    row[similar[-1]] = 0  # the newest one is not redundant
+            redundancy = softmax(cosines.mean(axis=0))
+            return rule.mix * np.append(importance, np.zeros(count - before)) - (1 - rule.mix) * redundancy
         case "norm":
             return -np.array([np.linalg.norm(head.keys[j]) for j in head.kept])
         case "unlike the mean":

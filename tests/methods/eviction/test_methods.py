@@ -117,6 +117,27 @@ METHODS = {
         },
         lambda n: Rule("chunks", [12, 12], 4, recents=[4] * 2, sinks=1, whole=False, window=4, kernel=3, chunk=3),
     ),
+    "rkv": (
+        {"method": "rkv", "budget": 12, "recent": 3, "kernel": 3, "interval": 3},
+        lambda n: Rule(
+            "important, not redundant", [12, 12], 3, recents=[3] * 2, window=3, kernel=3, pooling="max", mix=0.1
+        ),
+    ),
+    "rkv, streamed, mostly importance": (
+        {"method": "rkv", "budget": 14, "recent": 4, "sinks": 1, "mix_lambda": 0.7, "prompts": "streamed"},
+        lambda n: Rule(
+            "important, not redundant",
+            [14, 14],
+            4,
+            recents=[4] * 2,
+            sinks=1,
+            whole=False,
+            window=4,
+            kernel=7,
+            pooling="max",
+            mix=0.7,
+        ),
+    ),
     "keyformer": (
         {"method": "keyformer", "budget": 12, "recent": 4, "steps": 10, "seed": 3, "interval": 2},
         lambda n: Rule(
