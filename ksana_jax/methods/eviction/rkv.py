@@ -59,11 +59,11 @@ class RKV(SnapKV):
         keys = normalised(cached, xp)
         num_slots = keys.shape[-2]
         slots, total = xp.arange(num_slots), xp.zeros(keys.shape[:-1], xp.float32)
-        # Not all pairs at once: a layer would need gigabytes.
+        # All pairs at once would need gigabytes. Adding a zero of the sum so far makes XLA finish some before the next.
         rows = max(128, -(-num_slots // 64))
         for start in range(0, num_slots, rows):
             own = slots[start : start + rows, None]
-            cosines = keys[..., start : start + rows, :] @ xp.swapaxes(keys, -1, -2)
+            cosines = (keys[..., start : start + rows, :] + 0 * total[..., :1, None]) @ xp.swapaxes(keys, -1, -2)
             cosines = xp.where(own == slots, 0, cosines)
             newest = xp.where(cosines > self.threshold, slots, -1).max(axis=-1, keepdims=True)
             total = total + xp.where(slots == newest, 0, cosines).sum(axis=-2)

@@ -1,5 +1,6 @@
 """Priorities of long rows, in NumPy and jax.numpy, against the definitions in float64; unused slots hold anything."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,3 +49,12 @@ def test_a_long_row_is_ranked_as_the_definition_ranks_it(name, xp):
         # Neighbours in the definition's order rise in ours too, unless they are equal up to rounding in float32.
         apart = np.diff(wanted[order]) > 1e-5 * np.abs(wanted).max()
         assert apart.mean() > 0.05 and (np.diff(got[order])[apart] > 0).all()
+
+
+def test_rkv_never_holds_all_pairs_of_keys():
+    num_slots, method = 1024, read_eviction({"method": "rkv"})
+    assert method is not None
+    keys, scores = (jax.ShapeDtypeStruct((1, 4, 2, num_slots, *more), np.float32) for more in ((SIZE,), ()))
+    cached = Cached(keys, keys, scores, None, *[jax.ShapeDtypeStruct((1,), np.int32)] * 4)
+    needed = jax.jit(lambda cached: method.priority(cached, jnp)).lower(cached).compile().memory_analysis()
+    assert needed.temp_size_in_bytes < 4 * 2 * num_slots**2 * 4 / 2
