@@ -51,7 +51,7 @@ def ours() -> dict:
     rows.append({"press": None, "budget": CONTEXT, "ours": scored(plain)})
     for (press, _, settings), fraction in ((m, b) for m in METHODS for b in BUDGETS):
         budget = kept(fraction)
-        llm = engine(kv_eviction={**settings, "budget": budget, "interval": 1, "prompts": "whole"})
+        llm = engine(kv_eviction={**settings, "budget": budget, "interval": 1, "prompts": "once"})
         rows.append({"press": press, "budget": budget, "ours": scored(llm)})
         print(press, budget, *(f"{value:.3f}" for value in rows[-1]["ours"]), flush=True)
     return {"gguf": str(model_path("smollm2")), "excerpts": excerpts, "rows": rows}
