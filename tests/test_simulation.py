@@ -185,7 +185,7 @@ def copied_at_once(monkeypatch):
 
 PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
 PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
-PLANTED += [(plant, SnapshotSimulation, range(15, 24)) for plant in (scores_in_snapshots, any_prompt, copied_at_once)]
+PLANTED += [(plant, SnapshotSimulation, range(33, 43)) for plant in (scores_in_snapshots, any_prompt, copied_at_once)]
 
 
 @pytest.mark.parametrize(("plant", "kind", "seeds"), PLANTED)
