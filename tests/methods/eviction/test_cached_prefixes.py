@@ -44,14 +44,19 @@ ALL = [
     ("vatp", "whole"),
     ("keyformer", "whole"),
     ("snapkv", "once"),
+    ("chunkkv", "whole"),
+    ("rkv", "streamed"),
     ("tova", "streamed"),
+    ("keydiff", "once"),
+    ("lagkv", "whole"),
 ]
+OWN = {"vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
 CASES = [KNORM_STREAMED, *soak_unless((("knorm", "whole"), ("h2o", "streamed"), ("snapkv", "once")).__contains__, ALL)]
 
 
 @pytest.mark.parametrize(("name", "prompts"), CASES)
 def test_a_cached_text_is_compressed_as_if_it_had_just_been_computed(name, prompts):
-    setting = {"method": name, "budget": 24 if name == "vatp" else 14, "prompts": prompts, "recent": 3}
+    setting = {"method": name, "budget": 14, "prompts": prompts, "recent": 3} | OWN.get(name, {})
     plain = make_llm(kv_eviction=setting)
     tiers = {"host_cache_bytes": 2**18, "cache_write": "through"} if name in ("random", "h2o") else {}
     caching = make_llm(kv_eviction=setting, enable_prefix_caching=True, **tiers)
