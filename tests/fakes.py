@@ -175,6 +175,8 @@ def check_books(engine: Engine) -> None:
     free = (blocks.ref_count == 0) & ~blocks.kept
     for asked in engine.memory.moves.evictions:  # what stays is still to be moved out of emptied blocks
         free[asked.tables] = free[asked.targets] = False
+    for saves in engine.memory.moves.all_saves:  # of rows that were swapped out, though no step followed
+        free[list(saves.values())] = False
     executor.scramble(free)
     if engine.memory.host is not None:
         slots = engine.memory.host.pool
