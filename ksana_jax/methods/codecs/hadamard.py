@@ -43,7 +43,7 @@ def rotated_back(x: Any, xp: Any) -> Any:
 
 @functools.cache
 def _signs(head_dim: int) -> np.ndarray:
-    return np.random.default_rng(0).choice(np.float32([-1, 1]), head_dim)
+    return np.random.default_rng(0).choice(np.array([-1, 1], np.float32), head_dim)
 
 
 def _transformed(x: Any, xp: Any) -> Any:
