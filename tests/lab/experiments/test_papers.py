@@ -81,7 +81,7 @@ def test_all_papers_are_listed(capsys):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["nosuch"], "there is no paper 'nosuch'; `ksana reproduce` knows gqa, h2o, kivi, orca, streamingllm, vllm"),
+        (["nosuch"], "there is no paper 'nosuch'; `ksana reproduce` knows gqa, h2o, kivi, orca, prompt_lookup, streamingllm"),
         (["orca", "--full"], "orca has no longer study: `ksana reproduce orca` is all of it"),
     ],
 )
