@@ -25,7 +25,7 @@ from tests.simulation import Simulation
 
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
-# Rotated codes of fewer bits are packed as those of int3 and int2 are.
+# Rotated codes of 3 and 2 bits are packed like int3's and int2's.
 DRAWN = ("f32", *(name for name in CODECS if name[-1] == "4" or not name.startswith(("hadamard", "turboquant"))))
 
 

@@ -10,7 +10,7 @@ sibling() {
     [ -f "$folder/$name/export/model.safetensors" ] || ksana train gqa_siblings "out_dir=$folder/$name" "$@"
 }
 
-# 5 % of the steps. The rate is the one at which the first model's was constant, warmed up and decayed within them.
+# 5 % of the steps, with the peak learning rate of the first run, warmed up and decayed within them.
 uptrained() {
     sibling "$@" "init_from=$folder/mha/export" num_steps=150 warmup_steps=10 eval_every=50
 }

@@ -18,8 +18,8 @@ from ksana_jax.methods.codecs.packed import packed, packed_bytes, unpacked
 class TurboQuant:
     """Stores the length of a vector in float32, and its rotated direction as codes of 2^bits levels.
 
-    A number of a random direction in H dimensions is nearly normal with variance 1 / H; the levels are those of least
-    mean square error for it (Lloyd-Max). They lose 36, 11.7, 3.5 and 0.95 % of the vector's squared length with 1 to 4
+    A number of a random direction in H dimensions is nearly normal with variance 1 / H; the levels minimise its mean
+    square error (Lloyd-Max). They lose 36, 11.7, 3.5 and 0.95 % of the vector's squared length with 1 to 4
     bits. Nothing depends on data, and a vector needs no zero and no scale of groups.
 
     Source: arXiv:2504.19874, section 3.1 (for the mean square error, without the residual of section 3.2), with

@@ -29,13 +29,13 @@ async def load(request: Request) -> Response:
     """Reads an adapter and serves it as a model; answers with its name."""
     serving, values = await _read(request, LOAD_ADAPTER)
     model, name = serving.model, values["lora_name"]
+    if not name.isprintable():
+        raise bad_request(f"lora_name is {name!r:.80}, must be printable characters", "lora_name")
     adapter = LoRARequest(name, len(model.adapters) + 1, values["lora_path"])
     try:
         await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
     except ValueError as error:
         raise bad_request(str(error), "lora_path") from None
-    if not name.isprintable():
-        raise bad_request(f"lora_name is {name!r:.80}, must be printable characters", "lora_name")
     if name in (*model.names, *model.adapters):
         raise bad_request(f"lora_name {name!r:.80} is served already: unload it first, or give another", "lora_name")
     model.adapters[name] = adapter
