@@ -81,7 +81,7 @@ def test_all_papers_are_listed(capsys):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["nosuch"], "there is no paper 'nosuch'; `ksana reproduce` knows gqa, h2o, kivi, orca, "),
+        (["nosuch"], f"there is no paper 'nosuch'; `ksana reproduce` knows {', '.join(papers.names())}"),
         (["orca", "--full"], "orca has no longer study: `ksana reproduce orca` is all of it"),
     ],
 )
