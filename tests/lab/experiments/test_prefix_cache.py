@@ -68,6 +68,21 @@ def test_the_sentence_gives_the_gain_of_every_row(measured):
     assert (folder / "figure.png").stat().st_size > 0
 
 
+def test_two_engines_with_a_cache_are_compared_by_another_setting(tmp_path, one_layer):
+    given = {
+        "task": "prefix_cache",
+        "model": one_layer,
+        "load_format": "dummy",
+        "engine": ENGINE | {"shared_prefix_attention": True},
+        "settings": SETTINGS | {"num_pairs": 1, "against": {"shared_prefix_attention": False}},
+    }
+    made = reported(plan(given), tmp_path)
+    [row] = made.rows
+    rates = {side: [m["hit_rate"] for m in runs_of(row, side)] for side in ("with", "without")}
+    assert rates["with"] == rates["without"] == [pytest.approx(0.8 * 7 / 8)]
+    assert made.conclusion.startswith("Throughput as a multiple of that with shared_prefix_attention: False: ")
+
+
 def test_prompts_share_one_of_several_beginnings_in_turns():
     settings = PrefixSettings(num_requests=6, prompt_tokens=10, shared_percent=50, num_prefixes=2)
     prompts = np.array(make_prompts(settings, vocab_size=1000, seed=3))
@@ -84,6 +99,11 @@ def test_prompts_share_one_of_several_beginnings_in_turns():
         ({"enable_prefix_caching": False}, {}, "engine.enable_prefix_caching is false"),
         ({"disk_cache_dir": "cache", "host_cache_bytes": 2**20}, {}, "engine.disk_cache_dir is set"),
         ({}, {"shared_percent": 101}, "settings.shared_percent is 101, must be an integer from 0 to 100"),
+        (
+            {},
+            {"against": {"enable_prefix_cache": 0}},
+            "settings.against.enable_prefix_cache: no such setting; the nearest",
+        ),
         ({}, {"num_prefixes": 0}, "settings.num_prefixes is 0, must be an integer from 1"),
     ],
 )

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.core.config import ConfigError, EngineConfig
-from ksana_jax.core.plugins import nearest
+from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.figures import COLOURS, legend
 from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, TrialContext, int_field
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, of_side, speeds, timed, twin
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_against, of_side, other_engine, speeds, timed
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -73,12 +70,8 @@ class Agreement(PairedTask):
     Settings = AgreementSettings
 
     def check(self, config: Mapping[str, Any]) -> None:
-        settings, names = AgreementSettings(**config["settings"]), [f.name for f in dataclasses.fields(EngineConfig)]
-        for name in settings.against:
-            if name not in names:
-                raise ConfigError(f"settings.against.{name}: no such setting; the nearest is {nearest(name, names)!r}")
-        EngineConfig(**merge(config["engine"], settings.against))
-        check_no_shared_folder(config)
+        settings = AgreementSettings(**config["settings"])
+        check_against(config, settings.against)
         if config["engine"]["kv_eviction"] is not None:
             raise ConfigError("engine.kv_eviction is set, must be null: trials would change it in one engine alone")
         texts.check_config(config, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts")
@@ -182,20 +175,6 @@ class Agreement(PairedTask):
 
 def _point(row: ResultRow) -> str:
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items())
-
-
-def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
-    """Returns the engine to compare the trial's with."""
-    from ksana_jax import LLM
-
-    llm, config = trial.llm, trial.config
-    sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
-    settings = merge(config["engine"], sinks, against)
-
-    def make() -> LLM:
-        return LLM(config["model"], load_format=config["load_format"], pattern=llm.patterns, **settings)
-
-    return twin(llm, json.dumps(dict(against), sort_keys=True), make)
 
 
 def completion(output: Any) -> tuple[list[int], np.ndarray]:

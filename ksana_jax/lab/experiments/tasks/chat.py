@@ -17,8 +17,8 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, TrialContext, int_field
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, speeds, timed_work
-from ksana_jax.lab.experiments.tasks.prefix_cache import without_cache
+from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, other_engine, speeds, timed_work
+from ksana_jax.lab.experiments.tasks.prefix_cache import WITHOUT_CACHE
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
     Measurement,
@@ -76,7 +76,7 @@ class Chat(PairedTask):
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = ChatSettings(**trial.config["settings"]), trial.llm
-        plain, tokenizer = without_cache(llm), llm.get_tokenizer()
+        plain, tokenizer = other_engine(trial, WITHOUT_CACHE), llm.get_tokenizer()
         [document] = texts.prompts_for(llm, settings.texts, 1, settings.prompt_tokens, trial.seed)
         questions = [tokenizer.encode(question, add_special_tokens=False) for question in settings.questions]
 

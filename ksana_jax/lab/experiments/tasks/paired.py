@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 import uuid
@@ -10,7 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.plugins import nearest
+from ksana_jax.lab.experiments.dotted import merge
 from ksana_jax.lab.experiments.noise import NUM_DEVIATIONS
 from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
@@ -46,6 +49,30 @@ class PairedTask(BaseTask):
 def check_no_shared_folder(config: Mapping[str, Any]) -> None:
     if config["engine"]["disk_cache_dir"] is not None:
         raise ConfigError("engine.disk_cache_dir is set, must be null: two engines cannot share a folder")
+
+
+def check_against(config: Mapping[str, Any], against: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless `against` are settings of an engine that can be compared with a trial's."""
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in against:
+        if name not in names:
+            raise ConfigError(f"settings.against.{name}: no such setting; the nearest is {nearest(name, names)!r}")
+    check_no_shared_folder(config)
+    EngineConfig(**merge(config["engine"], against))
+
+
+def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
+    """Returns an engine with the settings `against` in place of those of the trial's."""
+    from ksana_jax import LLM
+
+    llm, config = trial.llm, trial.config
+    sinks = {"max_repositioned_sinks": llm.config.max_repositioned_sinks}
+    settings = merge(config["engine"], sinks, against)
+
+    def make() -> LLM:
+        return LLM(config["model"], load_format=config["load_format"], pattern=llm.patterns, **settings)
+
+    return twin(llm, json.dumps(dict(against), sort_keys=True), make)
 
 
 def twin(llm: LLM, key: str, make: Callable[[], LLM], *, newest_only: bool = False) -> LLM:

@@ -1,8 +1,9 @@
 """Gain from a prefix cache: prompts with a common prefix, served with and without enable_prefix_caching.
 
-The trial's engine is the side "with". The side "without" is a second engine with the same weights and settings, but
-without caching and shared-prefix attention. Every run has its own salt, so requests find only blocks computed in the
-same run; the pool stays full of blocks of earlier runs, so that replacement is part of the measurement.
+The trial's engine is the side "with". The side "without" is a second engine with the same weights, and the settings
+`against` in place of the first one's: by default, no caching and no shared-prefix attention. Every run has its own
+salt, so requests find only blocks computed in the same run; the pool stays full of blocks of earlier runs, so that
+replacement is part of the measurement.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from ksana_jax.lab.experiments.tasks.base import TrialContext, int_field
 from ksana_jax.lab.experiments.tasks.paired import (
     PairedTask,
     caveat,
-    check_no_shared_folder,
+    check_against,
     of_side,
+    other_engine,
     speeds,
     timed,
-    twin,
-    with_changes,
 )
 from ksana_jax.lab.experiments.tasks.results import (
     Column,
@@ -36,6 +36,7 @@ from ksana_jax.lab.experiments.tasks.results import (
     compilation_note,
     milliseconds,
     number,
+    of_metric,
     percent,
     preemption_note,
 )
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
+
+WITHOUT_CACHE = {"enable_prefix_caching": False, "shared_prefix_attention": False}
 
 
 @dataclasses.dataclass
@@ -56,6 +59,8 @@ class PrefixSettings:
     shared_percent: percentage of each prompt that is a shared prefix, rounded down to whole tokens.
     num_prefixes: number of different prefixes; request i has prefix i modulo num_prefixes.
     num_pairs: timed runs of each side.
+    against: settings of the side "without" where it differs; fields of `EngineConfig`. Empty takes away the cache and
+      shared-prefix attention.
     """
 
     num_requests: int = int_field(32)
@@ -64,6 +69,7 @@ class PrefixSettings:
     shared_percent: int = int_field(80, 0, 100)
     num_prefixes: int = int_field(1)
     num_pairs: int = int_field(1)
+    against: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"engine": True})
 
 
 class PrefixCache(PairedTask):
@@ -74,11 +80,11 @@ class PrefixCache(PairedTask):
     def check(self, config: Mapping[str, Any]) -> None:
         if not config["engine"]["enable_prefix_caching"]:
             raise ConfigError("engine.enable_prefix_caching is false, must be true: there is nothing to compare")
-        check_no_shared_folder(config)
+        check_against(config, config["settings"]["against"])
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = PrefixSettings(**trial.config["settings"]), trial.llm
-        plain = without_cache(llm)
+        plain = other_engine(trial, settings.against or WITHOUT_CACHE)
         prompts = make_prompts(settings, llm.model_config.vocab_size, trial.seed)
         params = [forced(settings.output_tokens, temperature=0)] * len(prompts)
         yield {"metric": "setting", **dataclasses.asdict(settings)}
@@ -114,12 +120,18 @@ class PrefixCache(PairedTask):
         ]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
+        other = sorted({_said(against) for m in of_metric(rows, "setting") if (against := m.get("against"))})
         gains = [
             f"{gain:.2f} ({'; '.join(filter(None, [row.name, caveat(row)]))})"
             for row in rows
             if (gain := row.mean("gain")) is not None
         ]
-        return f"Throughput with the cache, as a multiple of that without: {', '.join(gains)}." if gains else ""
+        sides = (
+            f"as a multiple of that with {'; '.join(other)}"
+            if other
+            else "with the cache, as a multiple of that without"
+        )
+        return f"Throughput {sides}: {', '.join(gains)}." if gains else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws output tokens/s of both sides, as a pair of bars per row labelled with the gain."""
@@ -142,10 +154,8 @@ class PrefixCache(PairedTask):
         legend(figure, axes)
 
 
-def without_cache(llm: LLM) -> LLM:
-    """Returns an engine with the same weights and settings but without prefix cache and shared-prefix attention."""
-    changes = {"enable_prefix_caching": False, "shared_prefix_attention": False}
-    return twin(llm, "without cache", lambda: with_changes(llm, **changes))
+def _said(against: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in against.items())
 
 
 def make_prompts(settings: PrefixSettings, vocab_size: int, seed: int) -> list[list[int]]:
