@@ -18,7 +18,7 @@ from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.devkit.loopback.openxla import DEVICE as PLUGIN
 from ksana_jax.kv.disk import failpoints
-from tests import mappings
+from tests import compiling, mappings
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -38,6 +38,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("markexpr") != "soak" and not (config.getoption("--device") or DEVICE in os.environ):
+        compiling.use_quick()
     try:
         if config.getoption("numprocesses", None):  # each of xdist's processes takes another core
             processor.hidden()
@@ -128,6 +130,15 @@ def few_mappings():
         small.forget_programs()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def default_compiler():
+    """Lets processes that tests start compile as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, flags in compiling.default().items():
+            patch.setenv(name, flags)
+        yield
 
 
 @pytest.fixture(autouse=True)
