@@ -105,7 +105,9 @@ class Trial:
         are, and the numbers of an eviction method, are set without reloading."""
         engine = dict(self.config["engine"])
         if (method := read_eviction(engine["kv_eviction"])) is not None:
-            engine["kv_eviction"] = [repr(method.compiled), method.layers]
+            # Where rows never hold more than a budget in tokens, the pool is as large as the budget asks for.
+            sizes = method.prompts == "streamed" and isinstance(method.budget, int)
+            engine["kv_eviction"] = [repr(method.compiled), method.layers, method.budget if sizes else None]
         return canonical([self.config["model"], self.config["load_format"], engine, self.layer_groups])
 
     @property

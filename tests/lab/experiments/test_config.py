@@ -244,6 +244,17 @@ def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model)
     assert [made.max_repositioned_sinks(row.trials[0]) for row in made.rows] == [3, 3, 0, 3]
 
 
+def test_a_budget_needs_an_engine_of_its_own_where_it_sizes_the_pool(model):
+    asked = [("streamed", 8), ("streamed", 12), ("streamed", 0.5), ("streamed", 0.2), ("whole", 8), ("whole", 12)]
+    variants = [
+        {"name": str(at), "engine.kv_eviction": {"method": "h2o", "prompts": prompts, "budget": budget}}
+        for at, (prompts, budget) in enumerate(asked)
+    ]
+    made = plan(small(model, variants=variants))
+    first, second, *others = (row.trials[0].engine_key for row in made.rows)
+    assert first != second and len({second, *others}) == 2
+
+
 def test_layers_can_have_patterns_of_their_own(model):
     path = Path(model, "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
