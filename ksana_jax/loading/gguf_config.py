@@ -24,7 +24,7 @@ from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS
 from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 
 # Hugging Face's model_type by GGUF architecture.
-ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2")} | {"gemma3": "gemma3_text"}
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # Architectures whose names converters also give models of another family.

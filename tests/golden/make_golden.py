@@ -73,6 +73,28 @@ GEMMA2 = GEMMA | {
     "final_logit_softcapping": 12.0,
 }
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA1 = BASE | {
+    "model_type": "gemma",
+    "architectures": ["GemmaForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+STABLELM = without(BASE, "rms_norm_eps") | {
+    "model_type": "stablelm",
+    "architectures": ["StableLmForCausalLM"],
+    "layer_norm_eps": 1e-5,
+    "hidden_size": 64,
+}
+COHERE = without(BASE, "rms_norm_eps") | {
+    "model_type": "cohere",
+    "architectures": ["CohereForCausalLM"],
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.4,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+}
+COHERE2 = COHERE | {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 3}
 OLMO2 = BASE | {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "rope_theta": 500000.0}
 SMOLLM3 = BASE | {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "pad_token_id": None}
 OLMO3 = OLMO2 | {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "pad_token_id": None}
@@ -279,6 +301,13 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gemma-mqa-tied": GEMMA1 | {"num_key_value_heads": 1},
+    "stablelm-gqa-rope-partial-biases": STABLELM | {"use_qkv_bias": True},
+    "stablelm-mha-rope-partial-parallel": STABLELM
+    | {"num_key_value_heads": 4, "use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    "cohere-gqa-tied": COHERE,
+    "cohere2-gqa-window-nope-tied": COHERE2
+    | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "olmo2-gqa": OLMO2,
     "olmo2-mha-biases-tied": OLMO2
     | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
@@ -435,7 +464,7 @@ def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
     if form.get("rope_type", form.get("type", "default")) != "default":
         plain = without(plain, "rope_scaling", "rope_parameters")
         plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
-    elif config["model_type"].startswith(("gemma", "olmo3")):
+    elif config["model_type"].startswith(("gemma2", "gemma3", "olmo3", "cohere2")):
         plain["sliding_window"] = config["max_position_embeddings"]
     elif config["model_type"] in ("mistral", "phi3") and config["sliding_window"]:
         plain["sliding_window"] = None

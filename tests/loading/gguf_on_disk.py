@@ -31,6 +31,10 @@ TWINS: dict[str, tuple[str, ModelConfig]] = {
     "mistral": ("llama", dataclasses.replace(TINY, family="mistral", pattern=_SLIDING)),
     "qwen2": ("qwen2", dataclasses.replace(TINY, family="qwen2", qkv_bias=True, norm_eps=1e-6, eos_ids=(2, 3))),
     "qwen3": ("qwen3", dataclasses.replace(TINY, family="qwen3", qk_norm="head", head_dim=12, rope=_FAR)),
+    "gemma": (
+        "gemma",
+        dataclasses.replace(TINY, **_GEMMA | {"norm_placement": "before", "attention_scale": None}, family="gemma"),
+    ),
     "gemma2": (
         "gemma2",
         dataclasses.replace(

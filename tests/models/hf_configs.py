@@ -33,6 +33,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO
         "olmo3",
     )
 )
+GEMMA, STABLELM, COHERE, COHERE2 = (SIZES | {"model_type": kind} for kind in ("gemma", "stablelm", "cohere", "cohere2"))
 GPT_NEOX = without(SIZES, "num_key_value_heads") | {"model_type": "gpt_neox"}
 OPT = without(GPT_NEOX, "intermediate_size") | {"model_type": "opt", "ffn_dim": 96}
 GPT2 = {

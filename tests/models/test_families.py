@@ -8,7 +8,10 @@ from ksana_jax.core.layer_spec import ExpertsSpec, RopeConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models.families import config_from_hf
 from tests.models.hf_configs import (
+    COHERE,
+    COHERE2,
     FALCON,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     GLM4,
@@ -30,6 +33,7 @@ from tests.models.hf_configs import (
     QWEN3_MOE,
     ROPES,
     SMOLLM3,
+    STABLELM,
     without,
 )
 
@@ -131,6 +135,32 @@ def test_layers_of_smollm3_lack_a_rope_in_turn_or_where_the_config_says():
     assert config_from_hf(SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}).rope == (NOPE, rope, rope, NOPE)
     assert config_from_hf(SMOLLM3 | {"no_rope_layers": [1] * 4}).rope == rope
     assert config_from_hf(SMOLLM3).tie_embeddings
+
+
+def test_gemma_scales_its_embedding_and_adds_1_to_its_norms():
+    config = config_from_hf(GEMMA)
+    assert (config.embed_scale, config.norm, config.norm_placement) == (8.0, "rms_plus_one", "before")
+    assert (config.mlp, config.head_dim, config.attention_scale, config.tie_embeddings) == ("geglu", 256, None, True)
+    assert config_from_hf(GEMMA | {"hidden_activation": "gelu_pytorch_tanh"}) == config
+
+
+def test_stablelm_rotates_a_quarter_of_each_head_and_may_normalise_once_for_both_parts():
+    config = config_from_hf(STABLELM)
+    assert (config.norm, config.norm_placement, config.qkv_bias, config.out_bias) == ("layer", "before", False, False)
+    assert (config.rope, config.norm_eps) == (RopeConfig(partial_rotary_factor=0.25), 1e-5)
+    other = config_from_hf(STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True, "layer_norm_eps": 1e-3})
+    assert (other.norm_placement, other.qkv_bias, other.norm_eps) == ("parallel_shared", True, 1e-3)
+
+
+def test_layers_of_cohere_2_with_a_rope_have_a_window_and_the_others_neither():
+    config, slide, rope = config_from_hf(COHERE2), AttentionPattern(window=4096), RopeConfig()
+    assert config.pattern == (slide, slide, slide, FULL) and config.rope == (rope, rope, rope, NOPE)
+    assert (config.norm, config.norm_placement, config.logit_scale) == ("layer_no_bias", "parallel_shared", 0.0625)
+    listed = config_from_hf(COHERE2 | {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_theta": 5e4})
+    assert listed.rope == (NOPE, RopeConfig(theta=5e4)) * 2 and listed.pattern == (FULL, slide) * 2
+    older = config_from_hf(COHERE | {"attention_bias": True, "logit_scale": 0.5})
+    assert (older.rope, older.pattern, older.logit_scale) == (RopeConfig(theta=5e5), FULL, 0.5)
+    assert older.qkv_bias and older.out_bias and older.tie_embeddings
 
 
 def test_multipliers_of_granite_scale_embedding_scores_residuals_and_logits():

@@ -74,6 +74,10 @@ NEOX = dataclasses.replace(
     mlp="gelu",
     **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
 )
+PLAIN_GEMMA = {"norm_placement": "before", "attention_scale": None, "pattern": AttentionPattern()}
+COHERE = dataclasses.replace(
+    TINY, head_dim=8, norm="layer_no_bias", norm_placement="parallel_shared", logit_scale=0.4, tie_embeddings=True
+)
 EXPERTS = {"mlp": "swiglu_experts", "experts": ExpertsSpec(6, 2)}
 FALCON = dataclasses.replace(TINY, family="falcon", head_dim=8, norm="layer", mlp="gelu")
 EXPORTED = {
@@ -122,6 +126,15 @@ EXPORTED = {
     "gpt2": dataclasses.replace(
         NEOX, family="gpt2", mlp="gelu_tanh", rope=NO_ROPE, position_offset=0, attention_scale=1.0, tie_embeddings=True
     ),
+    "gemma": dataclasses.replace(GEMMA, **PLAIN_GEMMA, family="gemma"),
+    "stablelm": dataclasses.replace(
+        TINY, family="stablelm", head_dim=8, norm="layer", qkv_bias=True, rope=RopeConfig(partial_rotary_factor=0.5)
+    ),
+    "stablelm, one norm": dataclasses.replace(
+        TINY, family="stablelm", head_dim=8, norm="layer", norm_placement="parallel_shared"
+    ),
+    "cohere": dataclasses.replace(COHERE, family="cohere", rope=RopeConfig("linear", 1e3, 4.0)),
+    "cohere2": dataclasses.replace(COHERE, family="cohere2", pattern=SLIDING, rope=(NO_ROPE, *[RopeConfig()] * 2)),
     "mixtral": dataclasses.replace(TINY, **EXPERTS, family="mixtral", pattern=AttentionPattern(window=9)),
     "granitemoe": dataclasses.replace(
         TINY,

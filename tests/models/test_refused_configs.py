@@ -9,7 +9,10 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import config_from_hf
 from ksana_jax.models.frequencies import make_rope
 from tests.models.hf_configs import (
+    COHERE,
+    COHERE2,
     FALCON,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     GLM4,
@@ -31,6 +34,7 @@ from tests.models.hf_configs import (
     QWEN3_MOE,
     SIZES,
     SMOLLM3,
+    STABLELM,
     without,
 )
 
@@ -220,6 +224,18 @@ REFUSED = [
     (FALCON, {"num_ln_in_parallel_attn": 2}, ["num_ln_in_parallel_attn is 2", "new_decoder_architecture"]),
     (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 3}, ["multiple of num_key_value_heads 3"]),
     (FALCON, {"activation": "silu"}, ["activation is 'silu'", "gelu"]),
+    (GEMMA, {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "gelu_pytorch_tanh"]),
+    (GEMMA, {"hidden_activation": "gelu"}, ["hidden_activation is 'gelu'", "gelu_pytorch_tanh"]),
+    (GEMMA, {"use_bidirectional_attention": True}, ["use_bidirectional_attention is True"]),
+    (GEMMA, {"sliding_window": 9}, ["sliding_window is 9"]),
+    (STABLELM, {"qk_layernorm": True}, ["qk_layernorm is True", "false"]),
+    (STABLELM, {"partial_rotary_factor": 2.0}, ["partial_rotary_factor is 2.0"]),
+    (COHERE, {"use_qk_norm": True}, ["use_qk_norm is True", "false"]),
+    (COHERE, {"logit_scale": 0}, ["logit_scale is 0"]),
+    (COHERE, {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "full_attention"]),
+    (COHERE2, {"use_parallel_block": False}, ["use_parallel_block is False", "true"]),
+    (COHERE2, {"rotary_pct": 0.5}, ["rotary_pct is 0.5"]),
+    (COHERE2, {"layer_types": ["full_attention"]}, ["layer_types", "4 layers"]),
     (SMOLLM3, {"use_sliding_window": True}, ["use_sliding_window is True", "false"]),
 ]
 

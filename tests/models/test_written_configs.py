@@ -23,6 +23,7 @@ GEMMA_SHAPE = {
     "attention_scale": 144**-0.5,
     "tie_embeddings": True,
 }
+COHERE: Any = {"norm": "layer_no_bias", "norm_placement": "parallel_shared", "logit_scale": 0.25}
 NEOX = {"norm": "layer", "mlp": "gelu", "qkv_bias": True, "out_bias": True, "mlp_bias": True}
 EXPERTS = {"num_layers": 2, "mlp": "swiglu_experts", "experts": ExpertsSpec(8, 2)}
 OSS: Any = {"family": "gpt_oss", "sinks": "learned", "mlp_bias": True, "num_layers": 2}
@@ -53,6 +54,12 @@ WRITABLE = [
         rope=(RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e4)),
     ),
     ModelConfig(**GEMMA_SHAPE, family="gemma3_text", num_layers=2, pattern=SLIDING[1], qk_norm="head"),
+    ModelConfig(**GEMMA_SHAPE | {"norm_placement": "before", "attention_scale": None}, family="gemma"),
+    ModelConfig(family="stablelm", norm="layer", rope=RopeConfig(partial_rotary_factor=0.25)),
+    ModelConfig(family="stablelm", norm="layer", norm_placement="parallel_shared", qkv_bias=True),
+    ModelConfig(**COHERE, family="cohere", rope=RopeConfig("linear", 5e5, 4.0)),
+    ModelConfig(**COHERE, family="cohere2", num_layers=2, pattern=SLIDING, rope=(NO_ROPE, RopeConfig(theta=5e4))),
+    ModelConfig(**COHERE | {"qkv_bias": True, "out_bias": True}, family="cohere2", rope=NO_ROPE),
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection"),
     ModelConfig(family="olmo2", norm_placement="after", qk_norm="projection", qkv_bias=True, out_bias=True),
     ModelConfig(family="smollm3", num_layers=2, rope=(RopeConfig("none"), RopeConfig("linear", 2e6, 4.0))),
@@ -161,7 +168,7 @@ def test_written_config_reads_back_as_the_same_model(config):
             "pattern",
         ),
         ({"rope": RopeConfig("dynamic", factor=2.0, original_max_len=9)}, "rope"),
-        ({"family": "gemma"}, "'gemma'"),
+        ({"family": "gptj"}, "'gptj'"),
         ({"mlp": "geglu"}, "mlp geglu"),
         ({"soft_cap": 5.0}, "soft_cap 5.0"),
         ({"residual_scale": 0.3}, "residual_scale 0.3"),

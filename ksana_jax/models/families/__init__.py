@@ -10,8 +10,10 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.models.families.cohere import COHERE, COHERE2
 from ksana_jax.models.families.falcon import FALCON
 from ksana_jax.models.families.family import Family, read_config, write_config
+from ksana_jax.models.families.gemma import GEMMA
 from ksana_jax.models.families.gemma2 import GEMMA2
 from ksana_jax.models.families.gemma3 import GEMMA3
 from ksana_jax.models.families.glm4 import GLM4
@@ -35,6 +37,7 @@ from ksana_jax.models.families.qwen2_moe import QWEN2_MOE
 from ksana_jax.models.families.qwen3 import QWEN3
 from ksana_jax.models.families.qwen3_moe import QWEN3_MOE
 from ksana_jax.models.families.smollm3 import SMOLLM3
+from ksana_jax.models.families.stablelm import STABLELM
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -44,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        GEMMA,
         GEMMA2,
         GEMMA3,
         OLMO2,
@@ -52,6 +56,9 @@ FAMILIES: dict[str, Family] = {
         GRANITE,
         GLM4,
         PHI3,
+        STABLELM,
+        COHERE,
+        COHERE2,
         GPT_NEOX,
         OPT,
         GPT2,
