@@ -13,6 +13,7 @@ from ksana_jax.core.sources import commit_of, model_path
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
+from ksana_jax.models.families import FAMILIES
 
 # Suffix of inputs that record the origin of others, and do not define a trial.
 COMMIT = "_commit"
@@ -21,8 +22,7 @@ COMMIT = "_commit"
 @functools.cache
 def training_context(model: str) -> int:
     """Returns the context length in tokens that the model was trained for, from its config."""
-    path, config = _config(model)
-    context: Any = config.get("max_position_embeddings")
+    path, context = _field(model, "max_position_embeddings")
     if problem := checks.integer("max_position_embeddings", context):
         raise ConfigError(f"{path}: {problem}; ${{context:...}} needs it")
     return context
@@ -31,7 +31,7 @@ def training_context(model: str) -> int:
 @functools.cache
 def num_layers(model: str) -> int | None:
     """Returns the model's number of layers from its config; None if it has none."""
-    count = _config(model)[1].get("num_hidden_layers")
+    count = _field(model, "num_hidden_layers")[1]
     return count if isinstance(count, int) else None
 
 
@@ -43,13 +43,17 @@ def tokenizer_of(model: str) -> Any:
     return find_tokenizer(model)
 
 
-def _config(model: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the fields of a model's Hugging Face config, and their source."""
+def _field(model: str, name: str) -> tuple[Path, Any]:
+    """Returns the file that has a model's config, and a field of it by a Llama's name; None where it is absent."""
     path = model_path(model, weights=False)
     if (gguf := gguf_of(path)) is not None:
-        return gguf, hf_values(read_gguf(gguf))
+        return gguf, hf_values(read_gguf(gguf)).get(name)
     path = path / "config.json"
-    return path, read_json(path)
+    values = read_json(path)
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or (family := FAMILIES.get(kind)) is None:
+        return path, values.get(name)
+    return path, values.get(family.fields.get(name, name), family.defaults.get(name))
 
 
 @functools.cache
