@@ -10,9 +10,9 @@ sibling() {
     [ -f "$folder/$name/export/model.safetensors" ] || ksana train gqa_siblings "out_dir=$folder/$name" "$@"
 }
 
-# 5 % of the steps, with the peak learning rate of the first run, warmed up and decayed within them.
+# 5 % of the steps, at a quarter of the learning rate, warmed up and decayed within them.
 uptrained() {
-    sibling "$@" "init_from=$folder/mha/export" num_steps=150 warmup_steps=10 eval_every=50
+    sibling "$@" "init_from=$folder/mha/export" num_steps=100 learning_rate=1e-3 warmup_steps=10 eval_every=50
 }
 
 sibling mha
@@ -21,7 +21,7 @@ sibling mqa model.num_kv_heads=1
 uptrained gqa_uptrained model.num_kv_heads=2
 uptrained mqa_uptrained model.num_kv_heads=1
 # The means of heads alone.
-sibling gqa_pooled model.num_kv_heads=2 "init_from=$folder/mha/export" num_steps=1 learning_rate=1e-12 eval_every=1
-sibling mqa_pooled model.num_kv_heads=1 "init_from=$folder/mha/export" num_steps=1 learning_rate=1e-12 eval_every=1
+sibling gqa_pooled model.num_kv_heads=2 "init_from=$folder/mha/export" num_steps=1 learning_rate=1e-12 log_every=1 eval_every=1
+sibling mqa_pooled model.num_kv_heads=1 "init_from=$folder/mha/export" num_steps=1 learning_rate=1e-12 log_every=1 eval_every=1
 # 5 % more steps for the first model, too: without them uptraining would compare more training with less.
-sibling mha_longer "init_from=$folder/mha/export" num_steps=150 warmup_steps=10 eval_every=50
+uptrained mha_longer

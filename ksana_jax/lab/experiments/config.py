@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.shipped import experiment_names, experiment_path
 from ksana_jax.core.sources import expanded
@@ -64,7 +65,7 @@ class Experiment:
     interleave: run all rows with the first seed, then all with the next: changes in the machine's load then affect all
       rows alike, so speeds can be compared. Otherwise rows that share an engine run in succession, and none is built
       twice.
-    fetch: the download, its licence and its destination; shown as the error if an input file is missing.
+    fetch: the download, its licence and its destination; shown in the error if an input file, or a model, is missing.
     """
 
     name: str = ""
@@ -232,6 +233,10 @@ def plan(
             if not source["fetch"]:
                 raise
             raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
+        except LoadError as error:
+            if not source["fetch"]:
+                raise
+            raise LoadError(f"{str(error).partition('; supported')[0]}: {source['fetch']}") from None
         # A preset is shown by its name, other values as resolved.
         point = {
             k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)

@@ -53,7 +53,7 @@ def _field(model: str, name: str) -> tuple[Path, Any]:
     kind = values.get("model_type")
     if not isinstance(kind, str) or (family := FAMILIES.get(kind)) is None:
         return path, values.get(name)
-    return path, values.get(family.fields.get(name, name), family.defaults.get(name))
+    return path, values.get(family.fields.get(name) or name, family.defaults.get(name))
 
 
 @functools.cache

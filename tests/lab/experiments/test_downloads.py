@@ -58,6 +58,16 @@ def test_missing_data_is_named_with_what_to_fetch(name, configs, tmp_path, capsy
     assert any(licence in fetch for licence in ("Apache-2.0", "MIT", "CC BY-SA"))
 
 
+@pytest.mark.parametrize("name", ["gqa_quality", "spec_trie", "trained_sinks"])
+def test_a_model_that_is_trained_first_is_named_with_the_command(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", name])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ksana: error: there is no model 'runs/") and said.endswith(".sh trains its models\n")
+
+
 def test_without_a_sentence_the_entry_is_named(tmp_path):
     (tmp_path / "x.yaml").write_text("settings: {texts: [gone.txt]}")
     with pytest.raises(FileNotFoundError, match=r"settings\.texts: .*gone\.txt: no such text file"):
