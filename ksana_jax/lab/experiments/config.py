@@ -229,13 +229,11 @@ def plan(
         merged = _merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True))))
         try:
             config = _resolved(merged)
-        except MissingInput as error:
+        except (MissingInput, LoadError) as error:
             if not source["fetch"]:
                 raise
-            raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
-        except LoadError as error:
-            if not source["fetch"]:
-                raise
+            if isinstance(error, MissingInput):
+                raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
             raise LoadError(f"{str(error).partition('; supported')[0]}: {source['fetch']}") from None
         # A preset is shown by its name, other values as resolved.
         point = {
