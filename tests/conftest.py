@@ -156,6 +156,7 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # the setting is not part of a program's key
 
 
 @pytest.fixture(scope="module")
