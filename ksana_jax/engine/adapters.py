@@ -40,7 +40,8 @@ class Adapters:
         if not isinstance(executor, AdaptedRunner):
             raise ConfigError("enable_lora needs an engine that computes a model; this one does not")
         self.slots = AdapterSlots(config.max_loras, functools.partial(_write, executor))
-        self._read = functools.partial(read_adapter, config=model, dtype=config.dtype, max_rank=config.max_lora_rank)
+        self._of_file = functools.partial(read_adapter, config=model, dtype=config.dtype, max_rank=config.max_lora_rank)
+        self._with_lengths = executor.with_lengths
         self._most = config.max_cpu_loras or config.max_loras
         self._kept: dict[Path, _Kept] = {}  # the last one was asked for last
         self._lock = threading.Lock()
@@ -63,7 +64,7 @@ class Adapters:
             kept = self._kept.pop(folder, None)
             if kept is None or kept.stamp != stamp:
                 try:
-                    adapter: Adapter = self._read(folder)
+                    adapter = self._read(folder)
                 except ValueError as error:
                     raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
                 kept = _Kept(stamp, AdapterUse(adapter.digest, adapter, self.slots))
@@ -71,6 +72,12 @@ class Adapters:
             while len(self._kept) > self._most:
                 del self._kept[next(iter(self._kept))]
             return kept.use
+
+    def _read(self, folder: Path) -> Adapter:
+        adapter: Adapter = self._of_file(folder)
+        if adapter.lengths is None:
+            return adapter
+        return adapter._replace(layers=self._with_lengths(adapter.layers, adapter.lengths), lengths=None)
 
 
 def _write(runner: AdaptedRunner, slot: int, adapter: Adapter) -> None:

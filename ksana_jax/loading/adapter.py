@@ -1,14 +1,15 @@
 """Reads LoRA adapters from folders that PEFT writes: adapter_config.json and adapter_model.safetensors.
 
 W x becomes W x + s B A x, with s = lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora` (arXiv:2106.09685,
-2312.03732). Whatever else in a config would change this is refused by name.
+2312.03732); with `use_dora`, the rows of W + s B A get stored lengths (arXiv:2402.09353). Whatever else in a config
+would change this is refused by name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +24,14 @@ from ksana_jax.loading.find import usual_name
 from ksana_jax.loading.load import all_finite, array_dtype
 from ksana_jax.loading.tensor_files import SafetensorsTensor, read_header
 from ksana_jax.loading.views import sources_of
-from ksana_jax.models.adapted import LayerAdapter, adaptable
+from ksana_jax.models.adapted import Change, LayerAdapter, adaptable
 from ksana_jax.models.params import is_shape, param_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MAX_RANK = 4096
 # Fields of PEFT's LoraConfig that are read here, and others that change no result of a finished adapter.
-_READ = "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights"
+_READ = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern bias init_lora_weights"
 _WITHOUT_EFFECT = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
     "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core runtime_config "
@@ -39,13 +40,19 @@ _WITHOUT_EFFECT = (
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 # Initialisations that leave the model's own weights as they are.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-_KEY = re.compile(r"(.+)\.lora_([AB])\.weight")
+_KEY = re.compile(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
+_A, _B, _LENGTHS = "A.weight", "B.weight", "magnitude_vector"
 
 
 class Adapter(NamedTuple):
-    """An adapter in host memory. layers: its matrices, in the type of the engine. digest: of them, 64 hex digits."""
+    """An adapter in host memory.
+
+    layers: its changes, in the type of the engine. lengths: float32 [out] by field of each layer, that rows of the
+    changed matrices have; None without `use_dora`. digest: of both, 64 hex digits.
+    """
 
     layers: tuple[LayerAdapter, ...]
+    lengths: tuple[Mapping[str, np.ndarray], ...] | None
     rank: int
     digest: str
 
@@ -75,20 +82,26 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
     if not (folder / WEIGHTS).is_file():
         raise LoadError(f"{folder / WEIGHTS} is missing or not a file")
     tensors, modules = read_header(folder / WEIGHTS), _modules(config)
-    layers: list[dict[str, Any]] = [{} for _ in config.layers]
-    largest = 0
-    for name, a, b in _pairs(tensors, config, modules):
-        module, rank = modules[name], a.shape[0]
-        _check_shapes(name, module, a, b, _of_module(settings, "rank_pattern", "r", name, source), max_rank)
+    layers: list[dict[str, Change]] = [{} for _ in config.layers]
+    lengths: list[dict[str, np.ndarray]] = [{} for _ in config.layers]
+    has_lengths, largest = bool(settings.get("use_dora")), 0
+    for name, found in _found(tensors, config, modules, has_lengths):
+        module, a, b = modules[name], found[_A], found[_B]
+        rank = a.shape[0]
+        _check_shapes(name, module, found, _of_module(settings, "rank_pattern", "r", name, source), max_rank)
         alpha = _of_module(settings, "alpha_pattern", "lora_alpha", name, source)
         scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
         low, high = _values(a, 1.0, dtype), _values(b, scale, dtype)
+        of_rows = _values(found[_LENGTHS], 1.0, "f32").reshape(-1) if has_lengths else None
         for layer, field, rows in module.fields:
-            layers[layer][field] = low, high if rows is None else high[rows]
+            layers[layer][field] = Change(low, high if rows is None else high[rows])
+            if of_rows is not None:
+                lengths[layer][field] = of_rows if rows is None else of_rows[rows]
         largest = max(largest, rank)
     if not largest:
         raise LoadError(f"{folder / WEIGHTS} has no matrices of an adapter")
-    return Adapter(tuple(layers), largest, _digest(layers))
+    digest = _digest([*layers, *lengths] if has_lengths else layers)
+    return Adapter(tuple(layers), tuple(lengths) if has_lengths else None, largest, digest)
 
 
 def _check_settings(settings: Mapping[str, Any], source: str) -> None:
@@ -101,6 +114,7 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
         checks.integer("r", settings.get("r"), 1, MAX_RANK),
         checks.number("lora_alpha", settings.get("lora_alpha"), 0),
         checks.boolean("use_rslora", settings.get("use_rslora", False)),
+        checks.boolean("use_dora", settings.get("use_dora") or False),
     ]
     for name, supported in (("peft_type", "LORA"), ("bias", "none")):
         if (value := settings.get(name)) != supported:
@@ -148,44 +162,47 @@ def _modules(config: ModelConfig) -> dict[str, _Module]:
     return found
 
 
-def _pairs(
-    tensors: Mapping[str, SafetensorsTensor], config: ModelConfig, modules: Mapping[str, _Module]
-) -> Iterator[tuple[str, SafetensorsTensor, SafetensorsTensor]]:
-    """Yields the name of each adapted module with its A and B.
+def _found(
+    tensors: Mapping[str, SafetensorsTensor],
+    config: ModelConfig,
+    modules: Mapping[str, _Module],
+    has_lengths: bool,
+) -> Iterator[tuple[str, Mapping[str, SafetensorsTensor]]]:
+    """Yields the name of each adapted module with its tensors.
 
     Raises:
-      LoadError: a tensor is none of an adapter of these modules, or lacks its other half; all are listed.
+      LoadError: a tensor is none of an adapter of these modules, or lacks another; all are listed.
     """
+    needed = {_A, _B} | ({_LENGTHS} if has_lengths else set())
     found: dict[str, dict[str, SafetensorsTensor]] = {}
     problems = []
     for name, stored in tensors.items():
         match = _KEY.fullmatch(name.removeprefix(PREFIX))
         module = "" if match is None else usual_name(f"{match[1]}.weight", config).removesuffix(".weight")
-        if match is None or not name.startswith(PREFIX) or module not in modules:
+        if match is None or match[2] not in needed or not name.startswith(PREFIX) or module not in modules:
             problems.append(f"{name} belongs to no linear module of this {config.family}'s layers")
         elif stored.dtype not in stored.dtypes:
             problems.append(f"{name} is {stored.dtype}, supported: {', '.join(stored.dtypes)}")
         else:
             found.setdefault(module, {})[match[2]] = stored
-    problems += [f"{name} has lora_{next(iter(pair))} alone" for name, pair in found.items() if len(pair) == 1]
+    for name, held in found.items():
+        problems += [f"{name} has no lora_{missing}" for missing in sorted(needed - held.keys())]
     if problems:
         listed = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         path = next(iter(tensors.values())).path
         raise LoadError(f"{path}: {len(problems)} tensors do not fit: {listed}")
-    for name, pair in sorted(found.items()):
-        yield name, pair["A"], pair["B"]
+    yield from sorted(found.items())
 
 
-def _check_shapes(
-    name: str, module: _Module, a: SafetensorsTensor, b: SafetensorsTensor, rank: int, max_rank: int
-) -> None:
-    for stored, expected in ((a, (rank, module.columns)), (b, (module.rows, rank))):
-        if stored.shape != expected:
+def _check_shapes(name: str, module: _Module, found: Mapping[str, SafetensorsTensor], rank: int, max_rank: int) -> None:
+    shapes = {_A: (rank, module.columns), _B: (module.rows, rank), _LENGTHS: (module.rows,)}
+    for kind, stored in found.items():
+        if stored.shape != (expected := shapes[kind]):
             raise LoadError(
                 f"{stored.path}: {stored.name} has shape {list(stored.shape)}, config and model give {list(expected)}"
             )
     if rank > max_rank:
-        raise LoadError(f"{a.path}: {name} has rank {rank}, max_lora_rank is {max_rank}")
+        raise LoadError(f"{found[_A].path}: {name} has rank {rank}, max_lora_rank is {max_rank}")
 
 
 def _values(stored: SafetensorsTensor, scale: float, dtype: str) -> np.ndarray:
@@ -199,11 +216,11 @@ def _values(stored: SafetensorsTensor, scale: float, dtype: str) -> np.ndarray:
     return values
 
 
-def _digest(layers: list[dict[str, Any]]) -> str:
+def _digest(layers: Sequence[Mapping[str, Any]]) -> str:
     digest = hashlib.sha256()
     for index, layer in enumerate(layers):
-        for field, pair in sorted(layer.items()):
-            for values in pair:
+        for field, held in sorted(layer.items()):
+            for values in (held.a, held.b) if isinstance(held, Change) else (held,):
                 digest.update(f"{index} {field} {values.shape} {values.dtype} ".encode())
                 digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks, packed_blocks, unpacked_blocks
+from ksana_jax.models.block_matrix import BlockMatrix, Blocks, PackedBlocks, packed_blocks, unpacked_blocks
 from ksana_jax.models.int8_matrix import Int8Matrix
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
@@ -51,6 +51,17 @@ def unpack(w: jax.Array | Matrix) -> jax.Array | Matrix:
         return w
     numbers = w.words.transpose(0, 2, 1, 3).reshape(-1, w.shape[1])[: w.num_rows]
     return numbers if w.scales is None else Int8Matrix(numbers, w.scales, w.sums is not None)
+
+
+def numbers(w: jax.Array | Matrix) -> jax.Array:
+    """Returns the numbers of a matrix in memory, float32 [out, in]."""
+    w = unpack(w)
+    if isinstance(w, Int8Matrix):
+        return w.codes * w.scales[:, None]
+    if isinstance(w, Blocks):
+        return w.numbers().astype(jnp.float32)
+    # A form that is not known here multiplies by 1.
+    return w.multiply(jnp.eye(w.shape[1])).T if isinstance(w, Matrix) else w.astype(jnp.float32)
 
 
 def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_blocks: bool = False) -> Params:

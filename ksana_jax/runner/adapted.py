@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.models.adapted import LayerAdapter, adaptable, with_slots, write_slot
+from ksana_jax.models.adapted import LayerAdapter, adaptable, with_lengths, with_slots, write_slot
 from ksana_jax.models.params import Params
+from ksana_jax.ops.packing import numbers
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape
 
@@ -48,6 +50,13 @@ class AdaptedRunner(Runner):
         for p, of_layer, adapter in zip(self.params.layers, shapes, layers, strict=True):
             written.append(write_slot(p, of_layer, slot, adapter))
         self.params = self.params.replace(layers=tuple(written))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def with_lengths(
+        self, layers: Sequence[LayerAdapter], lengths: Sequence[Mapping[str, np.ndarray]]
+    ) -> tuple[LayerAdapter, ...]:
+        """Returns an adapter's layers with the row lengths of some of its matrices, which depend on the model's own."""
+        each = zip(self.params.layers, adaptable(self.config), layers, lengths, strict=True)
+        return tuple(with_lengths(*of_layer, numbers) for of_layer in each)
 
     def step_arguments(self, shape: StepShape):
         params, cache, arrays, patterns = super().step_arguments(shape)

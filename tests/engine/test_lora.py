@@ -19,6 +19,8 @@ from tests.engine.small import assert_idle, make_llm
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = "llama-gqa-tied"
 NAMES = ("plain", "all", "one-layer")
+# A fourth, whose rows have stored lengths (DoRA).
+LENGTHS = "lengths"
 SCORED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0, logprobs=0, detokenize=False)
 CASES = sorted(path.name for path in (GOLDEN / "lora").iterdir())
 
@@ -123,7 +125,7 @@ def soak(settings: dict[str, Any]):
 
 
 PROMPTS = [np.random.default_rng(at).integers(2, 128, 20).tolist() for at in range(12)]
-MIXED = [adapter("plain"), None, adapter("all"), adapter("one-layer"), adapter("plain"), None]
+MIXED = [adapter("plain"), None, adapter("all"), adapter(LENGTHS), adapter("plain"), None]
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@
   python tests/golden/make_lora.py                  (seconds on a CPU)
 
 One folder for each case, NAME of a golden model and of the adapter: adapter_config.json, adapter_model.safetensors, and
-expected.npz with a prompt and the log-probabilities of every position [T, V] in float32, of PEFT's model. B is random,
-and large enough that an adapter changes the model's log-probabilities by LEAST_EFFECT somewhere.
+expected.npz with a prompt and the log-probabilities of every position [T, V] in float32, of PEFT's model. B and DoRA's
+lengths are random, and B large enough that an adapter changes the model's log-probabilities by LEAST_EFFECT somewhere.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 LENGTH = 23
 LEAST_EFFECT = 0.5
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+GPT2 = ["c_attn", "c_proj", "c_fc"]
 # By golden model: adapters by name. The first model's are served together.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama-gqa-tied": {
@@ -37,12 +39,17 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "rank_pattern": {"layers.1.self_attn.q_proj": 2, "up_proj": 6},
             "alpha_pattern": {"mlp.*": 7, "o_proj": 16},
         },
+        "lengths": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
         "one-layer": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [1]},
     },
     "phi3-gqa-window-rope-long": {"fused": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "gate_up_proj"]}},
-    "glm4-gqa-rope-partial-biases": {"rotated": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
+    "glm4-gqa-rope-partial-biases": {
+        "rotated": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        "lengths": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True},
+    },
     "gpt2-mha-positions-biases-tied": {
-        "transposed": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+        "transposed": {"r": 4, "lora_alpha": 8, "target_modules": GPT2, "fan_in_fan_out": True},
+        "lengths": {"r": 4, "lora_alpha": 8, "target_modules": GPT2, "fan_in_fan_out": True, "use_dora": True},
     },
     "qwen2-mha-window": {"biases": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
 }
@@ -64,6 +71,8 @@ def make(base: str, name: str, settings: dict[str, Any]) -> None:
         for parameter, values in adapted.named_parameters():
             if "lora_B" in parameter:
                 values.copy_(torch.randn_like(values) * 0.2)
+            elif "lora_magnitude" in parameter:
+                values.mul_(1 + torch.randn_like(values) * 0.2)
     after = logprobs(adapted, prompt)
     assert np.abs(after - before).max() > LEAST_EFFECT, f"{base} {name} changes too little"
     folder = HERE / "lora" / f"{base}-{name}"
@@ -76,7 +85,8 @@ def make(base: str, name: str, settings: dict[str, Any]) -> None:
     np.savez(folder / "expected.npz", prompt=prompt, logprobs=after)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # names: cases to make; all without
     for of_base, adapters in CASES.items():
         for of_name, given in adapters.items():
-            make(of_base, of_name, given)
+            if not sys.argv[1:] or f"{of_base}-{of_name}" in sys.argv[1:]:
+                make(of_base, of_name, given)

@@ -44,9 +44,10 @@ def change_tensors(folder: Path, **changed) -> None:
 def test_the_matrices_of_an_adapter_are_those_of_its_file_with_the_scale_in_b(folder):
     adapter, tensors = read(folder), load_file(folder / WEIGHTS)
     assert (adapter.rank, [sorted(layer) for layer in adapter.layers]) == (4, [["w_down", "w_q", "w_v"]] * 2)
-    a, b = adapter.layers[0]["w_q"]
+    a, b, gain = adapter.layers[0]["w_q"]
     np.testing.assert_array_equal(a, tensors[f"{Q}.lora_A.weight"])
     np.testing.assert_array_equal(b, 2 * tensors[f"{Q}.lora_B.weight"])  # lora_alpha 8, r 4
+    assert gain is None and adapter.lengths is None
 
 
 def test_patterns_give_modules_ranks_and_scales_of_their_own():
@@ -76,7 +77,8 @@ def test_the_digest_is_of_the_contents(folder):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', supported: LORA"),
         ({"bias": "lora_only"}, "bias is 'lora_only', supported: none"),
-        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"use_dora": True}, "layers.0.self_attn.q_proj has no lora_magnitude_vector"),
+        ({"use_dora": "yes"}, "use_dora is 'yes', must be "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
         ({"lora_bias": True}, "lora_bias is True, which is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]], which is not supported"),
@@ -93,7 +95,7 @@ def test_the_digest_is_of_the_contents(folder):
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is ['q_proj'], must be an object of module names"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern has '(', which is no regular expression"),
         ({"r": 5}, "lora_A.weight has shape [4, 48], config and model give [5, 48]"),
-        ({"use_dora": True, "bias": "all"}, "use_dora is True, which is not supported"),
+        ({"use_qalora": True, "bias": "all"}, "bias is 'all', supported: none; use_qalora is True, which is not supp"),
     ],
 )  # fmt: skip
 def test_fields_that_would_change_the_result_are_refused_by_name(folder, fields, problem):
@@ -124,7 +126,7 @@ NAN = np.full((4, 32), np.nan, np.float32)
     "tensors, problem",
     [
         ({"lora_magnitude_vector": np.ones(64, np.float32)}, "lora_magnitude_vector belongs to no linear module"),
-        ({"lora_B.weight": None}, "self_attn.q_proj has lora_A alone"),
+        ({"lora_B.weight": None}, "self_attn.q_proj has no lora_B.weight"),
         ({"lora_A.weight": np.zeros((4, 16), np.float32)}, "has shape [4, 16], config and model give [4, 32]"),
         ({"lora_A.weight": NAN}, "lora_A.weight has values that are NaN or infinite in float32"),
         ({"lora_A.weight": np.zeros((4, 32), np.float64)}, "lora_A.weight is F64, supported: F32, BF16, F16"),
@@ -134,6 +136,17 @@ def test_tensors_that_do_not_fit_are_named(folder, tensors, problem):
     change_tensors(folder, **tensors)
     with pytest.raises(LoadError, match=re.escape(problem)):
         read(folder)
+
+
+def test_the_lengths_of_rows_are_in_the_digest(tmp_path):
+    shutil.copytree(GOLDEN / "lora" / f"{BASE}-lengths", tmp_path, dirs_exist_ok=True)
+    first = read(tmp_path)
+    assert first.lengths is not None and sorted(first.lengths[1]) == ["w_down", "w_q", "w_v"]
+    change_tensors(tmp_path, lora_magnitude_vector=np.ones(64, np.float32))
+    assert read(tmp_path).digest != first.digest
+    change_tensors(tmp_path, lora_magnitude_vector=np.ones(32, np.float32))
+    with pytest.raises(LoadError, match=r"magnitude_vector has shape \[32\], config and model give \[64\]"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "model.layers.2.self_attn.q_proj", "visual.q"])

@@ -1,0 +1,59 @@
+"""Products with changes of an adapter, with each form of a matrix, against the definitions in float64."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ksana_jax.loading.config_json import load_config
+from ksana_jax.models.adapted import Change, adaptable, bound, with_lengths, with_slots, write_slot
+from ksana_jax.models.int8_matrix import quantise
+from ksana_jax.models.layers import linear
+from ksana_jax.models.params import init_params
+from ksana_jax.ops.packing import can_pack, numbers, pack
+from tests.models.blocks import block_matrix
+from tests.models.own_matrix import in_blocks
+
+CONFIG = load_config(Path(__file__).parents[1] / "golden" / "llama-gqa-tied")
+ROWS, WIDTH = adaptable(CONFIG)[0]["w_q"]
+W = np.random.default_rng(5).standard_normal((ROWS, WIDTH)).astype(np.float32)
+FORMS = {
+    "array": jnp.asarray(W),
+    "bfloat16": jnp.asarray(W, jnp.bfloat16),
+    "int8": quantise(jnp.asarray(W)),
+    "blocks": block_matrix("Q4_0", ROWS, WIDTH)[0],
+    "own": in_blocks(jnp.asarray(W)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_what_products_multiply_by(form):
+    w = FORMS[form]
+    np.testing.assert_allclose(numbers(w), linear(jnp.eye(WIDTH), w, dtype=jnp.float32).T, rtol=1e-6, atol=1e-6)
+    if can_pack(w):
+        np.testing.assert_array_equal(numbers(pack(w)), numbers(w))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_with_lengths_with_a_plain_adapter_and_with_none_share_a_product(form):
+    rng = np.random.default_rng(1)
+    a, b = rng.standard_normal((2, 3, WIDTH)).astype(np.float32), rng.standard_normal((2, ROWS, 3)).astype(np.float32)
+    bias, x = rng.standard_normal(ROWS).astype(np.float32), jnp.asarray(rng.standard_normal((3, WIDTH)), jnp.float32)
+    lengths = rng.uniform(1, 9, ROWS).astype(np.float32)
+    shapes = adaptable(CONFIG)[0]
+    params = with_slots(init_params(CONFIG), CONFIG, 2, 4, linear, jnp.asarray)
+    layer = params.layers[0].replace(w_q=dataclasses.replace(params.layers[0].w_q, base=FORMS[form]))
+    plain = {"w_q": Change(a[1], b[1])}
+    long = with_lengths(layer, shapes, {"w_q": Change(a[0], b[0])}, {"w_q": lengths}, numbers)
+    layer = write_slot(write_slot(layer, shapes, 1, long), shapes, 0, plain)
+
+    found = bound(layer, jnp.array([1, 0, -1])).w_q.multiply(x, jnp.asarray(bias))
+
+    w, x64 = np.asarray(numbers(FORMS[form]), np.float64), np.asarray(x, np.float64)
+    whole = w + b[0].astype(np.float64) @ a[0]
+    whole *= (lengths / np.linalg.norm(whole, axis=1))[:, None]
+    wanted = np.stack([m @ row for m, row in zip((whole, w + b[1].astype(np.float64) @ a[1], w), x64, strict=True)])
+    np.testing.assert_allclose(found, wanted + bias, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    np.testing.assert_array_equal(found[2], linear(x, FORMS[form], jnp.asarray(bias))[2])
