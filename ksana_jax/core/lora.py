@@ -16,7 +16,8 @@ class LoRARequest:
     Args:
       lora_name: its name in errors.
       lora_int_id: vLLM's number of the adapter, from 1. Adapters are told apart by their contents, not by this number.
-      lora_path: folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them.
+      lora_path: folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them, or a name of the
+        Hugging Face hub: org/name or org/name@revision.
     """
 
     lora_name: str
@@ -27,7 +28,7 @@ class LoRARequest:
         if not (isinstance(self.lora_name, str) and self.lora_name):
             raise ValueError(f"lora_name is {self.lora_name!r:.60}, must be a name")
         if not (isinstance(self.lora_path, str) and self.lora_path):
-            raise ValueError(f"lora_path is {self.lora_path!r:.60}, must be the path of a folder")
+            raise ValueError(f"lora_path is {self.lora_path!r:.60}, must be the path of a folder or a name of the hub")
         checks.require(checks.integer("lora_int_id", self.lora_int_id))
 
 

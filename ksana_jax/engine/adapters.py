@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.core.errors import system_reason
+from ksana_jax.core.errors import LoadError, system_reason
 from ksana_jax.core.lora import LoRARequest
+from ksana_jax.core.sources.resolve import adapter_path
 from ksana_jax.loading.adapter import CONFIG, WEIGHTS, Adapter, read_adapter
 from ksana_jax.runner.adapted import AdaptedRunner
 from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
@@ -54,7 +54,10 @@ class Adapters:
         """
         if not isinstance(request, LoRARequest):
             raise ValueError(f"lora_request is a {type(request).__name__}, must be a LoRARequest")
-        folder = Path(os.path.expanduser(request.lora_path))
+        try:
+            folder = adapter_path(request.lora_path)
+        except LoadError as error:
+            raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
         with self._lock:
             try:
                 found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]

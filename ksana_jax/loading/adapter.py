@@ -19,6 +19,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
+from ksana_jax.core.sources.hub import ADAPTER
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.find import usual_name
 from ksana_jax.loading.load import all_finite, array_dtype
@@ -27,7 +28,7 @@ from ksana_jax.loading.views import sources_of
 from ksana_jax.models.adapted import Change, LayerAdapter, adaptable
 from ksana_jax.models.params import is_shape, param_shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER
 PREFIX = "base_model.model."
 MAX_RANK = 4096
 # Fields of PEFT's LoraConfig that are read here, and others that change no result of a finished adapter.

@@ -303,12 +303,13 @@ def test_adapters_are_kept_in_host_memory_up_to_max_cpu_loras():
 @pytest.mark.parametrize(
     "call, error",
     [
-        (lambda llm: texts(llm, [LoRARequest("none", 1, "no/such")]), "adapter 'none': no/such/adapter_config"),
+        (lambda llm: texts(llm, [LoRARequest("none", 1, "no/such")]), "adapter 'none': no/such: there is no such path"),
+        (lambda llm: texts(llm, [LoRARequest("none", 1, "./none")]), "adapter 'none': none/adapter_config.json: No"),
         (lambda llm: texts(llm, ["name"]), "lora_request is a str, must be a LoRARequest"),
         (lambda llm: llm.generate(PROMPTS[0], SCORED, lora_request=[None] * 2), "1 prompts and 2 lora_requests"),
         (lambda llm: LoRARequest("name", 0, "folder"), "lora_int_id is 0, must be an integer from 1"),
         (lambda llm: LoRARequest("", 1, "folder"), "lora_name is '', must be a name"),
-        (lambda llm: LoRARequest("name", 1, ""), "lora_path is '', must be the path of a folder"),
+        (lambda llm: LoRARequest("name", 1, ""), "lora_path is '', must be the path of a folder or a name"),
         (lambda llm: engine(max_loras=0), "max_loras is 0, must be an integer from 1 to 1,024"),
         (lambda llm: engine(max_loras=4, max_cpu_loras=2), "max_cpu_loras is 2, must be an integer from 4"),
     ],

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: their names, their copies in the hub's cache, and downloads of missing files.
+"""Models and adapters of the Hugging Face hub: names, copies in the hub's cache, and downloads of missing files.
 
 Only files that are read are downloaded. huggingface_hub is imported when the first name of the hub is met: importing it
 takes longer than loading a small model.
@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ksana_jax.core.errors import LoadError
 
@@ -28,6 +28,8 @@ SMALL_FILES += ("added_tokens.json", "chat_template.jinja")
 # A folder of chat templates besides the default one, NAME.jinja.
 OTHER_TEMPLATES = "additional_chat_templates"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Files of an adapter that PEFT has saved.
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 MAX_INDEX_BYTES = 16 * 2**20
 MAX_PARTS = 1000
 
@@ -42,10 +44,13 @@ _BRANCH = re.compile(rf"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)@(?P<revision>{_WORD}
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf").fullmatch
 _COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
 
+# The files of a name that are needed: config and tokenizer of a model, its weights as well, or an adapter.
+Wanted = Literal["config", "weights", "adapter"]
+
 
 @dataclasses.dataclass(frozen=True)
 class HubName:
-    """The name of a model on the hub: `org/name`, `org/name@revision`, or either with `/file.gguf` after it.
+    """The name of a model or adapter on the hub: `org/name`, `org/name@revision`, or either with `/file.gguf` after it.
 
     A revision is a branch, a tag, a commit or refs/pr/N; None is the default branch.
     """
@@ -80,29 +85,29 @@ class Incomplete(LoadError):
 _commits: dict[tuple[str, str, str | None], str] = {}
 
 
-def locate(name: HubName, weights: bool, download: bool) -> Path:
-    """Returns the directory, or the GGUF file, of a model of the hub; missing files are downloaded.
+def locate(name: HubName, wanted: Wanted, download: bool) -> Path:
+    """Returns the directory, or the GGUF file, of a model or adapter of the hub; missing files are downloaded.
 
     A complete copy in the cache is used without asking the hub whether there is a newer one.
 
     Args:
-      weights: with them; a GGUF file always has them.
+      wanted: a GGUF file always has weights.
       download: False only looks in the cache.
 
     Raises:
-      LoadError: the model is unavailable; one line says what to do.
+      LoadError: it is unavailable; one line says what to do.
     """
     from huggingface_hub import constants
 
     key = (str(constants.HF_HUB_CACHE), name.repo, name.revision)
     revision = _commits.get(key, name.revision)
     try:
-        folder = _copy(name, revision, weights, local_files_only=True)
+        folder = _copy(name, revision, wanted, local_files_only=True)
     except Exception as error:  # a download repairs any fault of the copy
         if not download:
             raise LoadError(f"{name} is not in the hub's cache, {constants.HF_HUB_CACHE}") from error
         lacking = f"there is no such path, and no complete copy in the hub's cache, {constants.HF_HUB_CACHE}"
-        folder = _download(name, revision, weights, error.says if isinstance(error, Incomplete) else lacking)
+        folder = _download(name, revision, wanted, error.says if isinstance(error, Incomplete) else lacking)
     if key not in _commits:
         _commits[key] = folder.name
         logger.info("%s is commit %s of the hub, in %s", name, folder.name, folder)
@@ -117,16 +122,17 @@ def commit_of(path: Path) -> str | None:
     return None
 
 
-def _copy(name: HubName, revision: str | None, weights: bool, **options: Any) -> Path:
-    """Returns the snapshot of a model, after downloading missing files unless local_files_only is given.
+def _copy(name: HubName, revision: str | None, wanted: Wanted, **options: Any) -> Path:
+    """Returns the snapshot of a model or adapter, after downloading missing files unless local_files_only is given.
 
     Raises:
       Incomplete: it lacks files. Otherwise huggingface_hub's errors.
     """
-    if name.file is not None:
-        files = _parts(name.file)
+    if name.file is not None or wanted == "adapter":
+        files = [*ADAPTER] if name.file is None else _parts(name.file)
         folder = _snapshot(name.repo, revision, files, options)
         return _complete(folder, files)
+    weights = wanted == "weights"
     folder = _snapshot(name.repo, revision, [*SMALL_FILES, INDEX] if weights else SMALL_FILES, options)
     present = [file for file in SMALL_FILES if os.path.lexists(folder / file)]  # perhaps dangling links
     _complete(folder, [CONFIG, *present])
@@ -183,10 +189,10 @@ def _weights(folder: Path) -> list[str]:
     return sorted(name for name in named if name.endswith(".safetensors") and ".." not in Path(name).parts)
 
 
-def _download(name: HubName, revision: str | None, weights: bool, lacking: str) -> Path:
+def _download(name: HubName, revision: str | None, wanted: Wanted, lacking: str) -> Path:
     """Downloads missing files. lacking: their description, for messages."""
     try:
-        return _copy(name, revision, weights)
+        return _copy(name, revision, wanted)
     except Incomplete as error:
         raise LoadError(f"{name}: {_why_incomplete(name, error)}") from None
     except LoadError:
@@ -205,6 +211,8 @@ def _why_incomplete(name: HubName, error: Incomplete) -> str:
         return _why(name, reason, error.says)
     if not (absent := [file for file in error.missing if file not in files]):
         return f"{error.says}; delete the folder to download it again"
+    if absent[0] in ADAPTER:
+        return f"there is no {absent[0]} on the hub; an adapter has {' and '.join(ADAPTER)}"
     ggufs = [file for file in files if file.endswith(".gguf")]
     shown = ", ".join(ggufs[:8]) + (f" and {len(ggufs) - 8:,} more" if len(ggufs) > 8 else "")
     choose = f"; its GGUF files: {shown}" if ggufs else "; supported: safetensors and GGUF files"

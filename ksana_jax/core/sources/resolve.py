@@ -49,8 +49,21 @@ def model_path(model: str | os.PathLike[str], *, weights: bool = True, download:
         size = byte_size(wanted.num_bytes)
         raise LoadError(f"model {text!r} has not been fetched: run `ksana fetch {text}` ({size}, {wanted.licence})")
     if hub_name is not None:
-        return hub.locate(hub_name, weights, download)
+        return hub.locate(hub_name, "weights" if weights else "config", download)
     raise LoadError(_unknown(text))
+
+
+def adapter_path(adapter: str) -> Path:
+    """Returns the folder of an adapter: a path, or a name of the Hugging Face hub, whose missing files are downloaded.
+
+    Raises:
+      LoadError: there is no such path, and it cannot be downloaded; one line says what to do.
+    """
+    text = expanded(adapter)
+    hub_name = hub.HubName.parse(text)
+    if os.path.exists(text) or hub_name is None or hub_name.file is not None:
+        return Path(text)
+    return hub.locate(hub_name, "adapter", download=True)
 
 
 def expanded(path: str | os.PathLike[str]) -> str:

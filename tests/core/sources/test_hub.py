@@ -18,6 +18,7 @@ from ksana_jax import LLM
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.sources import commit_of, model_path
 from ksana_jax.core.sources.hub import HubName
+from ksana_jax.core.sources.resolve import adapter_path
 from ksana_jax.loading import load_config, load_model
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.tokenizers import load_tokenizer
@@ -332,3 +333,22 @@ def test_the_environment_chooses_the_cache_and_local_models_do_not_import_the_li
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, check=True, capture_output=True, text=True)
     assert Path(done.stdout.strip()) == snapshot
+
+
+ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+
+
+def test_an_adapter_is_a_folder_or_a_name_whose_two_files_are_downloaded(cache, tmp_path, hub):
+    (tmp_path / "org" / "adapter").mkdir(parents=True)
+    assert adapter_path("org/adapter") == Path("org/adapter")
+    assert adapter_path("./none") == Path("./none") and adapter_path("none.gguf") == Path("none.gguf")
+    asked = hub(lambda revision, patterns: write_snapshot(cache, REPO, ADAPTER | {"README.md": b""}))
+    folder = adapter_path(f"{REPO}@main")
+    assert asked == [("main", sorted(ADAPTER))] and folder == adapter_path(f"{REPO}@main")
+    assert len(asked) == 1 and commit_of(folder) == COMMIT
+
+
+def test_a_repository_without_an_adapter_is_refused(cache, hub):
+    hub(lambda revision, patterns: write_snapshot(cache, REPO, {"adapter_config.json": b"{}"}), ["adapter_model.bin"])
+    with pytest.raises(LoadError, match=r"there is no adapter_model\.safetensors on the hub; an adapter has"):
+        adapter_path(REPO)
