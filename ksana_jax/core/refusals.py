@@ -6,6 +6,7 @@ python -m ksana_jax.core.refusals      prints the table in docs/reference/status
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 from ksana_jax.core.errors import ConfigError
@@ -132,10 +133,11 @@ def _shown(used: Mapping[str, object], name: str) -> str:
 
 
 def table() -> str:
-    """Returns the list as Markdown."""
-    lines = ["| setting | refused with | why | |", "|---|---|---|---|"]
-    for r in REFUSALS:
-        lines.append(f"| {r.setting} | {r.other} | {r.reason} | {'in principle' if r.principle else 'not built'} |")
+    """Returns the list as Markdown; settings refused for one reason share a line."""
+    lines = ["| setting | refused with | why |", "|---|---|---|"]
+    for (setting, reason, principle), same in groupby(REFUSALS, lambda r: (r.setting, r.reason, r.principle)):
+        others = ", ".join(r.other for r in same)
+        lines.append(f"| {setting} | {others} | {reason}{' (in principle)' if principle else ''} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.loading.gguf_config import ARCHITECTURES, SHARED
 from ksana_jax.models.families import FAMILIES, config_from_hf
 from ksana_jax.models.families.family import Family
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
-from ksana_jax.models.params import check_quantises
-from ksana_jax.sharding.shares import local_model
 
 SIZES = {
     "vocab_size": 512,
@@ -24,8 +21,8 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
 }
-# norms: placement and kind, and whether layers have windows. int8: `quantization`, w8a8 too. invariant: `numerics`.
-COLUMNS = ("family", "class", "positions", "norms", "MLP", "tensor parallel", "int8", "invariant", "attention", "GGUF")
+# norms: placement and kind, and whether layers have windows. invariant: `numerics`.
+COLUMNS = ("family", "class", "positions", "norms", "MLP", "invariant", "GGUF")
 
 
 def example(family: Family) -> ModelConfig:
@@ -47,10 +44,7 @@ def row(family: Family) -> tuple[str, ...]:
         _positions(config),
         ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
         config.mlp,
-        _works(lambda: local_model(config, 2)),
-        _works(lambda: check_quantises(config, "int8")),
         "yes" if row_by_row and config.alibi is None else "no",
-        "all" if config.alibi is None else "xla",
         f"`{gguf}`" if (gguf := (own | SHARED).get(family.model_type)) else "no",
     )
 
@@ -63,14 +57,6 @@ def _positions(config: ModelConfig) -> str:
         kinds.append("rope" if part == 1 else f"rope of {part:g} of a head")
         kinds += ["none in some layers"] * (len(rotated) < len(ropes))
     return ", ".join(kinds)
-
-
-def _works(check: Callable[[], Any]) -> str:
-    try:
-        check()
-    except ConfigError:
-        return "no"
-    return "yes"
 
 
 def table() -> str:

@@ -5,8 +5,10 @@ import pytest
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine import family_table
 from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.params import check_quantises
 from ksana_jax.ops.invariant import check_invariant
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.sharding.shares import local_model
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -17,3 +19,10 @@ def test_numerics_are_refused_as_the_table_says(family):
     if cells["invariant"] == "no":
         with pytest.raises(ConfigError, match=r"norms are layer|ALiBi"):
             check_invariant(config, needs, "float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_is_divided_and_quantised_as_the_page_says(family):
+    config = family_table.example(family)
+    local_model(config, 2)
+    check_quantises(config, "int8")
