@@ -22,7 +22,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 # norms: placement and kind, and whether layers have windows. invariant: `numerics`.
-COLUMNS = ("family", "class", "positions", "norms", "MLP", "invariant", "GGUF")
+COLUMNS = ("family", "positions", "norms", "MLP", "invariant", "GGUF")
 
 
 def example(family: Family) -> ModelConfig:
@@ -40,7 +40,6 @@ def row(family: Family) -> tuple[str, ...]:
     own = {model_type: name for name, model_type in ARCHITECTURES.items()}
     return (
         f"`{family.model_type}`",
-        family.architectures[0],
         _positions(config),
         ", ".join([config.norm_placement, config.norm, *["windows"] * (windows != {None})]),
         config.mlp,
