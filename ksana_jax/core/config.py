@@ -250,7 +250,7 @@ class EngineConfig:
       data_parallel_size: engine replicas, each on its own tensor_parallel_size devices; a request goes to the one that
         has served the longest part of its prompt before, or has the least work (`engine.distributed.replicas`). Sizes
         in bytes, of host memory too, are per replica. Not together with a disk tier or several processes.
-      enable_lora: let requests name adapters (`LoRARequest`), LoRA in folders that PEFT has written. A step serves
+      enable_lora: let requests name adapters (`LoRARequest`), LoRA or DoRA, as PEFT has saved them. A step serves
         rows of several adapters and of none.
       max_loras: adapters on the device at once; requests with others wait for a slot.
       max_lora_rank: maximum rank of an adapter.
