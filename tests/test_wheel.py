@@ -16,7 +16,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.native.build import library
 llm = LLM("ksana-tiny", max_num_seqs=1, max_num_batched_tokens=32)
 [output] = llm.generate("def", SamplingParams(max_tokens=1, temperature=0))
-print(library(), llm.runner.implementation.name, llm.runner.linear_implementation)
+print(library(), llm.runner.implementation.name, llm.runner.products.name)
 """
 
 

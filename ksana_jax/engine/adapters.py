@@ -76,6 +76,12 @@ class Adapters:
                 del self._kept[next(iter(self._kept))]
             return kept.use
 
+    def forget(self) -> None:
+        """Forgets all adapters: other weights of the model have taken the place of those that they were read for."""
+        with self._lock:
+            self._kept.clear()
+            self.slots.clear()
+
     def _read(self, folder: Path) -> Adapter:
         adapter: Adapter = self._of_file(folder)
         if adapter.lengths is None:

@@ -272,6 +272,8 @@ class AsyncLLM:
     def _check_serving(self) -> None:
         if self._refuses:
             raise NotServing(self._refuses)
+        if self.engine.asleep is not None:
+            raise NotServing("the engine sleeps")
         if not self.is_alive:
             raise NotServing(f"the engine is dead: {self.error}")
 

@@ -101,6 +101,7 @@ def build_engine(
         memory_plan=half.plan,
         clock=clock,
     )
+    engine.read_weights = half.read
     if config.enable_lora:
         from ksana_jax.engine.adapters import Adapters
 

@@ -32,6 +32,7 @@ class DeviceSetup(NamedTuple):
     """The executor of an engine, and the facts about it that the host half needs.
 
     config: with nothing left open. layout, platform: of the pool. index: of its cached prefixes. plan: of its memory.
+    read: `Prepared.weights`; None where something else than a runner computes.
     """
 
     config: EngineConfig
@@ -40,6 +41,7 @@ class DeviceSetup(NamedTuple):
     executor: Executor
     index: PrefixIndex
     plan: PoolPlan | None = None
+    read: Callable[[Any], tuple[Any, str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,39 @@ class Prepared:
     attention: str
     plan: PoolPlan
 
+    def weights(self, params: Any) -> tuple[Any, str]:
+        """Returns weights that are given, or read, on the devices and quantised as set, and their fingerprint, which is
+        empty without a prefix cache.
+
+        Args:
+          params: weights, or a function that reads them.
+        """
+        from ksana_jax.engine.fingerprint import fingerprint
+        from ksana_jax.loading.load import embedding_on_host
+        from ksana_jax.models.params import quantised
+
+        model, config, layout, placement = self.model, self.config, self.layout, self.placement
+        placement.connect()
+        if callable(params):
+            params = params()
+        if config.embedding_device == "host":
+            params = embedding_on_host(params)
+        params = quantised(placement.params(model, params, config.embedding_device), config.quantization)
+        if not config.enable_prefix_caching:
+            return params, ""
+        assert config.max_model_len is not None
+        return params, fingerprint(
+            model,
+            params,
+            dtype=config.dtype,
+            kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
+            + ("" if layout.eviction is None else f" {layout.eviction.method.stored}")
+            + ("" if layout.selection is None else f" {layout.selection}"),
+            max_model_len=config.max_model_len,
+            numerics=config.numerics,
+            placement=placement,
+        )
+
     def load(
         self, params: Any, num_blocks: int, kind: Callable[..., Any], programs: dict[Any, Any] | None = None
     ) -> DeviceSetup:
@@ -69,34 +104,14 @@ class Prepared:
           params: weights, or a function that reads them. num_blocks: of the pool; at most as many as are planned.
           kind: the class `Runner`, or one that has its arguments.
         """
-        from ksana_jax.engine.fingerprint import fingerprint
-        from ksana_jax.loading.load import embedding_on_host
-        from ksana_jax.models.params import num_active_params, quantised
+        from ksana_jax.models.params import num_active_params
 
         model, config, layout, placement, plan = self.model, self.config, self.layout, self.placement, self.plan
         if num_blocks < plan.num_blocks:
             pool_bytes = plan.pool_bytes // plan.num_blocks * num_blocks
             plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
-        placement.connect()
-        if loads := callable(params):
-            params = params()
-        if config.embedding_device == "host":
-            params = embedding_on_host(params)
-        params = quantised(placement.params(model, params, config.embedding_device), config.quantization)
-        digest = ""
-        if config.enable_prefix_caching:
-            assert config.max_model_len is not None
-            digest = fingerprint(
-                model,
-                params,
-                dtype=config.dtype,
-                kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
-                + ("" if layout.eviction is None else f" {layout.eviction.method.stored}")
-                + ("" if layout.selection is None else f" {layout.selection}"),
-                max_model_len=config.max_model_len,
-                numerics=config.numerics,
-                placement=placement,
-            )
+        loads = callable(params)
+        params, digest = self.weights(params)
         runner = self.make_runner(
             kind,
             params=params,
@@ -108,7 +123,7 @@ class Prepared:
         cost = recompute_cost(model, num_active_params(model), config.block_size)
         index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
         config = dataclasses.replace(config, num_blocks=num_blocks)
-        return DeviceSetup(config, layout, platform_of(placement.device), runner, index, plan)
+        return DeviceSetup(config, layout, platform_of(placement.device), runner, index, plan, self.weights)
 
 
 def prepare(
@@ -156,13 +171,13 @@ def prepare(
     make_runner = functools.partial(_made, model, settings)
     # Without weights and pool it refuses early whatever the full runner would.
     trial = make_runner(Runner, params=abstract_params(model, config.dtype, config.quantization), num_blocks=1)
-    if model.kept and trial.linear_implementation != "packed":
+    if model.kept and trial.products.name != "packed":
         logger.warning(
             "quantization 'stored': operators.linear %r unpacks matrices in every step, which takes longer than "
             'multiplying dequantised ones; "packed" does not',
-            trial.linear_implementation,
+            trial.products.name,
         )
-    operators = dataclasses.replace(config.operators, linear=trial.linear_implementation)
+    operators = dataclasses.replace(config.operators, linear=trial.products.name)
     config = dataclasses.replace(config, operators=operators)
     plan = pool_size(model, config, layout)
     return Prepared(model, config, patterns, layout, placement, make_runner, trial.implementation.name, plan)

@@ -66,6 +66,9 @@ class Engine:
         self.memory_plan = memory_plan
         # Model and load_format of the LLM that has read the weights; None if they were in memory.
         self.source: tuple[str, str] | None = None
+        # See `engine.sleeping`: what it takes to wake up, None while awake; and what reads other weights.
+        self.asleep: Any = None
+        self.read_weights: Any = None
         self.max_model_len = scheduler.max_model_len
         self.factory = RequestFactory(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}
@@ -122,11 +125,13 @@ class Engine:
         """Adds requests to the engine, all or none.
 
         Raises:
-          ValueError: an id is taken.
+          ValueError: an id is taken. RuntimeError: the engine sleeps.
         """
         self.lock.run(self._add, requests)
 
     def _add(self, requests: Collection[Request]) -> None:
+        if self.asleep is not None:
+            raise RuntimeError("the engine sleeps: call wake_up() first")
         for request in requests:
             if request.request_id in self.requests:
                 raise ValueError(f"request id {request.request_id!r} is in use")
@@ -324,7 +329,7 @@ class Engine:
         self.lock.run(self._set_patterns, patterns)
 
     def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        self._check_idle("the pattern changes only in between")
+        self.check_idle("the pattern changes only in between")
         layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
         self.lock.begin_write()
         self.executor.set_patterns(patterns)
@@ -342,13 +347,13 @@ class Engine:
         self.lock.run(self._set_eviction, method)
 
     def _set_eviction(self, method: EvictionMethod) -> None:
-        self._check_idle("the eviction method changes only in between")
+        self.check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method)
         self.lock.begin_write()
         self.builder = dataclasses.replace(self.builder, numbers=layout.numbers_queries)
         self.scheduler.set_layout(layout)
 
-    def _check_idle(self, otherwise: str) -> None:
+    def check_idle(self, otherwise: str) -> None:
         if self.has_work:
             raise RuntimeError(f"{len(self.requests)} requests are running: {otherwise}")
 
@@ -363,7 +368,8 @@ class Engine:
         self._reported_s = None
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
-        self.executor.reset()
+        if self.asleep is None:
+            self.executor.reset()
         self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
 
     def flush(self) -> None:
@@ -371,7 +377,7 @@ class Engine:
         self.lock.run(self._flush)
 
     def _flush(self) -> None:
-        self._check_idle("prefixes are written to the disk only in between")
+        self.check_idle("prefixes are written to the disk only in between")
         self.lock.begin_write()
         self.make_moves()
         for _ in self.memory.flush():

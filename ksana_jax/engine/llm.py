@@ -23,7 +23,6 @@ from ksana_jax.core.request import RequestOutput, SamplingParams
 from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
-from ksana_jax.engine import sessions
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.description import described
 from ksana_jax.engine.distributed.driver import DriverRunner, Workers
@@ -33,7 +32,9 @@ from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.llm_facts import LLMFacts
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
+from ksana_jax.engine.sessions import Sessions
 from ksana_jax.engine.settings import beyond_training, engine_config
+from ksana_jax.engine.sleeping import Sleeps
 from ksana_jax.engine.warmup import warm_up
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
@@ -48,7 +49,7 @@ _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqd
 logger = logging.getLogger("ksana_jax")
 
 
-class LLM(LLMFacts):
+class LLM(LLMFacts, Sessions, Sleeps):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:
@@ -313,34 +314,6 @@ class LLM(LLMFacts):
         """
         prompts = chat_prompts(messages, self.tokenizer, options, vllm_names.CHAT)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-    def save_session(self, request: RequestOutput | str, path: str | os.PathLike[str]) -> int:
-        """Saves what the prefix cache has of a request, so that another process can continue its text.
-
-        Args:
-          request: the output of a request that has ended, or the id of one that runs or waits; of several completions
-            the first is saved.
-          path: a folder for the session; it replaces one that is there.
-
-        Returns:
-          Number of tokens whose state was saved. It ends with a full block, unless the request has evicted tokens.
-
-        Raises:
-          ValueError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
-        """
-        return sessions.save_session(self.engine, request, Path(path))
-
-    def restore_session(self, path: str | os.PathLike[str]) -> int:
-        """Puts a saved session into the prefix cache, where prompts that begin with its text find it.
-
-        Returns:
-          Number of tokens whose state was restored.
-
-        Raises:
-          ValueError: files are damaged, the session was saved with another model, dtype, block size, attention
-            pattern or eviction, or too few blocks of the pool are available; the cache stays as it is.
-        """
-        return sessions.restore_session(self.engine, Path(path))
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

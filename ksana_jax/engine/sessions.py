@@ -6,6 +6,7 @@ snapshots of its beginnings (`kv.snapshots`), from the end of a prompt's context
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,40 @@ from ksana_jax.kv.tier import DEVICE, HOST, Node
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.speculative import read_speculative
+
+
+class Sessions:
+    """The part of `LLM` that saves and restores sessions."""
+
+    engine: Engine
+
+    def save_session(self, request: RequestOutput | str, path: str | os.PathLike[str]) -> int:
+        """Saves what the prefix cache has of a request, so that another process can continue its text.
+
+        Args:
+          request: the output of a request that has ended, or the id of one that runs or waits; of several completions
+            the first is saved.
+          path: a folder for the session; it replaces one that is there.
+
+        Returns:
+          Number of tokens whose state was saved. It ends with a full block, unless the request has evicted tokens.
+
+        Raises:
+          ValueError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
+        """
+        return save_session(self.engine, request, Path(path))
+
+    def restore_session(self, path: str | os.PathLike[str]) -> int:
+        """Puts a saved session into the prefix cache, where prompts that begin with its text find it.
+
+        Returns:
+          Number of tokens whose state was restored.
+
+        Raises:
+          ValueError: files are damaged, the session was saved with another model, dtype, block size, attention
+            pattern or eviction, or too few blocks of the pool are available; the cache stays as it is.
+        """
+        return restore_session(self.engine, Path(path))
 
 
 def save_session(engine: Engine, request: RequestOutput | str, folder: Path) -> int:

@@ -36,9 +36,12 @@ class AdaptedRunner(Runner):
         rank: int,
         **others: Any,
     ):
+        self._slots = num_slots, rank
         super().__init__(config, params, patterns, **others)
-        linear, place = self.operators.linear, self.placement.everywhere
-        self.params = with_slots(self.params, config, num_slots, rank, linear, place)
+
+    def weights(self, params: Params, *, consume: bool) -> Params:
+        params = super().weights(params, consume=consume)
+        return with_slots(params, self.config, *self._slots, self.operators.linear, self.placement.everywhere)
 
     def write_adapter(self, slot: int, layers: Sequence[LayerAdapter]) -> None:
         """Writes an adapter to a slot, for steps that are submitted from now on.

@@ -102,10 +102,8 @@ class Runner:
         programs: dict[Any, Any] | None = None,
     ):
         self.config, self.layout, self.placement = config, layout, placement
-        self.params = placement.params(config, params, embedding_device)
-        self.embeds_on_host = embedding_device == "host"
         self.platform = platform_of(placement.device)
-        self._tuning = tuning(self.platform)
+        self.embeds_on_host, self._tuning = embedding_device == "host", tuning(self.platform)
         dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
         self._local, local_layout = placement.local_model(config), placement.local_layout(layout)
         self.requirements = needs = Requirements.of(
@@ -117,27 +115,29 @@ class Runner:
         self.implementation = choose(needs, settings.attention)
         given = {"row_by_row": numerics == "invariant", "num_devices": placement.num_devices}
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
-        products = choose_linear(self.platform, dtype, settings.linear, **given)
-        self.linear_implementation = products.name
+        self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        self.operators: Operators = placement.operators(products.operators(norms.normaliser))
-        self.params = products.weights(self.params, config, self._tuning.joins_matrices, consume=consume_params)
-        self.num_repositioned_sinks = max_repositioned_sinks
-        self.ropes = layer_ropes(config, max_model_len)
+        self.operators: Operators = placement.operators(self.products.operators(norms.normaliser))
+        self.params = self.weights(params, consume=consume_params)
+        self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
         make = functools.partial(placement.pool, layout, num_blocks)
         planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
-        self.mover = BlockMover(
-            layout, num_blocks, num_host_blocks, staging="none" if planned else "auto", placement=placement
-        )
-        blocks_of_row = -(-max_model_len // layout.block_size)
-        self.evictor = None if layout.eviction is None else Evictor(layout, num_blocks, blocks_of_row)
+        staging = "none" if planned else "auto"
+        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
+        width = -(-max_model_len // layout.block_size)  # of a row's block table
+        self.evictor = None if layout.eviction is None else Evictor(layout, num_blocks, width)
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self._packings: dict[StepShape, Packing] = {}
         # Tokens [J] that the last step samples, on the device.
         self._sampled: Any = None
         Runner.set_patterns(self, patterns)  # a subclass's override may need attributes that are not set yet
+
+    def weights(self, params: Params, *, consume: bool) -> Params:
+        """Returns weights, or their shapes, in the form that products read; see `LinearImplementation.weights`."""
+        params = self.placement.params(self.config, params, "host" if self.embeds_on_host else "device")
+        return self.products.weights(params, self.config, self._tuning.joins_matrices, consume=consume)
 
     @property
     def _network(self) -> Network:

@@ -21,10 +21,14 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Any], None]):
-        self._write = write
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: dict[str, int] = {}  # by digest; the last one was used last
+        self._write, self._num_slots = write, num_slots
         self.num_writes = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Empties all slots. Only while nothing runs or waits."""
+        self._free = list(range(self._num_slots - 1, -1, -1))
+        self._slots: dict[str, int] = {}  # by digest; the last one was used last
 
     def place(self, use: AdapterUse, rows: Rows) -> bool:
         """Gives an adapter a slot, unless it has one; returns False if running rows need all slots."""

@@ -45,7 +45,7 @@ def test_native_operators_run_on_it_and_tokens_are_those_of_a_cpu():
         f"""
     runner = engine()
     assert runner.implementation.name == "native" and runner.operators.normaliser is native_normaliser
-    assert runner.linear_implementation == ("xla" if {no_native_products is not None} else "packed")
+    assert runner.products.name == ("xla" if {no_native_products is not None} else "packed")
     """,
         ENGINE,
     )
@@ -56,7 +56,7 @@ def test_without_the_ffi_extension_operators_of_xla_take_over_and_the_reason_is_
         """
     custom_calls.FFI = -1
     runner = engine()
-    assert (runner.implementation.name, runner.linear_implementation) == ("xla", "xla")
+    assert (runner.implementation.name, runner.products.name) == ("xla", "xla")
     [reason] = [why for name, used, why in explain() if name == "native"]
     assert reason == "the plugin's PJRT C API has no FFI extension, which registers custom calls"
     """,

@@ -112,7 +112,7 @@ def expect_one_result(engines: list[LLM], counts: list[int], **given) -> None:
 @native_products
 def test_products_are_those_that_compute_each_row_by_itself():
     runner: Any = invariant_llm().engine.executor
-    assert next(i for i in LINEAR_IMPLEMENTATIONS if i.name == runner.linear_implementation).row_by_row
+    assert next(i for i in LINEAR_IMPLEMENTATIONS if i.name == runner.products.name).row_by_row
     assert not next(i for i in LINEAR_IMPLEMENTATIONS if i.name == "mixed").row_by_row
 
 

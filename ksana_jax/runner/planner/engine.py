@@ -7,6 +7,7 @@ import logging
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.units import byte_size
@@ -155,7 +156,7 @@ def usage(plan: PoolPlan, runner: Runner, baseline: int | None) -> dict[str, Com
     measured = max(known, default=None) if len(known) == len(sizes) else None
     leaves = jax.tree.leaves(runner.params)
     weights = sum(map(_on_first, leaves))
-    host = sum(leaf.nbytes for leaf in leaves if not isinstance(leaf, jax.Array))
+    host = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
     peak = None
     if plan.step_bytes is not None:
         peak = plan.weights_bytes + plan.pool_bytes * plan.pool_copies + plan.step_bytes

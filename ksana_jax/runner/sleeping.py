@@ -1,0 +1,59 @@
+"""A runner without device memory: its weights are in host memory or nowhere, and it has no pool. Programs stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from ksana_jax.models.params import Params
+from ksana_jax.runner.runner import Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnHost:
+    """A weight in host memory, and where it was; None for one that the engine keeps there."""
+
+    numbers: np.ndarray
+    sharding: jax.sharding.Sharding | None
+
+    @classmethod
+    def of(cls, x: Any) -> _OnHost:
+        return cls(np.asarray(x), x.sharding if isinstance(x, jax.Array) else None)
+
+    def back(self) -> Any:
+        return self.numbers if self.sharding is None else jax.device_put(self.numbers, self.sharding)
+
+
+def release(runner: Runner, *, keeps_weights: bool) -> Any:
+    """Frees weights and pool of an idle runner.
+
+    Returns:
+      The weights in host memory, for `restore`; None without `keeps_weights`.
+    """
+    kept, pool = jax.tree.map(_OnHost.of, runner.params) if keeps_weights else None, runner.cache
+    runner.params, runner.cache = jax.tree.map(_shape, (runner.params, pool))
+    for leaf in pool.leaves.values():
+        leaf.delete()
+    return kept
+
+
+def restore(runner: Runner, kept: Any) -> None:
+    """Gives a runner the weights that `release` has returned, and an empty pool."""
+    _wake(runner, jax.tree.map(_OnHost.back, kept))
+
+
+def load(runner: Runner, params: Params, *, consume: bool) -> None:
+    """Gives a runner weights of its model, and an empty pool. consume: the weights may be deleted."""
+    _wake(runner, runner.weights(params, consume=consume))
+
+
+def _wake(runner: Runner, params: Params) -> None:
+    pool = runner.placement.pool(runner.layout, runner.cache.num_blocks)
+    runner.params, runner.cache = params, pool
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
