@@ -6,6 +6,8 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 
 from ksana_jax.lab.experiments import figure_fonts, figures
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, kib, number, percent
+from ksana_jax.lab.experiments.tasks.row_figure import draw_columns
 
 
 def test_the_first_lines_have_colours_of_their_own_and_none_of_36_is_like_another():
@@ -65,3 +67,16 @@ def test_a_figure_that_matplotlibs_own_font_can_write_is_left_alone():
     axes.set_title("é Ж −1")
     before = axes.title.get_fontfamily()
     assert not figure_fonts.fit(axes.figure) and axes.title.get_fontfamily() == before
+
+
+def test_bars_are_as_long_as_the_table_says():
+    columns = [
+        Column("share", "share, %", percent(), "max"),
+        Column("bytes", "KV, KiB", kib, "min"),
+        Column("ppl", "ppl", number(2), "min"),
+    ]
+    values = {"share": [0.25, 0.75], "bytes": [2048.0], "ppl": [9.5]}
+    figure = Figure()
+    draw_columns(figure, [ResultRow("row", {}, 2, [[{}], [{}]], values)], columns)
+    assert [axes.patches[0].get_width() for axes in figure.axes] == [50.0, 2.0, 9.5]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["share, %", "KV, KiB", "ppl"]

@@ -40,18 +40,33 @@ def number(digits: int) -> Callable[[float], str]:
     return lambda value: f"{value:,.{digits}f}" if math.isfinite(value) else not_finite(value)
 
 
-def percent(digits: int = 1) -> Callable[[float], str]:
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Formats values in another unit, of which one is `factor` units; figures draw them in it, too.
+
+    trims: leaves out a decimal of 0.
+    """
+
+    factor: float
+    digits: int
+    trims: bool = False
+
+    def __call__(self, value: float) -> str:
+        text = number(self.digits)(self.factor * value)
+        return text.removesuffix(".0") if self.trims else text
+
+
+def percent(digits: int = 1) -> Scaled:
     """Returns a formatter of fractions as percentages."""
-    return lambda value: f"{100 * value:.{digits}f}"
+    return Scaled(100, digits)
 
 
-def milliseconds(digits: int = 1) -> Callable[[float], str]:
+def milliseconds(digits: int = 1) -> Scaled:
     """Returns a formatter of seconds as milliseconds."""
-    return lambda value: f"{1000 * value:,.{digits}f}"
+    return Scaled(1000, digits)
 
 
-def kib(value: float) -> str:
-    return number(1)(value / 1024).removesuffix(".0")
+kib = Scaled(1 / 1024, 1, trims=True)
 
 
 def mean(values: Sequence[float]) -> float:

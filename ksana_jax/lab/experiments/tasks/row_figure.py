@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.lab.experiments.figures import COLOURS, bars, integer_ticks, legend, line_style
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, Scaled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,13 +26,18 @@ def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Co
     if not shown or not measured:
         return
     if against_numbers(measured):
-        panels = draw_panels(figure, measured, [(column.key, column.title, 1) for column in shown])
+        panels = draw_panels(figure, measured, [(column.key, column.title, _unit(column)) for column in shown])
         legend(figure, panels[0])
         return
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for index, (axes, column) in enumerate(zip(panels, shown, strict=True)):
-        draw_bars(axes, measured, column.key, COLOURS[1 + index])
+        draw_bars(axes, measured, column.key, COLOURS[1 + index], _unit(column))
         axes.set_xlabel(column.title)
+
+
+def _unit(column: Column) -> float:
+    """Returns the size of the unit in which a column's values are written."""
+    return 1 / column.write.factor if isinstance(column.write, Scaled) else 1
 
 
 def against_numbers(rows: Sequence[ResultRow]) -> bool:
@@ -78,9 +83,11 @@ def draw_means(
     axes.errorbar(x, means, spread if any(spread) else None, label=label, marker="o", capsize=2, **line_style(index))
 
 
-def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str) -> None:
+def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str, scale: float = 1) -> None:
+    """Draws a bar for each row: the mean of a summary key and its deviation, in units of size `scale`."""
     at = np.arange(len(rows))[::-1]
-    means, spread = [row.mean(key) or 0.0 for row in rows], [row.sd(key) or 0.0 for row in rows]
+    means = [(row.mean(key) or 0.0) / scale for row in rows]
+    spread = [(row.sd(key) or 0.0) / scale for row in rows]
     bars(axes, at.tolist(), means, 0.7, spread, color=colour, error_kw={"linewidth": 0.6})
     axes.set_yticks(at, [row.name for row in rows])
     axes.grid(visible=False, axis="y")
