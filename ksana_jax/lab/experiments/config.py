@@ -33,7 +33,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import group_layers
 from ksana_jax.lab.experiments import dotted, text_files
 from ksana_jax.lab.experiments.identity import canonical, trial_id
-from ksana_jax.lab.experiments.models import fingerprint, num_layers
+from ksana_jax.lab.experiments.models import fingerprint, mixes_patterns, num_layers
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.tasks.base import check_bounds
 from ksana_jax.lab.experiments.text_files import MissingInput
@@ -113,8 +113,11 @@ class Trial:
 
     @property
     def layer_groups(self) -> list[list[int]]:
-        """The layers that share a block table, if the trial's patterns divide them into several groups."""
-        groups = group_layers(patterns_of(self.config)) if self.config["layer_patterns"] else ()
+        """The layers that share a block table, where patterns may group them otherwise than the model's own."""
+        if not self.config["layer_patterns"]:
+            is_one = self.config["pattern"] is not None and mixes_patterns(model := self.config["model"])
+            return [list(range(num_layers(model) or 0))] if is_one else []
+        groups = group_layers(patterns_of(self.config))
         return [list(group.layers) for group in groups] if len(groups) > 1 else []
 
 
@@ -215,8 +218,7 @@ def plan(
     given, pinned = _anchored(given, folder, task), _anchored(pinned, None, task)
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
     given = _merge(given, pinned)
-    experiment = typed(Experiment, given)
-    source = dotted.plain(experiment)
+    source = dotted.plain(typed(Experiment, given))
     name = _folder_name(source["name"] or default_name)
     _check_seeds(source["seeds"])
     variants, grid = _variants(source["variants"]), _grid(source["grid"])
@@ -241,8 +243,7 @@ def plan(
             for k, v in zip(grid, values, strict=True)
         }
         full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
-        trials = tuple(_trial(config, full_label, seed) for seed in source["seeds"])
-        rows.append(Row(label, point, trials))
+        rows.append(Row(label, point, tuple(_trial(config, full_label, seed) for seed in source["seeds"])))
     return Plan(name, source["title"], source["task"], tuple(_distinct(rows)), source)
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import commit_of, model_path
-from ksana_jax.loading.config_json import read_json
+from ksana_jax.kv.layout import group_layers
+from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
 from ksana_jax.models.families import FAMILIES
@@ -33,6 +36,17 @@ def num_layers(model: str) -> int | None:
     """Returns the model's number of layers from its config; None if it has none."""
     count = _field(model, "num_hidden_layers")[1]
     return count if isinstance(count, int) else None
+
+
+@functools.cache
+def mixes_patterns(model: str) -> bool:
+    """True if the model's own attention patterns divide its layers into several groups; False of an unusable model,
+    about which its engine says more."""
+    try:
+        config = load_config(model_path(model, weights=False))
+    except (ConfigError, LoadError):
+        return False
+    return len(group_layers(per_layer(config.pattern, config.num_layers))) > 1
 
 
 @functools.cache

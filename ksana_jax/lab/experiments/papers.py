@@ -21,7 +21,7 @@ from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.command import run_and_report
 from ksana_jax.lab.experiments.report import Report, read_report
 from ksana_jax.lab.experiments.tables import MISSING, markdown_grid, terminal_grid
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.experiments.tasks.results import ResultRow, Scaled
 
 EQUAL = 0.01  # published numbers that differ by less, relative to the larger, have no order
 
@@ -123,8 +123,9 @@ def reproduce(name: str, full: bool = False, out: Path | None = None) -> int:
     report = read_report(folder)
     ours = {row: _row_named(report, theirs) for row, theirs in study.rows.items()}
     heads = [paper.unit, *(column.of for column in paper.published), study.of]
+    factor = next((c.write.factor for c in report.columns if c.key == study.column and isinstance(c.write, Scaled)), 1)
     cells = [
-        [row, *(_text(column.numbers.get(row)) for column in paper.published), _text(_ours(paper, study, ours, row))]
+        [row, *(_text(c.numbers.get(row)) for c in paper.published), _text(_ours(paper, study, ours, row, factor))]
         for row in ours
     ]
     plain = [[False] * len(heads) for _ in cells]
@@ -168,10 +169,10 @@ def _row_named(report: Report, name: str) -> ResultRow:
     return found[0]
 
 
-def _ours(paper: Paper, study: Study, ours: Mapping[str, ResultRow], row: str) -> float | None:
+def _ours(paper: Paper, study: Study, ours: Mapping[str, ResultRow], row: str, factor: float) -> float | None:
     value = ours[row].mean(study.column)
     if value is None or paper.relative_to is None:
-        return value
+        return None if value is None else value * factor
     return value / (ours[paper.relative_to].mean(study.column) or math.nan)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.errors import JobError
 from ksana_jax.core.files import replacing
+from ksana_jax.core.patterns import FULL
 from ksana_jax.lab.experiments.config import Trial, patterns_of
 from ksana_jax.lab.experiments.environment import environment
 from ksana_jax.lab.experiments.records import record_line
@@ -69,7 +70,8 @@ class EnginePool:
         given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
         given.setdefault("max_repositioned_sinks", self._num_sinks(trial))
         if trial.layer_groups:
-            given["pattern"] = patterns_of(trial.config)
+            # In one group, a pool for full attention has room for any pattern.
+            given["pattern"] = patterns_of(trial.config) if trial.config["layer_patterns"] else FULL
         return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
 
 

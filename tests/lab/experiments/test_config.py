@@ -275,6 +275,14 @@ def test_layers_in_several_groups_need_an_engine_of_their_own(model):
     assert two.layer_groups == [[0], [1]] and one.layer_groups == []
 
 
+def test_one_pattern_in_place_of_a_models_own_groups_needs_an_engine_of_its_own():
+    model = str(Path(__file__).parents[2] / "golden" / "gemma3-gqa-window-tied")
+    variants = [{"name": "own"}, {"name": "full", "pattern": {}}, {"name": "window", "pattern": {"window": 4}}]
+    own, full, window = (row.trials[0] for row in plan(small(model, variants=variants)).rows)
+    assert own.engine_key != full.engine_key == window.engine_key
+    assert own.layer_groups == [] and len(full.layer_groups) == 1
+
+
 def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
     for content in ("- 1\n", "a: [\n", "just text\n", "\x00", "", "# a comment\n", "{}"):
         path = tmp_path / "bad.yaml"
