@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -11,23 +12,22 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, RequestOutput, SamplingParams
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.engine_thread import EngineThread
+from ksana_jax.engine.idle_sleep import IdleSleep, NotServing
 from ksana_jax.engine.inflight import InflightRequests
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.request_stream import RequestStream
+from ksana_jax.engine.sleeping import check
 from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
 # Seconds that `close` waits for a running step; the first one may be compiling.
 _CLOSE_S = 60.0
-
-
-class NotServing(RuntimeError):
-    """New requests are refused: the engine is draining, closed or dead; the message says which and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,7 @@ class AsyncLLM:
         self.threads = TokenizerThreads()
         self._open = InflightRequests()
         self._refuses = ""
+        self._idle_sleep: IdleSleep | None = None
         self._threads = [EngineThread(replicas, index, self._open.post) for index in range(len(replicas.replicas))]
         for thread in self._threads:
             thread.start()
@@ -182,17 +183,20 @@ class AsyncLLM:
         self._bind()
         self._check_serving()
         arrival_s = self.engine.clock()
-        asked = await self._read(list(prompts), sampling_params, streams)
-        if request_ids is not None:
-            asked = [one._replace(request_id=name) for one, name in zip(asked, request_ids, strict=True)]
-        if lora_request is not None:
-            await self.threads.run(self.engine.factory.adapter_of, lora_request)
-            asked = [one._replace(lora_request=lora_request) for one in asked]
-        if cache_salt:
-            asked = [one._replace(cache_salt=cache_salt) for one in asked]
-        # From here to the end no other task runs: what is checked stays true until the requests are queued.
-        self._check_serving()
-        return self._queue(asked, arrival_s, delta)
+        async with self.awake():
+            asked = await self._read(list(prompts), sampling_params, streams)
+            if request_ids is not None:
+                asked = [one._replace(request_id=name) for one, name in zip(asked, request_ids, strict=True)]
+            if lora_request is not None:
+                await self.threads.run(self.engine.factory.adapter_of, lora_request)
+                asked = [one._replace(lora_request=lora_request) for one in asked]
+            if cache_salt:
+                asked = [one._replace(cache_salt=cache_salt) for one in asked]
+            # From here to the end no other task runs: what is checked stays true until the requests are queued.
+            self._check_serving()
+            if self.engine.asleep is not None:
+                raise NotServing("the engine sleeps: call wake_up() first")
+            return self._queue(asked, arrival_s, delta)
 
     async def _read(self, prompts: list[Prompt], params: Any, streams: bool) -> list[RequestInput]:
         """Returns prompts as requests; tokenizes texts in another thread."""
@@ -233,6 +237,29 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------ state
 
+    def sleep_when_idle(self, after_s: float, level: int = 1) -> None:
+        """Lets the LLM sleep after some seconds without a request; the next request wakes it up. On the event loop.
+
+        Args:
+          level: see `LLM.sleep`.
+
+        Raises:
+          ConfigError: it cannot sleep; the message says why.
+        """
+        if self.llm is None:
+            raise ConfigError("an engine without an LLM cannot sleep")
+        self.replicas.each(check)
+        self._idle_sleep = IdleSleep(self.llm, after_s, level, lambda: bool(self._open.by_id))
+        self._idle_sleep.start()
+
+    def awake(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wakes the LLM up if `sleep_when_idle` has let it sleep, and keeps it awake inside `async with`.
+
+        Raises:
+          NotServing: it cannot wake up.
+        """
+        return contextlib.nullcontext() if self._idle_sleep is None else self._idle_sleep.awake()
+
     def stats(self) -> EngineStats:
         """Returns the engines' load; takes microseconds."""
         schedulers = [engine.scheduler for engine in self.replicas.engines]
@@ -272,8 +299,6 @@ class AsyncLLM:
     def _check_serving(self) -> None:
         if self._refuses:
             raise NotServing(self._refuses)
-        if self.engine.asleep is not None:
-            raise NotServing("the engine sleeps")
         if not self.is_alive:
             raise NotServing(f"the engine is dead: {self.error}")
 
@@ -298,6 +323,8 @@ class AsyncLLM:
         if self.engine.lock.is_inherited:
             return
         self._refuses = _CLOSED
+        if self._idle_sleep is not None:
+            self._idle_sleep.end()
         self._stop_threads()
         self.threads.close()
         close, self._close_llm = self._close_llm, None

@@ -81,7 +81,9 @@ def restore_session(engine: Engine, folder: Path) -> int:
 def _check(engine: Engine) -> None:
     config = engine.config
     problem = None
-    if not config.enable_prefix_caching:
+    if engine.asleep is not None:
+        problem = "it sleeps"
+    elif not config.enable_prefix_caching:
         problem = "enable_prefix_caching is off, and a session is a part of the prefix cache"
     elif config.data_parallel_size > 1:
         problem = f"data_parallel_size is {config.data_parallel_size}, and each replica has a cache of its own"

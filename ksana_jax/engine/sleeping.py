@@ -78,12 +78,12 @@ class Sleeps:
 
 def _fall_asleep(engine: Engine, level: int) -> None:
     checks.require(checks.one_of("level", level, LEVELS))
-    _check(engine)
+    check(engine)
     engine.lock.exclusive(True, _sleep, engine, level)
 
 
 def _update(engine: Engine, weights: Weights) -> None:
-    _check(engine)
+    check(engine)
     if engine.memory.disk is not None:
         raise ConfigError("disk_cache_dir is set, and its folder holds prefixes of one model's weights")
     read = _reader(engine, weights)
@@ -91,7 +91,7 @@ def _update(engine: Engine, weights: Weights) -> None:
     engine.lock.exclusive(True, _load, engine, read)
 
 
-def _check(engine: Engine) -> None:
+def check(engine: Engine) -> None:
     """Checks that an engine can sleep.
 
     Raises:

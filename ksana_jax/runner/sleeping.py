@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
 from ksana_jax.runner.runner import Runner
 
@@ -16,12 +17,15 @@ from ksana_jax.runner.runner import Runner
 class _OnHost:
     """A weight in host memory, and where it was; None for one that the engine keeps there."""
 
-    numbers: np.ndarray
+    numbers: Any
     sharding: jax.sharding.Sharding | None
 
     @classmethod
     def of(cls, x: Any) -> _OnHost:
-        return cls(np.asarray(x), x.sharding if isinstance(x, jax.Array) else None)
+        if not isinstance(x, jax.Array):
+            return cls(x, None)
+        # A CPU's arrays are there already; NumPy's views of them would live until the next garbage collection.
+        return cls(x if capabilities().shares_host_memory else np.asarray(x), x.sharding)
 
     def back(self) -> Any:
         return self.numbers if self.sharding is None else jax.device_put(self.numbers, self.sharding)

@@ -33,7 +33,8 @@ async def load(request: Request) -> Response:
         raise bad_request(f"lora_name is {name!r:.80}, must be printable characters", "lora_name")
     adapter = LoRARequest(name, len(model.adapters) + 1, values["lora_path"])
     try:
-        await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
+        async with serving.any_llm.awake():
+            await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
     except ValueError as error:
         raise bad_request(str(error), "lora_path") from None
     if name in (*model.names, *model.adapters):

@@ -85,10 +85,11 @@ async def _read(request: Request, fields: Fields) -> dict[str, Any]:
 
 
 async def _answered(request: Request, name: str, act: Callable[[LLM], int]) -> Response:
-    llm = serving_of(request).llm.llm
-    if llm is None:
+    served = serving_of(request).llm
+    if (llm := served.llm) is None:
         raise bad_request("this engine was not made by LLM: it has no sessions")
     try:
-        return json_response({"name": name, "num_tokens": await asyncio.to_thread(act, llm)})
+        async with served.awake():
+            return json_response({"name": name, "num_tokens": await asyncio.to_thread(act, llm)})
     except SessionError as error:
         raise bad_request(str(error), "name") from None

@@ -68,6 +68,9 @@ class ServerSettings(HTTPSettings):
       max_header_bytes: maximum bytes of a request's first line and headers.
       session_dir: folder for sessions that POST /sessions/NAME/save and /restore save and restore; None takes no such
         requests.
+      sleep_after: seconds without a request after which the model sleeps; the next request wakes it up; None keeps it
+        awake.
+      sleep_level: of that sleep: 1 keeps the weights in host memory, 2 reads them again.
       admin_keys: requests to /sessions, and to load and unload adapters, must send one of these.
     """
 
@@ -81,6 +84,8 @@ class ServerSettings(HTTPSettings):
     ping_s: float = 15.0
     max_header_bytes: int = 64 * 2**10
     session_dir: str | None = None
+    sleep_after: float | None = None
+    sleep_level: int = 1
     admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
@@ -92,6 +97,8 @@ class ServerSettings(HTTPSettings):
             checks.number("kv_cache_metrics_sample", self.kv_cache_metrics_sample, above=0, high=1),
             checks.number("ping_s", self.ping_s, above=0, high=86400),
             checks.integer("max_header_bytes", self.max_header_bytes, 1024),
+            checks.number("sleep_after", self.sleep_after, above=0, high=2**31, optional=True),
+            checks.integer("sleep_level", self.sleep_level, 1, 2),
             error=ConfigError,
         )
         if self.session_dir is not None and not self.admin_keys:

@@ -64,6 +64,8 @@ class Serving:
             max_num_queued_reqs=settings.max_num_queued_reqs,
             max_num_queued_tokens=settings.max_num_queued_tokens,
         )
+        if settings.sleep_after is not None:
+            llm.sleep_when_idle(settings.sleep_after, settings.sleep_level)
         self._stepped_s = time.monotonic()
         llm.observers.append(self._observe)
         self._llm = llm
