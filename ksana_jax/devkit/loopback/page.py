@@ -17,7 +17,7 @@ from ksana_jax.devkit.loopback.wrapper import FUNCTIONS
 _HEAD = """# What the engine needs of a device
 
 `python -m ksana_jax.devkit.loopback.page PLUGIN.so` prints this page.
-[new-accelerator.md](../extend/new-accelerator.md) brings a device up; `ksana doctor --device` prints the reports below.
+[new-accelerator.md](../extend/new-accelerator.md) brings a device up; `ksana doctor --device` prints the report below.
 """
 
 
@@ -47,7 +47,7 @@ def _row(*cells: str) -> str:
 
 
 def page(plugin: str) -> str:
-    """Returns the page: its text, the engine's requirements, and the reports of two devices; takes some minutes.
+    """Returns the page: its text, the engine's requirements, and a device's report; takes some minutes.
 
     Args:
       plugin: path of OpenXLA's CPU plugin.
@@ -77,17 +77,9 @@ def page(plugin: str) -> str:
         *_functions(without("lacks", functions)),
         "",
     ]
-    return "\n".join([*lines, *reports(plugin)])
-
-
-def reports(plugin: str) -> list[str]:
-    """Returns the reports of OpenXLA's CPU plugin and of a CPU."""
-    devices = {"OpenXLA's CPU plugin": {"platform": "npu", "plugin": plugin}, "a CPU": {"platform": "cpu"}}
-    return [
-        line
-        for name, device in devices.items()
-        for line in (f"## `ksana doctor --device` on {name}", "", "```text", f"{probe(device).text()}```", "")
-    ]
+    found = probe({"platform": "npu", "plugin": plugin}).text()
+    lines += ["## `ksana doctor --device` on OpenXLA's CPU plugin", "", "```text", f"{found}```", ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
