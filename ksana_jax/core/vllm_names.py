@@ -78,6 +78,8 @@ steps are always compiled, once per bucket of shapes; `llm.warm_up()` compiles t
     enforce_eager = True, False | True
     compilation_config = any | 3
     max_seq_len_to_capture = any | 8192
+every engine can sleep: `llm.sleep()`, `llm.wake_up()`
+    enable_sleep_mode = True, False | True
 each step's record is in `llm.records`
     disable_log_stats = True, False | True
 code in a checkpoint is never run

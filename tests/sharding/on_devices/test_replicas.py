@@ -103,3 +103,17 @@ def test_too_few_devices_are_one_clear_error():
     settings = SETTINGS | ONE_SHAPE | {"data_parallel_size": 3, "tensor_parallel_size": 4}
     with pytest.raises(ConfigError, match=r"data_parallel_size 3 x tensor_parallel_size 4 .* 8 devices .*count=12"):
         LLM.from_params(MODELS["MHA"], params_of("MHA"), **settings)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_replicas_sleep_and_take_weights_each_on_its_devices(tensor_parallel_size):
+    llm = two(tensor_parallel_size)
+    before = tokens_of(llm, MIXED_FEW)
+    llm.sleep(1)
+    llm.wake_up()
+    assert tokens_of(llm, MIXED_FEW) == before
+    llm.sleep(2)
+    llm.update_weights(params_of("GQA"))
+    devices = [engine.executor.params.final_norm.sharding.device_set for engine in llm.replicas.engines]
+    assert devices == [engine.executor.cache.kv.sharding.device_set for engine in llm.replicas.engines]
+    assert tokens_of(llm, MIXED_FEW) == before
