@@ -32,6 +32,11 @@ class LoRARequest:
         checks.require(checks.integer("lora_int_id", self.lora_int_id))
 
 
+def salted(digest: str, cache_salt: str) -> str:
+    """Returns the salt of a request's prefixes, given its own: they depend on the adapter's contents."""
+    return f"lora {digest}\0{cache_salt}"
+
+
 def of_prompts(given: Any, num_prompts: int) -> Sequence[Any]:
     """Returns the adapter of each prompt, given one for all of them or a list of one or None for each.
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ksana_jax.scheduler.step.types import Executor
 
 
+# Digests remembered for `digest_of`.
+MAX_DIGESTS = 4096
+
+
 class _Kept(NamedTuple):
     """stamp: size and time of the files that the adapter was read from."""
 
@@ -44,6 +48,7 @@ class Adapters:
         self._with_lengths = executor.with_lengths
         self._most = config.max_cpu_loras or config.max_loras
         self._kept: dict[Path, _Kept] = {}  # the last one was asked for last
+        self._digests: dict[str, str] = {}  # by path as requests give it, the last MAX_DIGESTS
         self._lock = threading.Lock()
 
     def use(self, request: LoRARequest) -> AdapterUse:
@@ -72,9 +77,16 @@ class Adapters:
                     raise ValueError(f"adapter {request.lora_name!r}: {error}") from None
                 kept = _Kept(stamp, AdapterUse(adapter.digest, adapter, self.slots))
             self._kept[folder] = kept
+            self._digests[request.lora_path] = kept.use.digest
+            if len(self._digests) > MAX_DIGESTS:
+                del self._digests[next(iter(self._digests))]
             while len(self._kept) > self._most:
                 del self._kept[next(iter(self._kept))]
             return kept.use
+
+    def digest_of(self, request: LoRARequest) -> str | None:
+        """Returns the digest of the adapter that was last read for a request's path, if it is known; reads nothing."""
+        return self._digests.get(request.lora_path)
 
     def forget(self) -> None:
         """Forgets all adapters: other weights of the model have taken the place of those that they were read for."""

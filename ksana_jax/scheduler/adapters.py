@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from ksana_jax.core.lora import salted
 from ksana_jax.scheduler.sequence import Rows
 
 
@@ -66,5 +67,5 @@ class AdapterUse:
         return self.slots.place(self, rows)
 
     def salted(self, cache_salt: str) -> str:
-        """Returns the salt of the request's prefixes, given its own: they depend on the adapter's contents."""
-        return f"lora {self.digest}\0{cache_salt}"
+        """Returns the salt of the request's prefixes, given its own."""
+        return salted(self.digest, cache_salt)

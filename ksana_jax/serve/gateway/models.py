@@ -1,9 +1,10 @@
-"""Looks up each server's model: all must serve the same one."""
+"""Looks up the model of each server, the same one for all, and its adapters, whose prefixes have roots of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 import aiohttp
 
@@ -16,12 +17,19 @@ log = logging.getLogger("ksana_jax.serve.gateway")
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
+class _Served(NamedTuple):
+    """The report of a server: names of its models, and digests of the adapters among them."""
+
+    names: frozenset[str]
+    adapters: dict[str, str]
+
+
 class SameModel:
     """Compares the names under which servers serve their models. Servers that report none are not compared."""
 
     def __init__(self, proxy: Proxy):
         self._proxy = proxy
-        self._names: dict[Server, frozenset[str]] = {}
+        self._served: dict[Server, _Served] = {}
 
     async def check(self) -> None:
         """Asks the servers that have become ready since the last call.
@@ -30,33 +38,48 @@ class SameModel:
           ConfigError: one of them serves another model than the servers before it.
         """
         ready = self._proxy.fleet.router.servers
-        self._names = {server: names for server, names in self._names.items() if server.url in ready}
-        new = [s for s in self._proxy.fleet.servers.values() if s.url in ready and s not in self._names]
+        self._served = {server: served for server, served in self._served.items() if server.url in ready}
+        new = [s for s in self._proxy.fleet.servers.values() if s.url in ready and s not in self._served]
         others = []
-        for server, names in zip(new, await asyncio.gather(*map(self._ask, new)), strict=True):
-            first = next(((s, known) for s, known in self._names.items() if known), None)
-            if first is not None and names and not names & first[1]:
-                others.append(f"{_listed(names)} on {server.name}, {_listed(first[1])} on {first[0].name}")
-            self._names[server] = names
+        for server, served in zip(new, await asyncio.gather(*map(self._ask, new)), strict=True):
+            first = next(((s, known.names) for s, known in self._served.items() if known.names), None)
+            if first is not None and served.names and not served.names & first[1]:
+                others.append(f"{_listed(served.names)} on {server.name}, {_listed(first[1])} on {first[0].name}")
+            self._served[server] = served
+        self._tell()
         if others:
             raise ConfigError(f"servers must serve the same model: {'; '.join(others)}")
 
+    def _tell(self) -> None:
+        """Tells the reader of prompts which adapters are served."""
+        found: dict[str, str] = {}
+        for served in self._served.values():
+            found |= served.adapters
+        self._proxy.reader.adapters = found
+
     async def watch(self, every_s: float) -> None:
-        """Keeps checking, and warns of servers that come later."""
+        """Keeps checking, warns of servers that come later, and asks one of the others for new adapters."""
         while True:
             await asyncio.sleep(every_s)
             try:
                 await self.check()
+                if known := [*self._served]:
+                    server = self._proxy.fleet.dice.choice(known)
+                    self._served[server] = await self._ask(server)
+                    self._tell()
             except ConfigError as error:
                 log.warning("%s", error)
 
-    async def _ask(self, server: Server) -> frozenset[str]:
+    async def _ask(self, server: Server) -> _Served:
         try:
             url, headers = server.url + "/v1/models", self._proxy.server_headers
             async with self._proxy.fleet.session.get(url, headers=headers, timeout=TIMEOUT) as got:
-                return frozenset(str(model["id"]) for model in (await got.json())["data"])
-        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
-            return frozenset()
+                models = (await got.json())["data"]
+                digests = {str(model["id"]): model.get("adapter_digest") for model in models}
+                adapters = {name: digest for name, digest in digests.items() if isinstance(digest, str)}
+                return _Served(frozenset(digests), adapters)
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError):
+            return _Served(frozenset(), {})
 
 
 def _listed(names: frozenset[str]) -> str:

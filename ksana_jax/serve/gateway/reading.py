@@ -8,12 +8,13 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.lora import salted
 from ksana_jax.serve.gateway.prompts import CHAT_FIELDS, PromptReader
 from ksana_jax.serve.routing import hashes_of
 
@@ -54,11 +55,13 @@ class RequestReader:
 
     Attributes:
       model: fingerprint of the served model, part of the hashes; empty as long as no server has told it.
+      adapters: digest of each served adapter by its name.
     """
 
     def __init__(self, prompts: PromptReader | None, ask: AskTokens, block_size: int):
         self._prompts, self._ask, self._block_size = prompts, ask, block_size
         self.model = ""
+        self.adapters: Mapping[str, str] = {}
         self._answers: collections.OrderedDict[bytes, list[int]] = collections.OrderedDict()
         self._threads = ThreadPoolExecutor(2, "tokenize")
         self._asks_from_s = 0.0
@@ -92,7 +95,10 @@ class RequestReader:
             if ids.ndim != 1:
                 return _unread(body)
             given = asked.get("cache_salt")
-            hashes = hashes_of(ids, self._block_size, salt if given is None else f"{salt}/{given}", self.model)
+            salt = salt if given is None else f"{salt}/{given}"
+            if (digest := self.adapters.get(asked.get("model"))) is not None:
+                salt = salted(digest, salt)
+            hashes = hashes_of(ids, self._block_size, salt, self.model)
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, OSError):
             return _unread(body)
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")

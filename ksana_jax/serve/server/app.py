@@ -23,7 +23,6 @@ from ksana_jax.serve.server.generation import as_api_error
 from ksana_jax.serve.server.hosts import CheckPages, is_private
 from ksana_jax.serve.server.kv_events import kv_events
 from ksana_jax.serve.server.metrics import CONTENT_TYPE
-from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.openapi import document
 from ksana_jax.serve.server.prompts import check_model
 from ksana_jax.serve.server.settings import ServerSettings
@@ -198,27 +197,29 @@ async def openapi(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     """Answers with the names under which the model is served, and its adapters."""
-    served = serving_of(request).model
-    return json_response(
-        {"object": "list", "data": [_model(served, name) for name in (*served.names, *served.adapters)]}
-    )
+    serving = serving_of(request)
+    names = *serving.model.names, *serving.model.adapters
+    return json_response({"object": "list", "data": [_model(serving, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     """Answers with one name of the model, or an adapter."""
-    served, name = serving_of(request).model, request.path_params["name"]
-    check_model(served, name)
-    return json_response(_model(served, name))
+    serving, name = serving_of(request), request.path_params["name"]
+    check_model(serving.model, name)
+    return json_response(_model(serving, name))
 
 
-def _model(served: ServedModel, name: str) -> dict[str, object]:
+def _model(serving: Serving, name: str) -> dict[str, object]:
+    served, adapters = serving.model, serving.any_llm.engine.factory.adapters
+    adapter = served.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "ksana_jax",
         "root": served.names[0],
-        "parent": served.names[0] if name in served.adapters else None,
+        "parent": None if adapter is None else served.names[0],
+        "adapter_digest": None if adapter is None or adapters is None else adapters.digest_of(adapter),
         "max_model_len": served.max_model_len,
         "has_chat_template": served.tokenizer is not None and served.tokenizer.chat_template is not None,
     }

@@ -6,20 +6,25 @@ import json
 import logging
 import socket
 import threading
+import types
 
 import aiohttp
 import numpy as np
 import pytest
 
+from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.serve.gateway.app import Proxy, running
 from ksana_jax.serve.gateway.fleet import Fleet
 from ksana_jax.serve.gateway.following import EventFollower, read_event
+from ksana_jax.serve.gateway.models import SameModel
 from ksana_jax.serve.gateway.settings import ProxySettings
 from ksana_jax.serve.routing import EventBatch, Router, RouterSettings
 from ksana_jax.serve.server.kv_events import KEPT, MEDIA, Change, KVEventLog
 from ksana_jax.serve.server.sse import DONE, PING
+from tests.engine import small
+from tests.engine import test_lora as lora
 from tests.fakes import make_engine
 from tests.serve.gateway.test_proxy import until
 from tests.serve.server.serving import make_llm, serving
@@ -230,3 +235,37 @@ def test_a_reader_that_leaves_ends_its_stream(monkeypatch):
         assert b"200 OK" in reader.recv(64)
         reader.close()
         assert closed.wait(10)
+
+
+def test_prefixes_of_an_adapter_are_expected_where_requests_with_it_went():
+    def served():
+        folder = lora.GOLDEN / lora.BASE
+        few = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+        llm = small.make_llm(folder=folder, enable_lora=True, max_loras=2, enable_prefix_caching=True, **few)
+        adapters = tuple(map(lora.adapter, ("plain", "all")))
+        for adapter in adapters:
+            llm.engine.factory.adapter_of(adapter)
+        return serving(AsyncLLM.around(llm), lora_modules=adapters, served_model_names=("base",))
+
+    async def main():
+        with served() as one, served() as two:
+            async with proxy_before(one, two) as (fleet, follower, url, client):
+                await until(lambda: follower.num_batches > 1)
+                proxy = types.SimpleNamespace(fleet=fleet, reader=follower._reader, server_headers={})
+                await SameModel(proxy).check()
+                assert sorted(follower._reader.adapters) == ["all", "plain"]
+
+                async def ask(model):
+                    body = {"model": model, "prompt": list(range(5, 27)), "max_tokens": 2}
+                    async with client.post(url + "/v1/completions", json=body) as got:
+                        assert got.status == 200
+                        return (await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+                for expected in (0, 20):
+                    for model in ("base", "plain", "all"):
+                        before = fleet.router.counts.expected_tokens
+                        assert await ask(model) == expected
+                        assert fleet.router.counts.expected_tokens - before == expected
+                        await until(lambda: known(fleet, one) == cached(one) and known(fleet, two) == cached(two))
+
+    asyncio.run(main())
