@@ -57,7 +57,13 @@ class AdaptedRunner(Runner):
     def with_lengths(
         self, layers: Sequence[LayerAdapter], lengths: Sequence[Mapping[str, np.ndarray]]
     ) -> tuple[LayerAdapter, ...]:
-        """Returns an adapter's layers with the row lengths of some of its matrices, which depend on the model's own."""
+        """Returns an adapter's layers with the row lengths of some of its matrices, which depend on the model's own.
+
+        Raises:
+          RuntimeError: the engine sleeps.
+        """
+        if isinstance(self.params.final_norm, jax.ShapeDtypeStruct):
+            raise RuntimeError("the engine sleeps: call wake_up() first")
         each = zip(self.params.layers, adaptable(self.config), layers, lengths, strict=True)
         return tuple(with_lengths(*of_layer, numbers) for of_layer in each)
 

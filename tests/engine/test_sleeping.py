@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax import LLM, SamplingParams
+from ksana_jax import LLM, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
 from ksana_jax.loading import LoadError, load_model
@@ -219,7 +219,7 @@ def test_sleeps_and_requests_of_several_threads_do_not_meet(folders, expected):
         assert tokens(llm) == expected[0]
 
 
-def test_adapters_are_read_again_for_other_weights():
+def test_adapters_are_read_again_for_other_weights(tmp_path):
     from tests.engine import test_lora as lora
 
     asked = [lora.adapter("lengths"), None]
@@ -228,6 +228,8 @@ def test_adapters_are_read_again_for_other_weights():
     with lora.engine(max_loras=1) as llm:
         before = lora.texts(llm, asked)
         llm.sleep(1)
+        with pytest.raises(RuntimeError, match="the engine sleeps: call wake_up"):
+            lora.texts(llm, [LoRARequest("unread", 7, str(lora.copy_adapter("lengths", tmp_path) and tmp_path))])
         llm.wake_up()
         assert lora.texts(llm, asked) == before
         llm.update_weights(other)
