@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from ksana_jax import AttentionPattern
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.errors import LoadError
+from ksana_jax.core.patterns import FULL
 from ksana_jax.lab.experiments.config import load, patterns_of, plan
+from ksana_jax.lab.experiments.trials import EnginePool
 
 pytestmark = pytest.mark.usefixtures("fake")
 
@@ -281,6 +284,16 @@ def test_one_pattern_in_place_of_a_models_own_groups_needs_an_engine_of_its_own(
     own, full, window = (row.trials[0] for row in plan(small(model, variants=variants)).rows)
     assert own.engine_key != full.engine_key == window.engine_key
     assert own.layer_groups == [] and len(full.layer_groups) == 1
+    made = []
+
+    def make(name, **settings):
+        made.append(settings.get("pattern"))
+        return types.SimpleNamespace(set_pattern=lambda pattern: None, clear_records=lambda: None)
+
+    pool = EnginePool(lambda trial: 0, make)
+    for trial in (own, window, full):
+        pool.get(trial)
+    assert made == [None, FULL], "a pool for full attention has room for a window"
 
 
 def test_a_file_that_is_no_experiment_is_refused_with_its_name(tmp_path, model):
