@@ -132,7 +132,8 @@ def _reader(engine: Engine, weights: Weights | None) -> Params | Callable[[], Pa
         raise ConfigError(f"weights is of type {type(weights).__name__}, must be a path, a name or Params")
     reads: Any = load_format, config.seed, config.embedding_device, config.quantization
     path, placement = model_path(weights, weights=load_format != "dummy"), _runner(engine).placement
-    model, read = open_model(path, config.dtype, *reads, placement, config.tensor_parallel_size)
+    on = {"placement": placement, "num_devices": config.tensor_parallel_size}
+    model, read = open_model(path, config.dtype, *reads, **on)
     if model != engine.model:
         names = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(engine.model, f.name)]
         raise ConfigError(f"model {os.fspath(weights)!r} does not fit this engine: it differs in {', '.join(names)}")
