@@ -71,7 +71,8 @@ class Sleeps:
           weights: path or name of a model, or weights as of `loading.load_model`.
 
         Raises:
-          RuntimeError: requests are running. ValueError: the weights do not fit; the old ones stay.
+          RuntimeError: requests are running. ValueError: the weights do not fit, and the old ones stay; or they cannot
+            be read, and the engine sleeps.
         """
         self.replicas.each(lambda engine: _update(engine, weights))
 
@@ -87,8 +88,7 @@ def _update(engine: Engine, weights: Weights) -> None:
     if engine.memory.disk is not None:
         raise ConfigError("disk_cache_dir is set, and its folder holds prefixes of one model's weights")
     read = _reader(engine, weights)
-    engine.lock.exclusive(True, _drop, engine)
-    engine.lock.exclusive(True, _load, engine, read)
+    engine.lock.exclusive(True, _replace, engine, read)
 
 
 def check(engine: Engine) -> None:
@@ -169,13 +169,14 @@ def _vacate(engine: Engine) -> None:
         engine.make_moves()
 
 
-def _drop(engine: Engine) -> None:
-    """Drops weights and prefixes."""
+def _replace(engine: Engine, weights: Params | Callable[[], Params]) -> None:
+    """Drops weights and prefixes, then loads other weights: two sets may not fit."""
     if engine.asleep is None:
         engine.check_idle("weights change only in between")
         engine.lock.begin_write()
         _forget_prefixes(engine, engine.memory.index.scope)
         engine.asleep = Asleep(2, sleeping.release(_runner(engine), keeps_weights=False))
+    _load(engine, weights)
 
 
 def _forget_prefixes(engine: Engine, scope: Scope) -> None:

@@ -1,4 +1,4 @@
-"""An LLM that nobody asks for sleeps, and the next request wakes it up."""
+"""An idle LLM goes to sleep, and the next request wakes it up."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ async def until_asleep(llm: LLM) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_it_sleeps_between_requests_and_serves_them_as_ever():
+def test_it_sleeps_between_requests_and_gives_the_same_tokens():
     with make_llm() as llm:
         expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
 

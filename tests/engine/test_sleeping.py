@@ -13,6 +13,7 @@ from ksana_jax import LLM, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
 from ksana_jax.loading import LoadError, load_model
+from ksana_jax.runner import sleeping
 from tests.engine.small import assert_idle, make_llm
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 
@@ -217,6 +218,24 @@ def test_sleeps_and_requests_of_several_threads_do_not_meet(folders, expected):
         assert all(ids == expected[0][0] for ids in served)
         assert all("the engine sleeps" in message for message in refused)
         assert tokens(llm) == expected[0]
+
+
+def test_nobody_wakes_an_engine_between_its_old_weights_and_the_new_ones(folders, expected, monkeypatch):
+    with engine(folders[0]) as llm:
+        release, woken = sleeping.release, []
+        waker = threading.Thread(target=lambda: woken.append(llm.wake_up()))
+
+        def release_and_wait(runner, **options):
+            waker.start()
+            time.sleep(0.2)  # for the lock
+            return release(runner, **options)
+
+        monkeypatch.setattr(sleeping, "release", release_and_wait)
+        loads, read = [], llm.engine.read_weights
+        monkeypatch.setattr(llm.engine, "read_weights", lambda weights: loads.append(weights) or read(weights))
+        llm.update_weights(folders[1])
+        waker.join()
+        assert len(loads) == len(woken) == 1 and tokens(llm) == expected[1]
 
 
 def test_adapters_are_read_again_for_other_weights(tmp_path):

@@ -1,4 +1,4 @@
-"""A server whose model sleeps between requests answers them as ever."""
+"""A server puts its idle model to sleep, and gives the same answers after it has woken up."""
 
 import time
 
