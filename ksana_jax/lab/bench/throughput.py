@@ -29,19 +29,26 @@ if TYPE_CHECKING:
 OURS, STEPS, EVICTING, BOUND = "ksana_jax", "ksana_jax, steps together", "ksana_jax, evicting", "bound"
 OWN = (OURS, STEPS)
 MAX_MODEL_LEN = 512
+MOST_TOKENS = (256, 128)  # of a prompt and an output, unless they are given
 # Share of each output's tokens for warm-up: it meets all numbers of rows in an eighth of the steps.
 WARM_SHARE = 8
 
 
-def workload(vocab_size: int, num_requests: int, seed: int) -> tuple[list[list[int]], list[int]]:
+def workload(
+    vocab_size: int, num_requests: int, seed: int, prompt_tokens: int | None = None, output_tokens: int | None = None
+) -> tuple[list[list[int]], list[int]]:
     """Returns prompts of random tokens, and for each its number of output tokens: prompts of 32 to 256 tokens and
-    outputs of 16 to 128, or 128 of both if there is only one request."""
+    outputs of 16 to 128, or 128 of both if there is only one request, unless the numbers are given."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    counts = rng.integers(32, 257, num_requests) if num_requests > 1 else [128]
+    counts, lengths = (rng.integers(32, MOST_TOKENS[0] + 1, num_requests) if num_requests > 1 else [128]), [128]
+    if prompt_tokens is not None:
+        counts = [prompt_tokens] * num_requests
     prompts = [rng.integers(3, vocab_size, n).tolist() for n in counts]
-    return prompts, rng.integers(16, 129, num_requests).tolist() if num_requests > 1 else [128]
+    if num_requests > 1:
+        lengths = rng.integers(16, MOST_TOKENS[1] + 1, num_requests).tolist()
+    return prompts, lengths if output_tokens is None else [output_tokens] * num_requests
 
 
 @dataclasses.dataclass
@@ -49,13 +56,16 @@ class Throughput(Bench):
     """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
 
     One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
-    same weights, dtype and threads, alternating with this one; llama.cpp alone gets a GGUF file, as stored. With
-    --kv-eviction, also how many requests a pool of as many bytes serves at once if they evict."""
+    same weights, dtype and threads, alternating with this one. With --quantization, llama.cpp alone is given a GGUF
+    file, as stored; without it, all are given the numbers of the file in --dtype. With --kv-eviction, also how many
+    requests a pool of as many bytes serves at once if they evict."""
 
     model: str = option("ksana-tiny", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
     quantization: str | None = option(None, "of this engine's weights: int8, w8a8 or stored; not the peers'")
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
+    prompt_tokens: int | None = option(None, "tokens of each prompt")
+    output_tokens: int | None = option(None, "tokens of each output")
     seed: int = option(0, "seed for weights, lengths and prompts")
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
     num_scheduler_steps: int = option(8, "decode steps in one call, of a second row of this engine; 1 leaves it out")
@@ -71,6 +81,8 @@ class Throughput(Bench):
 
         read_eviction(self.kv_eviction)
         counts = [checks.integer("requests", count) for count in self.requests]
+        sizes = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        counts += [checks.integer(name, size) for name, size in sizes.items() if size is not None]
         checks.require(*counts, checks.integer("num_scheduler_steps", self.num_scheduler_steps), error=ConfigError)
         for name in self.only:
             if not any(label.startswith(name) for label in PEERS):
@@ -90,15 +102,18 @@ class Throughput(Bench):
         self.bound_s: dict[int, float] = {}  # by number of requests
         self.folder = tempfile.TemporaryDirectory()
         model = model_path(self.model)
-        if self.peers is not None and not has_weights(model):
-            _export_random(model, Path(self.folder.name), self.dtype, self.seed)
+        is_random = not has_weights(model)
+        if self.peers is not None and (is_random or (gguf_of(model) and self.quantization is None)):
+            _export(model, Path(self.folder.name), self.dtype, "dummy" if is_random else "auto", self.seed)
             model = Path(self.folder.name)
         self.model_files = gguf_of(model) or model
+        longest = (self.prompt_tokens or MOST_TOKENS[0]) + (self.output_tokens or MOST_TOKENS[1])
+        self.max_model_len = max(MAX_MODEL_LEN, longest)
         settings = {
             "dtype": self.dtype,
             "quantization": self.quantization,
             "max_num_seqs": max(self.requests),
-            "max_model_len": MAX_MODEL_LEN,
+            "max_model_len": self.max_model_len,
         }
         make = functools.partial(make_llm, str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)
         self.llms = {OURS: make()}
@@ -109,11 +124,12 @@ class Throughput(Bench):
             settings |= {"kv_eviction": self.kv_eviction, "memory_bytes": full.num_blocks * full.block_bytes}
             self.llms[EVICTING] = make_llm(str(model), seed=self.seed, **settings)
         for llm in self.llms.values():
-            llm.warm_up(384)
+            llm.warm_up(longest)
 
     def measure(self, case: Case) -> Measurement:
         count = case.point["requests"]
-        prompts, lengths = workload(self.llms[OURS].model_config.vocab_size, count, self.seed)
+        vocab_size = self.llms[OURS].model_config.vocab_size
+        prompts, lengths = workload(vocab_size, count, self.seed, self.prompt_tokens, self.output_tokens)
         if case.label == BOUND:
             return self._bound(prompts, lengths)
         if self.warming:
@@ -159,7 +175,7 @@ class Throughput(Bench):
                 dtype=self.dtype,
                 threads=num_cores(),
                 rows=max(self.requests),
-                max_model_len=MAX_MODEL_LEN,
+                max_model_len=self.max_model_len,
             )
         return self.processes_of[label]
 
@@ -256,9 +272,9 @@ def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple
     return seconds, [output.check().outputs[0].token_ids for output in outputs], found
 
 
-def _export_random(config_dir: Path, out: Path, dtype: str, seed: int) -> None:
-    """Writes random weights for a configuration as a Hugging Face directory."""
+def _export(source: Path, out: Path, dtype: str, load_format: str, seed: int) -> None:
+    """Writes a model's weights in dtype as a Hugging Face directory; "dummy": random ones."""
     from ksana_jax.loading import export_hf, load_model
 
-    config, params = load_model(config_dir, dtype=dtype, load_format="dummy", seed=seed)
+    config, params = load_model(source, dtype=dtype, load_format=load_format, seed=seed)
     export_hf(out, config, params)

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import sys
+import types
+from typing import NamedTuple
 
 import pytest
 
@@ -22,7 +24,13 @@ MODEL = ModelConfig(
 )
 
 
+class FakeParams(NamedTuple):
+    head: None = None
+
+
 class FakeLLM:
+    runner = types.SimpleNamespace(params=FakeParams())
+
     def __init__(self, num_blocks, steps):
         self.num_blocks, self.block_bytes, self.model_config, self.warm = num_blocks, 1000, MODEL, None
         self.steps = steps
@@ -123,7 +131,7 @@ class FakePeer:
 
 def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch, tmp_path):
     monkeypatch.setattr(peer_process, "PeerProcess", FakePeer)
-    monkeypatch.setattr(throughput, "_export_random", lambda *_: None)
+    monkeypatch.setattr(throughput, "_export", lambda *_: None)
     rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
@@ -142,10 +150,40 @@ def test_llama_cpp_alone_is_given_a_gguf_file(engines, monkeypatch, tmp_path):
     )
     path = tmp_path / "model.gguf"
     path.touch()
-    rows, made = rows_of(Throughput(str(path), num_blocks=10, requests=(2,), peers=str(tmp_path)))
+    bench = Throughput(str(path), quantization="stored", num_blocks=10, requests=(2,), peers=str(tmp_path))
+    rows, made = rows_of(bench)
     assert given == [("of_llama_cpp", str(path))]
     assert {label for label in PEERS if rows[label, 2].mean("run_s") is not None} == {"llama.cpp, benchmark's loop"}
     assert any(f"vLLM: absent, it is given no GGUF files, such as {path}" in note for note in made.notes)
+
+
+def test_all_peers_are_given_the_numbers_of_a_gguf_file_that_is_dequantised(engines, monkeypatch, tmp_path):
+    given, exported = set(), []
+    monkeypatch.setattr(
+        peer_process, "PeerProcess", lambda *a, **b: given.add((a[0].script, b["model"])) or FakePeer(*a, **b)
+    )
+    monkeypatch.setattr(throughput, "_export", lambda *asked: exported.append(asked))
+    path = tmp_path / "model.gguf"
+    path.touch()
+    rows_of(Throughput(str(path), dtype="bf16", num_blocks=10, requests=(2,), peers=str(tmp_path)))
+    [(source, folder, *how)] = exported
+    assert (source, how) == (path, ["bf16", "auto", 0])
+    assert given == {(spec.script, str(folder)) for spec in PEERS.values()}
+
+
+def test_numbers_of_tokens_may_be_given(engines, monkeypatch):
+    asked = []
+
+    def run(llm, prompts, lengths):
+        asked.append(([len(p) for p in prompts], lengths))
+        return 1.0, [[1]] * len(prompts), {"steps": 1, "num_blocks": 10, "running": None}
+
+    monkeypatch.setattr(throughput, "run", run)
+    rows_of(Throughput(requests=(1, 2), num_scheduler_steps=1, prompt_tokens=600, output_tokens=1))
+    assert asked[-2:] == [([600], [1]), ([600, 600], [1, 1])]
+    assert [settings["max_model_len"] for settings in engines] == [601]
+    with pytest.raises(ConfigError, match="prompt_tokens is 0, must be"):
+        Throughput(prompt_tokens=0).cases()
 
 
 def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_peers_that_are_named(
@@ -159,7 +197,7 @@ def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_pe
             return 4.0, [[1]]
 
     monkeypatch.setattr(peer_process, "PeerProcess", Peer)
-    monkeypatch.setattr(throughput, "_export_random", lambda *_: None)
+    monkeypatch.setattr(throughput, "_export", lambda *_: None)
     rows, made = rows_of(Throughput(num_blocks=10, requests=(1,), peers=str(tmp_path), only=("transformers",)))
     assert asked == [("Static", [16]), ("Continuous", [16]), ("Static", [128]), ("Continuous", [128])]
     labels = [BOUND, OURS, STEPS, "transformers, static batch", "transformers, continuous"]
