@@ -9,7 +9,7 @@ import jax
 
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models.block_matrix import PackedBlocks
-from ksana_jax.models.layers import norm_kind
+from ksana_jax.models.layers import indexed, norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
@@ -46,7 +46,8 @@ class PackedOperators(Operators):
     def embed(self, embedding: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
         if not isinstance(embedding, PackedMatrix):
             return super().embed(embedding, tokens)
-        return embedding.words[tokens // PANEL, :, tokens % PANEL].reshape(*tokens.shape, -1)
+        found = indexed(embedding.words, (tokens // PANEL, slice(None), tokens % PANEL))
+        return found.reshape(*tokens.shape, -1)
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
         matrices: Any = p.w_q, p.w_k, p.w_v
