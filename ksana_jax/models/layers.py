@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,6 @@ Normalise = Callable[[jax.Array, jax.Array], jax.Array]
 def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
     """Multiplies x [..., in] by w [out, in], adds b [out]: [..., out] in dtype (x's by default), summed in float32."""
     return w.multiply(x, b, dtype=dtype) if isinstance(w, Matrix) else finished(dot(x, w), b, dtype or x.dtype)
-
-
-def indexed(x: jax.Array, index: Any) -> jax.Array:
-    """Returns x[index]. Numbers of 16 bits move as integers: XLA on CPUs widens the whole of x to float32 otherwise."""
-    if x.dtype.itemsize != 2:
-        return x[index]
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint16)[index], x.dtype)
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:

@@ -33,7 +33,7 @@ class Operators:
 
     def embed(self, embedding: jax.Array | Blocks, tokens: jax.Array) -> jax.Array:
         """Looks up the rows [..., D] of tokens [...]."""
-        return embedding.rows(tokens) if isinstance(embedding, Blocks) else layers.indexed(embedding, tokens)
+        return embedding.rows(tokens) if isinstance(embedding, Blocks) else embedding[tokens]
 
     def summed(self, out: jax.Array) -> jax.Array:
         """Sums the devices' results of a product whose columns are divided among them."""

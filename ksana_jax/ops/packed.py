@@ -6,10 +6,11 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models.block_matrix import PackedBlocks
-from ksana_jax.models.layers import indexed, norm_kind
+from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
@@ -40,14 +41,20 @@ class PackedMatrix(Matrix):
         return project(x, [Weights.of(self, b)], dtype=dtype)[0]
 
 
+def _rows(table: jax.Array, *at: Any) -> jax.Array:
+    """Returns table[at]. 16 bits move as integers: XLA on CPUs would widen the whole table to float32."""
+    if table.dtype.itemsize != 2:
+        return table[at]
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(table, jnp.uint16)[at], table.dtype)
+
+
 class PackedOperators(Operators):
     """Operators that fuse the parts of layers with packed matrices, and norms and MLPs that C++ supports."""
 
     def embed(self, embedding: jax.Array | PackedMatrix, tokens: jax.Array) -> jax.Array:
-        if not isinstance(embedding, PackedMatrix):
-            return super().embed(embedding, tokens)
-        found = indexed(embedding.words, (tokens // PANEL, slice(None), tokens % PANEL))
-        return found.reshape(*tokens.shape, -1)
+        if isinstance(embedding, PackedMatrix):
+            return _rows(embedding.words, tokens // PANEL, slice(None), tokens % PANEL).reshape(*tokens.shape, -1)
+        return _rows(embedding, tokens) if isinstance(embedding, jax.Array) else super().embed(embedding, tokens)
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
         matrices: Any = p.w_q, p.w_k, p.w_v

@@ -10,7 +10,6 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
-from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm
@@ -204,8 +203,7 @@ def test_packing_keeps_every_number_and_may_consume_its_source(quantization):
 def test_a_loop_looks_up_rows_of_16_bits_without_a_copy_of_the_table_in_float32(is_packed):
     params = weights(TIED, "bfloat16")
     table = packed(params, TIED).embed if is_packed else params.embed
-    operators = PackedOperators() if is_packed else Operators()
-    loop = jax.jit(lambda table, steps: jax.lax.map(lambda tokens: operators.embed(table, tokens), steps))
+    loop = jax.jit(lambda table, steps: jax.lax.map(lambda tokens: PackedOperators().embed(table, tokens), steps))
     program = loop.lower(table, jnp.zeros((8, 1), jnp.int32)).compile().as_text()
     shape = table.words.shape if is_packed else table.shape
     assert f"f32[{','.join(map(str, shape))}]" not in program
