@@ -17,6 +17,7 @@ from ksana_jax.ops.kv_write import CEILING, Queries, sink_query_position
 from ksana_jax.ops.observation import ObservedQueries, Pieces, observed_mass
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sources import Source, Tables, sources
+from ksana_jax.ops.transformed_pool import TransformedCache, as_stored
 
 # Keys of a row, and queries of different rows, that are processed together: few enough for the processor's caches.
 # On two CPU cores a decode step of 32 rows with up to 384 tokens (8 layers, bfloat16) took 38 ms with all rows at once,
@@ -52,6 +53,11 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     """
     batch, shape = context.batch, context.shape
     q, q_sink = queries
+    if q_sink is None and (context.observer is None or not context.observer.unrotated_keys):
+        cache = as_stored(cache)  # no key is rotated by its position when it is read
+    transformed = cache.transformed if isinstance(cache, TransformedCache) else None
+    if transformed is not None:
+        q = transformed.transform(q, jnp)
     of_tokens = q, q_sink, batch.cache_positions, batch.positions, batch.query_numbers, batch.ancestors
     parts, masses = [], []
     for part, tokens, tiles in shape.places():
@@ -71,7 +77,8 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
             sinks = _sinks(context, (*seen.top.shape, 1))[..., 0]
             seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
         parts.append(normalised(seen))
-    return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts), tuple(masses))
+    out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return Attended(out if transformed is None else transformed.inverse(out, jnp), tuple(masses))
 
 
 class PartialAttention(NamedTuple):

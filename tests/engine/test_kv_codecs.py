@@ -36,19 +36,23 @@ class Definition:
         layer, self.num_calls = self.num_calls // 2, self.num_calls + 1  # keys and values of each layer
         if layer in self.exact:
             return x
+        turned = np.eye(x.shape[-1])
+        if self.name.startswith("hadamard"):
+            turned = np.float64(find_codec(self.name).transform(turned, np))
+        x = x @ turned
         top = np.abs(x).max(-1, keepdims=True)
         # Keys and values of the engine are off by about 1e-6 of their vector's largest number.
         low, x, high = (self._rounded(x + way * 2e-6 * top, top) for way in (-1, 0, 1))
         self.certain &= bool((low == high).all())
-        return x
+        return x @ turned.T
 
     def _rounded(self, x, top):
         if self.name == "int8":
             return np.round(x / top * 127) * top / 127
-        if self.name == "int3":
-            low = x.min(-1, keepdims=True)
-            first, step = (np.float64(np.float16(a)) for a in (low, (x.max(-1, keepdims=True) - low) / 7))
-            return first + np.clip(np.round((x - first) / step), 0, 7) * step
+        if self.name[-1] in "34" and self.name != "fp8_e4m3":
+            most, low = 2 ** int(self.name[-1]) - 1, x.min(-1, keepdims=True)
+            first, step = (np.float64(np.float16(a)) for a in (low, (x.max(-1, keepdims=True) - low) / most))
+            return first + np.clip(np.round((x - first) / step), 0, most) * step
         if self.name == "fp8_e4m3":
             return np.clip(x / top * 448, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * top / 448
         return x.astype(ml_dtypes.float8_e5m2).astype(np.float64)
@@ -66,7 +70,17 @@ def text_without_ties(name: str, exact: tuple[int, ...] = ()) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(
-    ("name", "exact"), [("int8", ()), ("fp8_e4m3", ()), ("fp8_e5m2", ()), ("int3", ()), ("int3", (0,)), ("int8", (1,))]
+    ("name", "exact"),
+    [
+        ("int8", ()),
+        ("fp8_e4m3", ()),
+        ("fp8_e5m2", ()),
+        ("int3", ()),
+        ("int3", (0,)),
+        ("int8", (1,)),
+        ("hadamard4", ()),
+        ("hadamard4", (0,)),
+    ],
 )
 def test_an_engine_computes_what_a_dense_model_does_with_keys_and_values_by_definition(name, exact):
     config, params = model()
@@ -80,6 +94,15 @@ def test_an_engine_computes_what_a_dense_model_does_with_keys_and_values_by_defi
     np.testing.assert_allclose(got, [expected[t, text[t + 1]] for t in range(len(text) - 1)], atol=1e-4)
     full = reference_logprobs(params, config, text)
     assert np.abs(full - expected).max() > 1e-3
+
+
+def test_attention_multiplies_queries_and_results_instead_of_transformed_keys_and_values(monkeypatch):
+    codec, shapes = type(find_codec("hadamard4")), []
+    monkeypatch.setattr(codec, "inverse", lambda self, x, xp: shapes.append(x.shape) or x)
+    llm = make_llm(kv_cache_dtype="hadamard4", **TIGHT)
+    tokens_of(llm, PROMPTS[:1], GREEDY)
+    config, _ = model()
+    assert shapes and {shape[1:] for shape in shapes} == {(config.num_heads, config.head_dim)}
 
 
 @functools.cache

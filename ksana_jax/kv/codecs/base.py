@@ -42,6 +42,37 @@ class Codec(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class TransformedCodec:
+    """Stores products of vectors with an orthogonal matrix. Base of all codecs that do, with the methods of `Codec`.
+
+    Attention reads the products: it multiplies its queries too, and its result by the inverse, since neither products
+    of vectors nor their weighted sums depend on the axes.
+
+    Args:
+      stored: codec of the products.
+    """
+
+    stored: Codec
+
+    def transform(self, x: Any, xp: Any) -> Any:
+        """Returns the products of vectors [..., H], in float32."""
+        raise NotImplementedError
+
+    def inverse(self, x: Any, xp: Any) -> Any:
+        """Returns the vectors [..., H] whose products `transform` returns, in float32."""
+        raise NotImplementedError
+
+    def arrays(self, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return self.stored.arrays(head_dim)
+
+    def encode(self, x: Any, xp: Any) -> dict[str, Any]:
+        return self.stored.encode(self.transform(x, xp), xp)
+
+    def decode(self, stored: Mapping[str, Any], xp: Any) -> Any:
+        return self.inverse(self.stored.decode(stored, xp), xp)
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockCodec:
     """Encodes the keys, or the values, of one kv head in a whole block. Base of all block codecs.
 

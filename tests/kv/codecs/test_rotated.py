@@ -5,7 +5,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.codecs.registry import find_codec, find_sealing
-from ksana_jax.methods.codecs.hadamard import rotated, rotated_back
+from ksana_jax.methods.codecs.hadamard import hadamard4
 from ksana_jax.methods.codecs.turboquant import lloyd_max
 
 RNG = np.random.default_rng(5)
@@ -45,9 +45,9 @@ def stored(name: str, x: np.ndarray) -> np.ndarray:
 def test_a_rotation_is_its_matrix_and_is_taken_back(head_dim):
     x, by = keys(head_dim), rotation(head_dim)
     np.testing.assert_allclose(by @ by.T, np.eye(head_dim), atol=1e-12)
-    found = rotated(x.astype(np.float32), np)
+    found = hadamard4().transform(x.astype(np.float32), np)
     np.testing.assert_allclose(found, x @ by.T, atol=1e-4)
-    np.testing.assert_allclose(rotated_back(found, np), x, atol=1e-4)
+    np.testing.assert_allclose(hadamard4().inverse(found, np), x, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
