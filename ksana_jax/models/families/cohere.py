@@ -20,7 +20,7 @@ DEFAULTS = {
     "bos_token_id": 5,
     "eos_token_id": 255001,
 }
-NAMED = {"rms_norm_eps": "layer_norm_eps", "head_dim": None}
+NAMED = {"rms_norm_eps": "layer_norm_eps"}
 
 
 def read_block(fields: Fields) -> dict[str, Any]:
@@ -44,6 +44,9 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def read2(fields: Fields) -> dict[str, Any]:
+    if not fields.problems:  # transformers writes the field and does not read it
+        width = fields.get("hidden_size") // fields.get("num_attention_heads")
+        fields.must_be("head_dim", (width,), f"supported: {width}, hidden_size / num_attention_heads")
     return read_block(fields) | {"pattern": sliding_in(fields, gemma2.kinds_in_turn(fields))}
 
 

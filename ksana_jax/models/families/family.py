@@ -158,7 +158,11 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads")
     sound = not fields.problems
     if sound and num_heads % num_kv_heads:
-        fields.problem("num_attention_heads", num_heads, f"must be a multiple of num_key_value_heads {num_kv_heads}")
+        fields.problem(
+            "num_attention_heads",
+            num_heads,
+            f"must be a multiple of {fields.shown('num_key_value_heads')} {num_kv_heads}",
+        )
     if fields.get("head_dim") is not None:
         head_dim = fields.integer("head_dim")
     else:
