@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,24 +59,23 @@ def keeping(
     kept, cut, unkept = [], [], collections.Counter()
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
-        if len(shape) != 2 or len(tensors) != 1:
-            if len(shape) == 3 and any(stored.form or _reason(stored) for stored in tensors):
-                unkept["places in stacks of experts"] += 1
+        if len(shape) < 2 or len(tensors) != (shape[0] if len(shape) == 3 else 1):
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"
         if not serves:
             continue
         part = share(field, shape, 0, num_devices, config.num_kv_heads) if num_devices > 1 else WHOLE_WEIGHT
-        columns = len(range(shape[1])[part.columns])
-        if tensors[0].form and columns % tensors[0].block:
-            cut.append(
-                f"{tensors[0].name} ({shape[1]} / {num_devices} = {columns} columns, blocks of {tensors[0].block})"
-            )
-        elif tensors[0].form:
-            kept.append((jax.tree_util.keystr(path), tensors[0].form))
+        columns, forms = len(range(shape[-1])[part.columns]), {stored.form for stored in tensors}
+        first = tensors[0]
+        if len(forms) > 1:
+            unkept["other blocks than other experts"] += 1
+        elif first.form and columns % first.block:
+            cut.append(f"{first.name} ({shape[-1]} / {num_devices} = {columns} columns, blocks of {first.block})")
+        elif first.form:
+            kept.append((jax.tree_util.keystr(path), first.form))
         else:
-            unkept[_reason(tensors[0])] += 1
+            unkept[_reason(first)] += 1
     if cut:
         _warn_once(f"{source}: {len(cut)} matrices are dequantised, for devices would divide blocks: {'; '.join(cut)}")
     reasons = "; ".join(f"{count:,} have {reason}" for reason, count in unkept.items() if reason)
@@ -111,12 +110,26 @@ def _zeros(row: np.ndarray, count: int) -> np.ndarray:
     return np.zeros((count, *row.shape[1:]), row.dtype)
 
 
-def read_kept(stored: StoredTensor, dtype: Any, share: Share = WHOLE_WEIGHT) -> BlockMatrix:
-    """Reads a matrix in blocks, or one device's part of it.
+def read_kept(
+    tensors: Sequence[StoredTensor], shape: tuple[int, ...], dtype: Any, share: Share = WHOLE_WEIGHT
+) -> BlockMatrix:
+    """Reads a matrix in blocks, a stack of them [E, out, in], or one device's part of it.
 
     Raises:
       LoadError: the file cannot be read, or a scale is not finite.
     """
+    first = _read_matrix(tensors[0], dtype, share)
+    if len(shape) == 2:
+        return first
+    stack = jax.tree.map(lambda part: np.empty((len(tensors), *part.shape), part.dtype), first)
+    for index, stored in enumerate(tensors):
+        one = _read_matrix(stored, dtype, share) if index else first
+        for whole, part in zip(jax.tree.leaves(stack), jax.tree.leaves(one), strict=True):
+            whole[index] = part
+    return stack
+
+
+def _read_matrix(stored: StoredTensor, dtype: Any, share: Share) -> BlockMatrix:
     row, last, _ = share.rows.indices(stored.shape[0])
     step = max(CHUNK_BYTES // stored.shape[1], 1)
     pieces = [stored.apart(slice(first, min(first + step, last)), share.columns) for first in range(row, last, step)]

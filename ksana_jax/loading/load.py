@@ -225,11 +225,9 @@ def read_params(
     shapes, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
     leaves: list[Any] = []
     for index, (source_of, (path, shape)) in enumerate(zip(sources_of(config), shapes, strict=True)):
-        read = functools.partial(read_weight, source_of.of(found), shape, dtype)
-        if jax.tree_util.keystr(path) in kept:
-            [stored] = source_of.of(found)
-            leaves.append(placement.weight(config, path, shape, functools.partial(read_kept, stored, dtype)))
-        elif index == 0 and embedding_device == "host":  # the embedding is the first
+        reads = read_kept if jax.tree_util.keystr(path) in kept else read_weight
+        read = functools.partial(reads, source_of.of(found), shape, dtype)
+        if index == 0 and embedding_device == "host":  # the embedding is the first
             leaves.append(read())
         else:
             leaves.append(placement.weight(config, path, shape, read))

@@ -86,7 +86,7 @@ def adaptable(config: ModelConfig) -> list[dict[str, tuple[int, int]]]:
             {
                 name: shape
                 for name, shape in weights_of(shapes).items()
-                if (weight := stated[name]) is not None and weight.packs and name not in apart
+                if (weight := stated[name]) is not None and weight.packs and not weight.stacked and name not in apart
             }
         )
     return found

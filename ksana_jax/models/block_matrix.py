@@ -87,6 +87,8 @@ class Blocks(Matrix):
 class BlockMatrix(Blocks):
     """A matrix [out, in] in blocks, in a form of `FORMS`. Products unpack it, in float32.
 
+    All arrays of a stack of such matrices [E, out, in], of experts, have that axis first.
+
     dtype: of the numbers in products and looked up rows.
     """
 
@@ -98,18 +100,19 @@ class BlockMatrix(Blocks):
 
     @classmethod
     def shapes(cls, shape: tuple[int, ...], kind: str, dtype) -> BlockMatrix:
-        """Returns the shapes of a matrix [out, in] in a type of `FORMS`."""
-        form, of_row = FORMS[kind], (shape[0], shape[1] // BLOCK)
-        codes: Any = jax.ShapeDtypeStruct((*of_row, form.block_bytes), jnp.uint8 if form.bits < 8 else jnp.int8)
-        scales: Any = jax.ShapeDtypeStruct((shape[0], shape[1] // form.group), jnp.dtype(form.scales))
+        """Returns the shapes of a matrix [out, in], or a stack of them, in a type of `FORMS`."""
+        form, (*rows, width) = FORMS[kind], shape
+        of_codes = (*rows, width // BLOCK, form.block_bytes)
+        codes: Any = jax.ShapeDtypeStruct(of_codes, jnp.uint8 if form.bits < 8 else jnp.int8)
+        scales: Any = jax.ShapeDtypeStruct((*rows, width // form.group), jnp.dtype(form.scales))
         factors: Any = None
         if form.has_factors:
-            factors = jax.ShapeDtypeStruct((shape[0], shape[1] // SUPERBLOCK, 1 + form.has_minima), jnp.float16)
+            factors = jax.ShapeDtypeStruct((*rows, width // SUPERBLOCK, 1 + form.has_minima), jnp.float16)
         return cls(codes, scales, scales if form.has_minima else None, jnp.dtype(dtype), factors)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1] * BLOCK
+    def shape(self) -> tuple[int, ...]:
+        return *self.codes.shape[:-2], self.codes.shape[-2] * BLOCK
 
     def numbers(self) -> jax.Array:
         # A factor times a scale times a code has 24 bits at most and is exact in float32, so the sum is rounded once,
@@ -145,7 +148,7 @@ class PackedBlocks(Blocks):
     scale for each 32 neighbours of a row.
 
     A panel holds, block after block, the first word of each of its rows, then the second, and so on. A word has four
-    bytes of codes; 8-bit codes are unsigned, and 128 is zero.
+    bytes of codes; 8-bit codes are unsigned, and 128 is zero. All arrays of a stack of matrices have that axis first.
     """
 
     words: jax.Array  # int32 [ceil(out / 64), in / 32, bits of a code, 64]
@@ -157,8 +160,8 @@ class PackedBlocks(Blocks):
     stacks = False
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_rows, self.words.shape[1] * BLOCK
+    def shape(self) -> tuple[int, ...]:
+        return *self.words.shape[:-4], self.num_rows, self.words.shape[-3] * BLOCK
 
     @property
     def sums(self) -> jax.Array | None:
@@ -177,7 +180,9 @@ class PackedBlocks(Blocks):
 
 
 def packed_blocks(w: BlockMatrix) -> PackedBlocks:
-    """Packs a matrix in blocks."""
+    """Packs a matrix in blocks, or a stack of them."""
+    if w.codes.ndim > 3:
+        return jax.vmap(packed_blocks)(w)
     num_rows, blocks, block_bytes = w.codes.shape
     panels = -(-num_rows // PANEL)
 
@@ -200,6 +205,8 @@ def unpacked_blocks(w: PackedBlocks, in_rows: Callable[[jax.Array], jax.Array] |
     Args:
       in_rows: of an array of panels, [ceil(out / 64), ..., 64] -> [rows, ...]; by default, all of them in order.
     """
+    if w.words.ndim > 4:
+        return jax.vmap(unpacked_blocks)(w)
 
     def all_rows(x: jax.Array) -> jax.Array:
         of_device = -(-w.num_rows // PANEL) * PANEL  # outside a program of several devices, panels of all

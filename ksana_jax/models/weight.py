@@ -27,7 +27,7 @@ class Weight(NamedTuple):
     starts: its random initialisation. "normal", "residual": normal numbers, in matrices that write to hidden states
       scaled down; "identity": as the kind of norm says; "zeros".
     quantises: `quantization` stores it as codes.
-    packs: it is read through `linear` alone, so it may be a `PackedMatrix`.
+    packs: it is read through `linear` alone, so it may be a `PackedMatrix`; a stack, a stack of `PackedBlocks`.
     joins: field in which `models.joined` stacks the matrix with others, and its bias with theirs.
     stacked: it is a stack of such weights [E, ...], one for each expert; devices divide each of them.
     """
@@ -53,7 +53,7 @@ def matrix(divides: Division, *, starts: Start = "normal", joins: str | None = N
 
 def of_experts(divides: Division, *, starts: Start = "normal") -> dict[str, Weight]:
     """Returns the metadata of a stack of matrices, each of which is read through `linear` alone."""
-    return {KEY: Weight(divides, starts, quantises=True, stacked=True)}
+    return {KEY: Weight(divides, starts, quantises=True, packs=True, stacked=True)}
 
 
 def vector(divides: Division, starts: Start, *, stacked: bool = False) -> dict[str, Weight]:

@@ -107,7 +107,8 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
 
 // A matrix is five arguments: words [N / 64, words along K, 64, numbers of a word], and, each [N] and where it has them,
 // scales, sums of codes and bias. In blocks, it has words [N / 64, K / 32, words of a block, 64], scales and minima
-// [N / 64, K / 32 or K / 16, 64] in place of scales and sums, and in the end the factors of scales that are integers.
+// [N / 64, K / 32 or K / 16, 64] in place of scales and sums, and in the end the factors of scales that are integers;
+// arrays of a stack of matrices have one axis more.
 Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) {
   Packed w;
   const size_t at = 5 * i;
@@ -117,13 +118,14 @@ Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) 
   const auto scales = args.get<ffi::AnyBuffer>(at + 1).value(), more = args.get<ffi::AnyBuffer>(at + 2).value();
   if (words.element_type() == ffi::S32) {
     const auto kind = scales.element_type();
+    const auto of_words = words.dimensions(), of_scales = scales.dimensions();
     const auto factors = args.get<ffi::AnyBuffer>(at + 4).value();
     w.blocks = {Data(scales),
                 Data(more),
                 reinterpret_cast<const uint16_t*>(Data(factors)),
                 kind == ffi::S8 ? kInt8 : kind == ffi::F32 ? kFloat32 : kFloat16,
-                static_cast<int>(words.dimensions()[2]),
-                scales.dimensions()[1] > words.dimensions()[1]};
+                static_cast<int>(of_words[of_words.size() - 2]),
+                of_scales[of_scales.size() - 2] > of_words[of_words.size() - 3]};
   } else {
     w.scales = reinterpret_cast<const float*>(Data(scales));
     w.sums = reinterpret_cast<const int32_t*>(Data(more));
@@ -149,6 +151,20 @@ ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer no
   p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.scales != nullptr};
   p.asked = static_cast<Stored>(asked);
   Project(p, static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error GroupedBlocksCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> counts,
+                             ffi::RemainingArgs matrix, ffi::Result<ffi::AnyBuffer> y,
+                             ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales,
+                             int32_t stored, int32_t asked) {
+  if (!IsEither(stored)) return NeitherType();
+  GroupedBlocks g{};
+  g.t = x.dimensions()[0], g.groups = counts.element_count(), g.counts = counts.typed_data(), g.x = Data(x);
+  g.rounded = {codes->typed_data(), scales->typed_data(), true};
+  g.w = PackedOf(matrix, 0, y->dimensions()[1], x.dimensions()[1]);
+  g.y = Data(y), g.asked = static_cast<Stored>(asked);
+  BlocksOfGroups(g, static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
 
@@ -266,6 +282,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
                                   .Attr<int32_t>("asked")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_grouped_blocks, ksana::GroupedBlocksCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()                // x
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()  // counts
+                                  .RemainingArgs()                             // the matrices
+                                  .Ret<ksana::ffi::AnyBuffer>()                // y
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of x
+                                  .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
+                                  .Attr<int32_t>("stored")
+                                  .Attr<int32_t>("asked"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                               ksana::ffi::Ffi::Bind()

@@ -46,6 +46,17 @@ struct Projections {
   Stored asked;  // type of y
 };
 
+// Products of rows that are sorted by group, with packed matrices in blocks, one for each; as in `GroupedProduct`.
+struct GroupedBlocks {
+  int64_t t, groups;
+  const int32_t* counts;
+  const char* x;  // [T, K]
+  Rounded rounded;
+  Packed w;  // of the first group; others follow, array by array
+  char* y;   // [T, N]
+  Stored asked;
+};
+
 enum Activation : int32_t { kSilu, kGelu };
 
 // Computes a layer after attention: r = x + norm(output attended); y = r + norm(down(act(gate m) up m)), m = norm(r).
@@ -64,6 +75,7 @@ void Attend(const Call& call, const Threads& threads);
 void Linear(const Product& product, Stored stored, const Threads& threads);
 void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads& threads);
 void RmsNorm(const Norm& norm, int64_t t, const char* x, char* y, Stored stored, const Threads& threads);
+void BlocksOfGroups(const GroupedBlocks& grouped, Stored stored, const Threads& threads);
 void Project(const Projections& projections, Stored stored, const Threads& threads);
 void RunRest(const Rest& rest, Stored stored, const Threads& threads);
 

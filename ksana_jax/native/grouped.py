@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.layer import Weights, rounded_rows
 from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
@@ -46,4 +49,32 @@ def grouped_linear(
     given = jnp.zeros(0, jnp.float32) if scales is None else scales
     call = jax.ffi.ffi_call(target("ksana_grouped_linear"), jax.ShapeDtypeStruct((len(x), num_out), asked))
     y = call(x, w, given, counts.astype(jnp.int32), stored=stored, asked=of_result)
+    return (y if b is None else y + b).astype(dtype)
+
+
+def grouped_blocks(x: jax.Array, w: Any, counts: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    """The same with packed matrices in blocks, which round x to codes as `native.layer.project` does.
+
+    Args:
+      w: a stack [groups, out, in] of `PackedBlocks`.
+
+    Raises:
+      NotImplementedError: x is neither float32 nor bfloat16. ValueError: shapes do not fit.
+    """
+    if x.dtype.name not in DTYPES:
+        raise NotImplementedError(f"activations are {x.dtype}; native products have {' or '.join(DTYPES)}")
+    reason, (groups, num_out, _) = f"x is {list(x.shape)}, the matrices {list(w.shape)}", w.shape
+    one = Weights.of(jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), w), None)
+    one.check("each matrix", x.dtype, (num_out, x.shape[-1]), reason)
+    for part in jax.tree.leaves(w):
+        check_shape("arrays of the matrices", part.shape[:1], (groups,), reason)
+    check_shape("counts", counts.shape, (groups,), reason)
+    if b is not None:
+        check_shape("the bias", b.shape, (len(x), num_out), reason)
+    dtype = jnp.dtype(dtype or x.dtype)
+    asked = jnp.dtype(jnp.float32) if b is not None or dtype.name not in DTYPES else dtype
+    stored, of_result = (np.int32(STORED[d.name]) for d in (x.dtype, asked))
+    results = (jax.ShapeDtypeStruct((len(x), num_out), asked), *rounded_rows(x.shape[:1], x.shape[1], one))
+    call = jax.ffi.ffi_call(target("ksana_grouped_blocks"), results)
+    y, *_ = call(x, counts.astype(jnp.int32), *Weights.of(w, None).arguments(x.dtype), stored=stored, asked=of_result)
     return (y if b is None else y + b).astype(dtype)

@@ -1,7 +1,11 @@
 // A layer's products with packed weights, and the operations between them. All of them are phases of one call, so that
 // threads are woken once; between two phases they wait for each other without going to sleep.
 
+#include <algorithm>
+#include <cstring>
+#include <iterator>
 #include <memory>
+#include <vector>
 
 #include "calls.h"
 
@@ -109,6 +113,51 @@ void RunProjections(const Projections& p, const Threads& threads) {
             ThreadsWorth(operations));
 }
 
+// The matrix of a group, from the first group's.
+Packed OfGroup(Packed w, int64_t group) {
+  Blocks& b = w.blocks;
+  const int64_t numbers = group * w.panels() * (w.k / kBlock) * kPanel, per_block = b.in_halves ? 2 : 1;
+  w.words += numbers * b.bits * sizeof(int32_t);
+  b.scales += numbers * per_block * BytesOf(b.stored);
+  if (b.factors) b.factors += group * w.panels() * ((w.k / kBlock + 7) / 8) * (b.minima ? 2 : 1) * kPanel;
+  if (b.minima) b.minima += numbers * per_block * BytesOf(b.stored);
+  return w;
+}
+
+template <typename Type>
+void RunGroups(const GroupedBlocks& g, const Threads& threads) {
+  using Number = typename Type::Number;
+  struct Group {
+    Packed w;
+    int64_t row, rows, end;  // end: of its jobs
+  };
+  std::vector<Group> groups;
+  const int64_t n = g.w.n, k = g.w.k;
+  int64_t row = 0, jobs = 0;
+  for (int64_t i = 0; i < g.groups; ++i) {
+    const int64_t rows = std::min<int64_t>(g.counts[i], g.t - row);
+    if (rows <= 0) continue;
+    groups.push_back({OfGroup(g.w, i), row, rows, jobs += g.w.panels() * RowBlocks(rows)});
+    row += rows;
+  }
+  const int64_t of_y = n * BytesOf(g.asked);
+  std::memset(g.y + row * of_y, 0, (g.t - row) * of_y);
+  const auto* x = reinterpret_cast<const Number*>(g.x);
+  const auto job = [&](PanelScratch* scratch, size_t phase, int64_t index) {
+    if (phase == 0) return EachRow(row, k, index, [&](int64_t r) { Round(x, k, r, g.rounded); });
+    const auto of = std::upper_bound(groups.begin(), groups.end(), index,
+                                     [](int64_t i, const Group& group) { return i < group.end; });
+    if (of != groups.begin()) index -= std::prev(of)->end;
+    const auto* blocks = reinterpret_cast<const BlockOfRow*>(g.rounded.scales) + of->row * (k / kBlock);
+    const Rows<Number> rows{x + of->row * k, g.rounded.codes + of->row * k, reinterpret_cast<const float*>(blocks)};
+    char* y = g.y + of->row * of_y;
+    if (g.asked == Type::kStored)
+      PanelJob<Type>(of->w, of->rows, index, rows, nullptr, reinterpret_cast<Number*>(y), *scratch);
+    else PanelJob<Type>(of->w, of->rows, index, rows, nullptr, reinterpret_cast<float*>(y), *scratch);
+  };
+  RunPhases(threads, {RowJobs(row, k), jobs}, MakeScratch, job, ThreadsWorth(row * n * k));
+}
+
 // hidden = act(gate x) up x, of a panel's columns.
 template <typename Type>
 void GateJob(const Rest& p, int64_t index, const Rows<typename Type::Number>& x, typename Type::Number* hidden,
@@ -175,6 +224,11 @@ void RunRestOf(const Rest& p, const Threads& threads) {
 }
 
 }  // namespace
+
+void BlocksOfGroups(const GroupedBlocks& grouped, Stored stored, const Threads& threads) {
+  if (stored == kFloat32) RunGroups<Float32>(grouped, threads);
+  else RunGroups<Bfloat16>(grouped, threads);
+}
 
 void Project(const Projections& projections, Stored stored, const Threads& threads) {
   if (stored == kFloat32) RunProjections<Float32>(projections, threads);

@@ -123,7 +123,7 @@ def project(
     array, rows = jax.ShapeDtypeStruct, x.shape[:-1]
     results = (
         array(x.shape if norm is not None else (0,), x.dtype),
-        *_rounded(rows, x.shape[-1], matrices[0]),
+        *rounded_rows(rows, x.shape[-1], matrices[0]),
         *(array((*rows, w.num_rows), given) for w in matrices),
     )
     weight = jnp.zeros(0, x.dtype) if norm is None else norm.astype(x.dtype)
@@ -174,7 +174,7 @@ def rest_of_layer(
     wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], matrices[1].num_rows), x.dtype)
     none = jnp.zeros(0, x.dtype)
-    rounded = _rounded(x.shape[:-1], max(x.shape[-1], attended.shape[-1], hidden.shape[-1]), matrices[0])
+    rounded = rounded_rows(x.shape[:-1], max(x.shape[-1], attended.shape[-1], hidden.shape[-1]), matrices[0])
     call = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden, *rounded))
     y, *_ = call(
         x,
@@ -188,7 +188,7 @@ def rest_of_layer(
     return y
 
 
-def _rounded(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def rounded_rows(rows: tuple[int, ...], width: int, w: Weights) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Room for the codes of rows and their scales, if a matrix needs them; with blocks, also for two sums of codes."""
     shape, scales = ((*rows, width), rows) if w.rounding else ((0,), (0,))
     if w.rounding == "blocks":

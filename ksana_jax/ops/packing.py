@@ -20,7 +20,7 @@ from ksana_jax.ops.packed import PackedMatrix
 
 def can_pack(w: Any) -> bool:
     """True if this is a matrix of numbers or of `Int8Matrix`, and each of its rows a whole number of words, or a
-    `BlockMatrix`."""
+    `BlockMatrix`, or a stack of these."""
     if isinstance(w, BlockMatrix):
         return True
     numbers = w.codes if isinstance(w, Int8Matrix) else w

@@ -11,16 +11,17 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.export import export_hf
-from ksana_jax.loading.gguf_export import export_gguf
-from ksana_jax.loading.kept import with_kept
+from ksana_jax.loading.find import find_weights
+from ksana_jax.loading.kept import keeping, with_kept
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.params import weights_of
 from ksana_jax.runner.planner.solve import NO_STEP, plan
 from ksana_jax.runner.planner.terms import weights_bytes
 from tests.gguf_writer import write_gguf
-from tests.loading.gguf_on_disk import TWINS, gguf_metadata, gguf_name, write_twin
+from tests.loading.gguf_on_disk import TWINS, gguf_metadata, gguf_name, gguf_tensors
 from tests.loading.models_on_disk import random_tensors
 from tests.models.blocks import KINDS, drawn_blocks
 
@@ -84,16 +85,56 @@ def test_numbers_are_those_of_dequantised_weights_bit_for_bit(tmp_path, config):
     assert len(config.kept) == 15
 
 
-def test_stacks_of_experts_are_dequantised_and_said(tmp_path, caplog):
-    config = dataclasses.replace(TWINS["mixtral"][1], d_model=64, d_ff=96)
-    twin = write_twin(tmp_path / "twin.gguf", "llama", config, random_tensors(config, "F32", 0))
-    export_gguf(twin, tmp_path / "model.gguf", "Q8_0")
+MOE = dataclasses.replace(TWINS["mixtral"][1], vocab_size=70, d_model=256, d_ff=256, num_layers=2)
+
+
+def written_experts(path, kinds):
+    """A file whose stacks of experts are in blocks, of types that follow one another."""
+    stored, following = gguf_tensors("llama", MOE, random_tensors(MOE, "F32", 0)), itertools.cycle(kinds)
+    for i, (name, values) in enumerate(sorted(stored.items())):
+        if "_exps" in name and (kind := next(following)) != "F32":
+            blocks = drawn_blocks(kind, values[..., 0].size, values.shape[-1], seed=i)
+            stored[name] = kind, values.shape, blocks.tobytes()
+    return write_gguf(path / "model.gguf", gguf_metadata("llama", MOE), stored)
+
+
+def stacks(params):
+    return [(name, w) for layer in params.layers for name, w in weights_of(layer).items() if len(w.shape) == 3]
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:6], KINDS[6:]])
+def test_numbers_of_experts_are_those_of_dequantised_weights_bit_for_bit(tmp_path, kinds):
+    path = written_experts(tmp_path, kinds)
+    (config, kept), (_, dequantised) = opened(path), load_model(path)
+    for (name, w), (_, wanted) in zip(stacks(kept), stacks(dequantised), strict=True):
+        assert isinstance(w, BlockMatrix), name
+        np.testing.assert_array_equal(np.asarray(w.numbers()).view(np.uint32), np.asarray(wanted).view(np.uint32))
+    assert [kind for _, kind in config.kept] == [kinds[i] for i in (1, 2, 0, 4, 5, 3)]  # down, gate, up in the file
+
+
+def test_an_engine_of_experts_computes_with_the_numbers_that_blocks_stand_for(tmp_path):
+    path = written_experts(tmp_path, ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "Q5_0"])
+    for linear, bound in {"xla": 1e-6, "auto": 0.05}.items():
+        settings = SETTINGS | {"operators": {"linear": linear}}
+        plain, llm = logprobs(LLM(path, **settings)), LLM(path, quantization="stored", **settings)
+        packs = llm.config.operators.linear == "packed"
+        kinds = {type(w).__name__ for _, w in stacks(llm.runner.params)}
+        assert kinds == {"PackedBlocks" if packs else "BlockMatrix"}
+        apart = np.abs(logprobs(llm) - plain).mean() / plain.std()
+        assert apart < bound and (apart > 1e-4) == packs
+        used = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.runner.params))
+        assert llm.memory_plan.weights_bytes == used
+        assert used == weights_bytes(llm.model_config, "f32", quantization="stored", packs=packs)
+
+
+def test_experts_in_other_blocks_than_others_are_dequantised_and_said(tmp_path, caplog):
+    path = written_experts(tmp_path, ["Q4_1", "Q8_0", "Q4_K"])
+    config, found = load_config(path), find_weights(path, load_config(path))
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    other = dataclasses.replace(found[name], dtype="F32")
     caplog.set_level("INFO", "ksana_jax")
-    _, params = opened(tmp_path / "model.gguf")
-    assert "are dequantised: 6 have places in stacks of experts" in caplog.text
-    layer, plain = params.layers[0], load_model(tmp_path / "model.gguf")[1].layers[0]
-    assert isinstance(layer.w_q, BlockMatrix) and layer.w_up_experts.shape == (4, 96, 64)
-    np.testing.assert_array_equal(layer.w_up_experts, plain.w_up_experts)
+    kept = keeping(config, {**found, name: other}, "mixed blocks")
+    assert len(kept.kept) == 5 and "are dequantised: 1 have other blocks than other experts" in caplog.text
 
 
 def test_an_engine_computes_with_the_numbers_that_blocks_stand_for(tmp_path, caplog):

@@ -36,6 +36,19 @@ def test_numbers_are_those_of_the_decoder_bit_for_bit_packed_or_not(kind, rows):
 
 
 @pytest.mark.parametrize("kind", OF_FORMS)
+def test_a_stack_of_matrices_has_their_numbers_packed_or_not(kind):
+    each = [block_matrix(kind, 70, fitting(kind, 96), seed=seed) for seed in range(3)]
+    w = jax.tree.map(lambda *parts: jnp.stack(parts), *[one for one, _ in each])
+    packed = pack(w)
+    assert w.shape == packed.shape == (3, *each[0][0].shape)
+    assert jax.tree.map(jnp.shape, w) == jax.tree.map(lambda a: a.shape, BlockMatrix.shapes(w.shape, kind, "float32"))
+    for form in (w, packed):
+        for index, (_, wanted) in enumerate(each):
+            np.testing.assert_array_equal(jax.tree.map(lambda part: part[index], form).numbers(), wanted)  # noqa: B023
+    jax.tree.map(np.testing.assert_array_equal, unpack(packed), w)
+
+
+@pytest.mark.parametrize("kind", OF_FORMS)
 def test_rows_of_an_embedding_are_looked_up_in_the_dtype_of_activations(kind):
     w, numbers = block_matrix(kind, 70, fitting(kind, 64), "bfloat16")
     tokens = jnp.array([[69, 0, 64], [63, 1, 69]])

@@ -9,9 +9,10 @@ import pytest
 
 from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.models.params import stated, weights_of
+from ksana_jax.native.grouped import grouped_blocks
 from ksana_jax.native.layer import Weights, project
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.packing import pack
+from ksana_jax.ops.packing import pack, unpack
 from tests.machine import native_products
 from tests.models.blocks import OF_FORMS, block_matrix, fitting
 from tests.native.test_layer import CONFIGS, Definition, operators, weights
@@ -49,6 +50,44 @@ def test_products_are_those_of_float64_with_rounded_rows(rows, columns, inner, k
     assert (np.abs(found - unrounded) <= bound * 1.001 + 3e-6 * largest).all()
     for some in (slice(0, 1), slice(rows // 2, rows), slice(rows // 3, rows // 3 + 3)):
         np.testing.assert_array_equal(product(x[some]), found[some])
+
+
+COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "none": [0, 0, 0, 0], "too many": [4, 2**30, -3, 1]}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "float32") for kind in OF_FORMS), ("Q4_1", "bfloat16")])
+def test_products_of_groups_have_the_bits_of_products_with_each_matrix_alone(kind, dtype):
+    stack = [pack(block_matrix(kind, 70, fitting(kind, 96), dtype, seed=seed)[0]) for seed in range(4)]
+    w = jax.tree.map(lambda *parts: jnp.stack(parts), *stack)
+    assert w.shape == (4, *stack[0].shape) and jax.tree.leaves(pack(unpack(w)))[0].shape == w.words.shape
+    product = jax.jit(lambda *args: grouped_blocks(*args, dtype=jnp.float32))
+    for counts in COUNTS.values():
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(76, w.shape[2])), dtype)
+        found, row = product(x, w, jnp.array(counts)), 0
+        for one, count in zip(stack, counts, strict=True):
+            end = min(row + max(count, 0), len(x))
+            if end > row:
+                wanted = project(x[row:end], [Weights.of(one, None)], dtype=jnp.float32)[0]
+                np.testing.assert_array_equal(found[row:end], wanted)
+            row = end
+        assert not found[row:].any()
+    b = jnp.asarray(np.random.default_rng(2).normal(size=(76, 70)), dtype)
+    biased = grouped_blocks(x, w, jnp.array(counts), b)
+    np.testing.assert_array_equal(biased, (found + b).astype(dtype))
+
+
+def test_groups_whose_shapes_do_not_fit_are_refused():
+    w = jax.tree.map(lambda part: jnp.stack([part] * 3), pack(block_matrix("Q4_1", 70, 64)[0]))
+    x, counts = jnp.zeros((2, 64)), jnp.zeros(3, jnp.int32)
+    for given, said in (
+        ((x, w, counts[1:]), "counts"),
+        ((x[:, :32], w, counts), "each matrix"),
+        ((x, w, counts, jnp.zeros((2, 64))), "the bias"),
+        ((x, w.replace(scales=w.scales[1:]), counts), "arrays of the matrices"),
+        ((x, w.replace(scales=w.scales[:, :, 1:]), counts), "scales of each matrix"),
+    ):
+        with pytest.raises(ValueError, match=f"{said} .*must be"):
+            grouped_blocks(*given)
 
 
 @pytest.mark.parametrize("kind", OF_FORMS)

@@ -11,8 +11,9 @@ import safetensors.numpy
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading import export_hf, load_config, load_model, stored_tensor
 from ksana_jax.loading.find import find_weights
-from ksana_jax.loading.load import read_weight
+from ksana_jax.loading.load import open_model, read_weight
 from ksana_jax.loading.views import sources_of
+from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.models.params import is_shape, param_shapes
 from ksana_jax.sharding.shares import share
 from ksana_jax.sharding.specs import field_of
@@ -60,6 +61,18 @@ def test_numbers_are_those_of_the_definition_to_the_last_bit(tensors, monkeypatc
     np.testing.assert_array_equal(np.asarray(layer.w_gate_experts, np.float64), gate_up[:, ::2])
     np.testing.assert_array_equal(np.asarray(layer.w_up_experts, np.float64), gate_up[:, 1::2])
     np.testing.assert_array_equal(np.asarray(layer.w_down_experts, np.float64), defined(tensors, "down_proj"))
+
+
+def test_experts_are_kept_as_codes_whose_numbers_are_exact():
+    config, read = open_model(FOLDER, "f32", quantization="stored")
+    params, wanted = read(), load_model(FOLDER)[1]
+    fields = ("w_gate_experts", "w_up_experts", "w_down_experts")
+    assert len(config.kept) == len(fields) * config.num_layers
+    for layer, plain in zip(params.layers, wanted.layers, strict=True):
+        for field in fields:
+            w = getattr(layer, field)
+            assert isinstance(w, BlockMatrix) and w.scales.dtype == np.float32
+            np.testing.assert_array_equal(w.numbers(), getattr(plain, field))
 
 
 def test_scales_from_the_smallest_to_the_largest_are_exact(tensors, write):
