@@ -17,6 +17,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.gguf_file import GGUFFile
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.loading import gguf_families
 from ksana_jax.loading.gguf_blocks import FLOATS
 from ksana_jax.loading.gguf_tensors import LONGROPE, ROPE_FACTORS, as_stored
 from ksana_jax.models.families import config_from_hf
@@ -26,11 +27,14 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 # Hugging Face's model_type by GGUF architecture.
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2")} | {"gemma3": "gemma3_text"}
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
+ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2": "gpt2", "stablelm": "stablelm"}
+ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss"}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # Architectures whose names converters also give models of another family.
 SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 # Families by architecture with experts. A llama has experts if it has their number.
 EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+EXPERTS |= {"gpt-oss": "gpt_oss"}
 EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EXPERT_SIZES = {
@@ -50,7 +54,7 @@ EPS = "attention.layer_norm_rms_epsilon"
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 # Widths that must all equal a head's width; some architectures rotate a part of it.
 ROTATED = "rope.dimension_count"
-PARTIAL = ("glm4", "phi3")
+PARTIAL = ("glm4", "phi3", "gptneox", "stablelm")
 WIDTHS = ("attention.key_length", "attention.value_length", ROTATED)
 WIDTHS += tuple(f"{name}_swa" for name in WIDTHS)
 ORIGINAL = "rope.scaling.original_context_length"
@@ -61,7 +65,7 @@ YARN = {
 }
 WINDOW, WINDOW_PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 # Known keys that change nothing: the embedding gives the vocabulary's size, and these norms have no mean.
-UNUSED = ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned")
+UNUSED = ("vocab_size", "tensor_data_layout", gguf_families.EPS, "rope.scaling.finetuned")
 KNOWN = {*SIZES, EPS, *SOFT_CAPS, *WIDTHS, *YARN, WINDOW, WINDOW_PATTERN, *UNUSED, "attention.head_count_kv"}
 KNOWN |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
 # Fields of Granite by key; other architectures use the same keys to say that nothing is scaled.
@@ -100,7 +104,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
       LoadError: the divisors of the rope's frequencies cannot be read.
     """
     values = hf_values(file)
-    config = config_from_hf(values, str(file.path))
+    config = config_from_hf(gguf_families.in_own_names(values), str(file.path))
     if ROPE_FACTORS not in file.tensors:
         return config
     # Llama 3.1 has its stretched frequencies as divisors in a tensor, where Hugging Face has the formula's numbers.
@@ -182,6 +186,8 @@ class _Keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
         fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids() | self.experts()
+        if self.architecture in gguf_families.OWN:
+            fields |= gguf_families.OWN[self.architecture](fields, self.keys, self.file.tensors)
         if self.architecture == "granite":
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
             fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
@@ -197,8 +203,9 @@ class _Keys:
         tensors = self.file.tensors
         if (embedding := tensors.get("token_embd.weight")) is None:
             self.problems.append("tensor token_embd.weight is missing")
-        if EPS not in self.keys:
-            self.problem(EPS, "every model has it")
+        eps = gguf_families.EPS if self.architecture in gguf_families.LAYER_NORMS else EPS
+        if eps not in self.keys:
+            self.problem(eps, "every model has it")
         head_dim = self.get(WIDTHS[0], fields["hidden_size"] // fields["num_attention_heads"])
         rotated = self.get(ROTATED, head_dim)
         for key in WIDTHS:
@@ -209,7 +216,7 @@ class _Keys:
         return partial | {
             "vocab_size": embedding.shape[0] if embedding else 1,
             "head_dim": head_dim,
-            "rms_norm_eps": self.get(EPS),
+            "rms_norm_eps": self.get(eps),
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -241,11 +248,12 @@ class _Keys:
         """Returns the fields of experts; their weights add up to 1 as llama.cpp has it for the architecture."""
         if self.architecture not in EXPERTS or (self.architecture == "llama" and not self.get(EXPERT_COUNT)):
             return {}
-        widths = (EXPERT_WIDTH,) if self.architecture.startswith("qwen") else ()
+        widths = (EXPERT_WIDTH,) if self.architecture.startswith(("qwen", "gpt-oss")) else ()
         for key in (EXPERT_COUNT, EXPERTS_USED, *widths):
             if checks.integer(key, self.get(key), 1):
                 self.problem(key, "must be a positive integer, every model with experts has it")
-        found = {"num_local_experts" if self.architecture == "llama" else "num_experts": self.keys.pop(EXPERT_COUNT, 1)}
+        is_local = self.architecture in ("llama", "gpt-oss")
+        found = {"num_local_experts" if is_local else "num_experts": self.keys.pop(EXPERT_COUNT, 1)}
         found |= {name: self.keys.pop(key) for key, name in EXPERT_SIZES.items() if key in self.keys}
         if self.architecture == "qwen2moe":
             found["qkv_bias"] = "blk.0.attn_q.bias" in self.file.tensors
@@ -274,7 +282,7 @@ class _Keys:
         if not capped and not slides:
             if self.get(WINDOW_PATTERN):
                 self.problem(WINDOW_PATTERN, f"supported by {', '.join(PATTERNS)}, with a window")
-            if self.architecture == "phi3":
+            if self.architecture in ("phi3", "cohere2", "gpt-oss"):
                 return {"sliding_window": window}
             if window and self.architecture != "llama":
                 self.problem(WINDOW, f"supported by llama, phi3, {', '.join(PATTERNS)}")

@@ -35,6 +35,7 @@ from ksana_jax.loading.gguf_config import (
     WINDOW,
     gguf_config,
 )
+from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
 from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
@@ -167,7 +168,8 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: GGUF has no name for its family here.
     """
-    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
+    names = {family: name for name, family in ARCHITECTURES.items() if name not in (*OWN, *LAYER_NORMS)}
+    names |= {"mistral": "llama", "mixtral": "llama"}
     if config.family not in names:
         raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,)

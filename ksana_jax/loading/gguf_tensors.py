@@ -19,12 +19,15 @@ from ksana_jax.core.files import open_to_read
 from ksana_jax.core.gguf_file import TYPES, GGUFFile, TensorInfo
 from ksana_jax.loading.gguf_blocks import FLOATS, apart, decode
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
+from ksana_jax.loading.views import OfFields, PartOfTensor
 from ksana_jax.models.block_matrix import FORMS
 from ksana_jax.models.families import FAMILIES
-from ksana_jax.models.families.family import View
+from ksana_jax.models.families.family import Name, View
+from ksana_jax.models.params import stated
 
 # GGUF names by field of Params and LayerParams.
 TOP_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+TOP_NAMES |= {"positions": "position_embd.weight"}
 LAYER_NAMES = {
     "attn_norm": "attn_norm.weight",
     "w_q": "attn_q.weight",
@@ -54,10 +57,15 @@ LAYER_NAMES = {
 }
 # Names of the MLP that each token passes through, where there are experts as well.
 SHARED_NAMES = {f"w_{part}": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")}
+# Names that families have in place of these.
+FALCON_PARALLEL = {"attn_norm": "attn_norm_2.weight", "mlp_norm": "attn_norm.weight"}
+GPT_OSS_NAMES = {"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"}
+GPT_OSS_NAMES |= {"post_attn_norm": "", "b_router": "ffn_gate_inp.bias"}
+GPT_OSS_NAMES |= {f"b_{part}_experts": f"ffn_{part}_exps.bias" for part in ("gate", "up", "down")}
 # Architectures whose rows of queries and keys converters permute.
 PERMUTED = ("llama", "smollm3", "granite")
 # Tensors that hold several weights, by the field of the first, for families with a view of them.
-FUSED = {"attn_qkv.weight": "w_q"}
+FUSED = {"attn_qkv.weight": "w_q", "attn_qkv.bias": "b_q"}
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
@@ -167,6 +175,10 @@ def experts_of(info: TensorInfo) -> list[TensorInfo]:
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """Returns the GGUF names of a layer's weights, by field."""
+    if config.family == "gpt_oss":
+        return LAYER_NAMES | GPT_OSS_NAMES
+    if config.family == "falcon" and config.norm_placement == "parallel":
+        return LAYER_NAMES | FALCON_PARALLEL
     return LAYER_NAMES | (SHARED_NAMES if config.experts is not None else {})
 
 
@@ -176,31 +188,63 @@ def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
     return {"w_q": q, "b_q": q, "w_k": k, "b_k": k} if architecture in PERMUTED else {}
 
 
-def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
+def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
-    family, found = FAMILIES[config.family], {}
+    family, found, in_parts = FAMILIES[config.family], {}, {}
     architecture = file.metadata["general.architecture"]
     heads = permuted_heads(architecture, config)
     top = {name: field for field, name in TOP_NAMES.items()}
     of_layer = {name: field for field, name in layer_names(config).items()}
-    of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names[field], View)}
+    of_layer |= {name: field for name, field in FUSED.items() if isinstance(family.layer_names.get(field), View)}
+    for names in (top, of_layer):  # norms may have biases
+        names |= {f"{name[:-6]}bias": field for name, field in list(names.items()) if field.endswith("norm")}
     for name, info in file.tensors.items():
         if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
+        of_field: Name = name
         if layer and field in family.layer_names:
-            of_field = family.name(field, int(layer[1]))
+            of_field = family.name(field, int(layer[1]), config.norm_placement)
+            if isinstance(of_field, View) and (of_field.groups or of_field.transposed):
+                parts = in_parts.setdefault(of_field.tensor, (of_field, {}))[1]
+                parts |= _of_fields(of_field, info, field, layer[2] in FUSED, config)
+                continue
             if field.endswith("_experts") and len(info.shape) == 3:
                 for index, expert in enumerate(experts_of(info)):
-                    name = str(of_field).format(index)
-                    found[name] = as_stored(expert, name)
+                    one = str(of_field).format(index)
+                    found[one] = as_stored(expert, one)
                 continue
             if field == "w_shared_gate":
                 info = dataclasses.replace(info, shape=(1, *info.shape))
-            name = of_field.tensor if isinstance(of_field, View) else str(of_field)
-        elif field in family.top_names:
-            name = str(family.top_names[field])
+        elif not layer and field in family.top_names:
+            of_field = family.top_names[field]
+        if isinstance(of_field, View):
+            of_field = of_field.tensor
+        name = of_field if isinstance(of_field, str) else of_field[name.endswith("bias")]
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
         found[name] = as_stored(info, name, heads.get(field), plus_one)
-    return found
+    return found | {name: _combined(name, *parts) for name, parts in in_parts.items()}
+
+
+def _of_fields(
+    view: View, info: TensorInfo, field: str, is_fused: bool, config: ModelConfig
+) -> dict[str, list[StoredTensor]]:
+    """Returns the weights that a tensor has, each with its rows in order, by field: all of a view, or one."""
+    if not is_fused:
+        return {field: list(map(as_stored, experts_of(info) if stated(field, "loading").stacked else [info]))}
+    sizes = [config.head_dim * count for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    whole, ends = as_stored(info), np.cumsum(sizes)
+    return {
+        name: [PartOfTensor(info.path, info.name, whole.dtype, (size, *info.shape[1:]), whole, rows, transposed=False)]
+        for name, size, rows in zip(view.fields, sizes, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)
+    }
+
+
+def _combined(name: str, view: View, fields: dict[str, list[StoredTensor]]) -> OfFields:
+    """Returns the tensor, under its Hugging Face name, that a file has in parts."""
+    (first, *_), stack = next(iter(fields.values())), ()
+    if stated(next(iter(fields)), "loading").stacked:
+        stack = (len(next(iter(fields.values()))),)
+    shape = (sum(each[0].shape[0] for each in fields.values()), *first.shape[1:])
+    return OfFields(first.path, name, first.dtype, (*stack, *(shape[::-1] if view.transposed else shape)), fields)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.loading.quantised.tensor import QuantisedStack
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
 from ksana_jax.models.families import FAMILIES
@@ -27,12 +28,14 @@ class Source(NamedTuple):
 
     tensors: Hugging Face name -> shape. Several are stacked; a single one may hold the weight as a part, or with its
       rows in another order.
+    field: of Params or LayerParams.
     rows: rows of the single tensor that are the weight's, in order; None for all of them.
     transposed: True if the tensor's columns are the weight's rows.
     stacked: True if the single tensor is a stack of matrices [E, ...], and the weight of their parts.
     """
 
     tensors: dict[str, tuple[int, ...]]
+    field: str = ""
     rows: np.ndarray | None = None
     transposed: bool = False
     stacked: bool = False
@@ -43,6 +46,14 @@ class Source(NamedTuple):
         if self.rows is None:
             return stored
         [whole] = stored
+        if isinstance(whole, OfFields):
+            order = np.argsort(np.argsort(self.rows))
+            if np.array_equal(order, np.arange(len(order))):
+                return list(whole.fields[self.field])
+            return [
+                PartOfTensor(m.path, m.name, m.dtype, m.shape, m, order, transposed=False)
+                for m in whole.fields[self.field]
+            ]
         if isinstance(whole, QuantisedStack):
             return [
                 PartOfTensor(m.path, m.name, m.dtype, (len(self.rows), m.shape[1]), m, self.rows, transposed=False)
@@ -90,7 +101,8 @@ def sources_of(config: ModelConfig) -> list[Source]:
             source = Source({name.format(i): shape[1:] for i in range(shape[0])})
         else:
             source = Source({name: shape})
-        found.append(source if layer is None or field not in ROTATED else _for_rotation(source, config, layer, shape))
+        source = source if layer is None or field not in ROTATED else _for_rotation(source, config, layer, shape)
+        found.append(source._replace(field=field))
     return found
 
 
@@ -116,7 +128,25 @@ def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> S
     stack, rest = getattr(shapes, field)[:num_stacks], getattr(shapes, field)[1 + num_stacks :]
     shape = (sum(sizes), *rest)
     whole = (*stack, *(shape[::-1] if view.transposed else shape))
-    return Source({view.tensor: whole}, rows, view.transposed, bool(stack))
+    return Source({view.tensor: whole}, field, rows, view.transposed, bool(stack))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfFields(StoredTensor):
+    """A tensor of several weights, from a file that has each of them apart, with its rows in order.
+
+    fields: matrices [out, in] or vectors of each weight, by field of LayerParams; several of a stack.
+    """
+
+    fields: Mapping[str, Sequence[StoredTensor]]
+    dtypes = tuple(kind.name for kind in TYPES.values())
+
+    @property
+    def value_bytes(self) -> int:
+        return max(part.value_bytes for each in self.fields.values() for part in each)
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        raise NotImplementedError(f"{self.name} is read weight by weight")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
