@@ -16,6 +16,33 @@ BASE = {
 }
 LLAMA = BASE | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "head_dim": 16}
 MISTRAL = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
+MINISTRAL = MISTRAL | {
+    "model_type": "ministral",
+    "architectures": ["MinistralForCausalLM"],
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+MINISTRAL3 = {name: value for name, value in MISTRAL.items() if name != "rope_theta"} | {
+    "model_type": "ministral3",
+    "architectures": ["Ministral3ForCausalLM"],
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "max_position_embeddings": 512,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 QWEN2 = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1000000.0}
 QWEN3 = BASE | {
     "model_type": "qwen3",
@@ -221,6 +248,8 @@ CASES = {
     "mistral-mqa-window": MISTRAL | {"sliding_window": 12, "num_key_value_heads": 1, "head_dim": 16},
     "mistral-rope-linear-new": without(MISTRAL, "rope_theta")
     | {"sliding_window": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "ministral-gqa-window": MINISTRAL,
+    "ministral3-gqa-rope-yarn-new": MINISTRAL3,
     "qwen2-gqa-tied": QWEN2 | {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16},
     "qwen2-mha-window": QWEN2
     | {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},

@@ -141,7 +141,7 @@ def effect_of_feature(config: dict, folder: Path, expected: dict) -> float:
     if form.get("rope_type", form.get("type", "default")) != "default":
         plain = without(plain, "rope_scaling", "rope_parameters")
         plain["rope_theta"] = form.get("rope_theta", config.get("rope_theta", 10000.0))
-    elif config["model_type"].startswith(("gemma2", "gemma3", "olmo3", "cohere2")):
+    elif config["model_type"].startswith(("gemma2", "gemma3", "olmo3", "cohere2", "ministral")):
         plain["sliding_window"] = config["max_position_embeddings"]
     elif config["model_type"] in ("mistral", "phi3") and config["sliding_window"]:
         plain["sliding_window"] = None

@@ -17,11 +17,13 @@ def without(values, *names):
     return {key: value for key, value in values.items() if key not in names}
 
 
-LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO3 = (
+LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, SMOLLM3, GRANITE, GLM4, PHI3, OLMO3 = (
     SIZES | {"model_type": kind}
     for kind in (
         "llama",
         "mistral",
+        "ministral",
+        "ministral3",
         "qwen2",
         "qwen3",
         "gemma2",

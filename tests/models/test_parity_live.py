@@ -87,6 +87,10 @@ EXPORTED = {
     "llama, yarn": dataclasses.replace(TINY, rope=RopeConfig("yarn", 1e4, 4.0, 32, truncate=False)),
     "llama, linear": dataclasses.replace(TINY, rope=RopeConfig("linear", 1e4, 4.0)),
     "mistral": dataclasses.replace(TINY, family="mistral", pattern=AttentionPattern(window=9)),
+    "ministral": dataclasses.replace(TINY, family="ministral", pattern=SLIDING),
+    "ministral3": dataclasses.replace(
+        TINY, family="ministral3", rope=RopeConfig("yarn", 1e4, 4.0, 128, mscale=1.0, mscale_all_dim=1.0)
+    ),
     "qwen2": dataclasses.replace(TINY, family="qwen2", qkv_bias=True, tie_embeddings=True, pattern=SLIDING),
     "qwen3": dataclasses.replace(TINY, family="qwen3", qk_norm="head", pattern=SLIDING),
     "olmo2": dataclasses.replace(TINY, family="olmo2", norm_placement="after", qk_norm="projection"),

@@ -24,6 +24,7 @@ from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.llama import LLAMA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
+from ksana_jax.models.families.ministral import MINISTRAL, MINISTRAL3
 from ksana_jax.models.families.mistral import MISTRAL
 from ksana_jax.models.families.mixtral import MIXTRAL
 from ksana_jax.models.families.mpt import MPT
@@ -45,6 +46,8 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         LLAMA_SINKS,
         MISTRAL,
+        MINISTRAL,
+        MINISTRAL3,
         QWEN2,
         QWEN3,
         GEMMA,

@@ -281,7 +281,9 @@ def refuse_windows(fields: Fields) -> None:
 
     transformers ignores these fields in such a config, but the author of the file expects a window.
     """
-    fields.must_be("sliding_window", (), "supported by mistral, qwen2, qwen3, gemma2, gemma3_text, olmo3, phi3")
+    fields.must_be(
+        "sliding_window", (), "supported by mistral, ministral, qwen2, qwen3, gemma2, gemma3_text, olmo3, phi3"
+    )
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         fields.problem("layer_types", kinds, "supported: full_attention")
