@@ -28,13 +28,13 @@ from ksana_jax.tokenizers.gguf_tokenizer import SpecialIds, special_ids
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2")} | {"gemma3": "gemma3_text"}
 ARCHITECTURES |= {name: name for name in ("olmo2", "smollm3", "granite", "glm4", "phi3")}
 ARCHITECTURES |= {"gptneox": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "gpt2": "gpt2", "stablelm": "stablelm"}
-ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss"}
+ARCHITECTURES |= {"command-r": "cohere", "cohere2": "cohere2", "gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
 ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 # Architectures whose names converters also give models of another family.
 SHARED = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 # Families by architecture with experts. A llama has experts if it has their number.
 EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
-EXPERTS |= {"gpt-oss": "gpt_oss"}
+EXPERTS |= {"gpt-oss": "gpt_oss", "granitemoe": "granitemoe"}
 EXPERT_COUNT, EXPERTS_USED, EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 EXPERT_SIZES = {
@@ -188,7 +188,7 @@ class _Keys:
         fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids() | self.experts()
         if self.architecture in gguf_families.OWN:
             fields |= gguf_families.OWN[self.architecture](fields, self.keys, self.file.tensors)
-        if self.architecture == "granite":
+        if self.architecture.startswith("granite"):
             fields |= {"attention_multiplier": fields["head_dim"] ** -0.5}
             fields |= {name: self.keys.pop(key) for key, name in SCALES.items() if key in self.keys}
         self.refuse_others()
@@ -252,7 +252,7 @@ class _Keys:
         for key in (EXPERT_COUNT, EXPERTS_USED, *widths):
             if checks.integer(key, self.get(key), 1):
                 self.problem(key, "must be a positive integer, every model with experts has it")
-        is_local = self.architecture in ("llama", "gpt-oss")
+        is_local = self.architecture in ("llama", "gpt-oss", "granitemoe")
         found = {"num_local_experts" if is_local else "num_experts": self.keys.pop(EXPERT_COUNT, 1)}
         found |= {name: self.keys.pop(key) for key, name in EXPERT_SIZES.items() if key in self.keys}
         if self.architecture == "qwen2moe":

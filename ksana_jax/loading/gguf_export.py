@@ -168,7 +168,7 @@ def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: GGUF has no name for its family here.
     """
-    names = {family: name for name, family in ARCHITECTURES.items() if name not in (*OWN, *LAYER_NORMS)}
+    names = {family: name for name, family in ARCHITECTURES.items() if name not in (*OWN, *LAYER_NORMS, "granitemoe")}
     names |= {"mistral": "llama", "mixtral": "llama"}
     if config.family not in names:
         raise ConfigError(f"GGUF files have no architecture here for {config.family}; supported: {', '.join(names)}")

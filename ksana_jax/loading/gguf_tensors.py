@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -63,7 +64,7 @@ GPT_OSS_NAMES = {"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_
 GPT_OSS_NAMES |= {"post_attn_norm": "", "b_router": "ffn_gate_inp.bias"}
 GPT_OSS_NAMES |= {f"b_{part}_experts": f"ffn_{part}_exps.bias" for part in ("gate", "up", "down")}
 # Architectures whose rows of queries and keys converters permute.
-PERMUTED = ("llama", "smollm3", "granite")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 # Tensors that hold several weights, by the field of the first, for families with a view of them.
 FUSED = {"attn_qkv.weight": "w_q", "attn_qkv.bias": "b_q"}
 # Divisors of the frequencies of a rope; the config has them.
@@ -206,7 +207,7 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
         of_field: Name = name
         if layer and field in family.layer_names:
             of_field = family.name(field, int(layer[1]), config.norm_placement)
-            if isinstance(of_field, View) and (of_field.groups or of_field.transposed):
+            if isinstance(of_field, View) and (of_field.groups or of_field.transposed or field.endswith("_experts")):
                 parts = in_parts.setdefault(of_field.tensor, (of_field, {}))[1]
                 parts |= _of_fields(of_field, info, field, layer[2] in FUSED, config)
                 continue
@@ -229,22 +230,21 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
 
 def _of_fields(
     view: View, info: TensorInfo, field: str, is_fused: bool, config: ModelConfig
-) -> dict[str, list[StoredTensor]]:
+) -> dict[str, Sequence[StoredTensor]]:
     """Returns the weights that a tensor has, each with its rows in order, by field: all of a view, or one."""
-    if not is_fused:
-        return {field: list(map(as_stored, experts_of(info) if stated(field, "loading").stacked else [info]))}
     sizes = [config.head_dim * count for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
     whole, ends = as_stored(info), np.cumsum(sizes)
+    if not is_fused or info.shape[0] != ends[-1]:  # whose shape is then refused
+        return {field: list(map(as_stored, experts_of(info) if stated(field, "loading").stacked else [info]))}
     return {
         name: [PartOfTensor(info.path, info.name, whole.dtype, (size, *info.shape[1:]), whole, rows, transposed=False)]
         for name, size, rows in zip(view.fields, sizes, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)
     }
 
 
-def _combined(name: str, view: View, fields: dict[str, list[StoredTensor]]) -> OfFields:
+def _combined(name: str, view: View, fields: dict[str, Sequence[StoredTensor]]) -> OfFields:
     """Returns the tensor, under its Hugging Face name, that a file has in parts."""
-    (first, *_), stack = next(iter(fields.values())), ()
-    if stated(next(iter(fields)), "loading").stacked:
-        stack = (len(next(iter(fields.values()))),)
+    field, parts = next(iter(fields.items()))
+    first, stack = parts[0], (len(parts),) if stated(field, "loading").stacked else ()
     shape = (sum(each[0].shape[0] for each in fields.values()), *first.shape[1:])
     return OfFields(first.path, name, first.dtype, (*stack, *(shape[::-1] if view.transposed else shape)), fields)

@@ -59,7 +59,8 @@ def keeping(
     kept, cut, unkept = [], [], collections.Counter()
     for (path, shape), of_weight in zip(paths, sources_of(config), strict=True):
         field, tensors = path[-1].name, of_weight.of(found) if of_weight.tensors.keys() <= found.keys() else []
-        if len(shape) < 2 or len(tensors) != (shape[0] if len(shape) == 3 else 1):
+        is_stack = stated(field, "quantization").stacked
+        if len(shape) != 2 + is_stack or len(tensors) != (shape[0] if is_stack else 1):
             continue
         serves = field == "head" or stated(field, "quantization").quantises
         serves |= field == "embed" and embedding_device == "device"

@@ -47,6 +47,9 @@ NAMES: dict[str, dict[str, str]] = {
     "stablelm": LLAMA,
     "cohere": LLAMA,
     "cohere2": LLAMA,
+    "granitemoe": LLAMA | {
+        "block_sparse_moe.router.layer": "ffn_gate_inp", "block_sparse_moe.output_linear": "ffn_down_exps",
+    },
     "gpt_oss": LLAMA | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }  # fmt: skip
 
@@ -67,7 +70,7 @@ def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": heads,
     }
     eps = get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-    keys[f"attention.layer_norm_{'rms_' * (family == 'gpt_oss')}epsilon"] = float(eps)
+    keys[f"attention.layer_norm_{'rms_' * (family in ('gpt_oss', 'granitemoe'))}epsilon"] = float(eps)
     if family not in ("gpt_neox", "mpt", "gpt2"):
         keys["attention.head_count_kv"] = kv_heads
     if family not in ("mpt", "gpt2"):
@@ -94,6 +97,12 @@ def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
             "attention.value_length": head_dim, "rope.scaling.type": "yarn", "rope.scaling.factor": scaling["factor"],
             "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
             "rope.scaling.yarn_beta_fast": scaling["beta_fast"], "rope.scaling.yarn_beta_slow": scaling["beta_slow"],
+        }  # fmt: skip
+    if family == "granitemoe":
+        keys |= {
+            "expert_count": values["num_local_experts"], "expert_used_count": values["num_experts_per_tok"],
+            "embedding_scale": values["embedding_multiplier"], "attention.scale": values["attention_multiplier"],
+            "residual_scale": values["residual_multiplier"], "logit_scale": values["logits_scaling"],
         }  # fmt: skip
     architecture = ARCHITECTURES.get(family, family)
     return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
@@ -144,6 +153,14 @@ def tensors_of(values: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             found[f"{prefix}attn_sinks.weight"] = tensor.astype(np.float32)
             continue
         stem, _, kind = module.rpartition(".")
+        if stem.endswith("input_linear"):
+            for of, half in zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True):
+                found[f"{prefix}ffn_{of}_exps.weight"] = np.ascontiguousarray(half)
+            continue
+        if family == "granitemoe" and stem.endswith(("q_proj", "k_proj")):
+            heads = values["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
+            halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         if family == "gpt2" and stem.rpartition(".")[2].startswith("c_") and kind == "weight":
             tensor = tensor.T
         if "query_key_value" in stem:

@@ -201,7 +201,9 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         known = "supported: llama, qwen2, qwen3, gemma, gemma2, gemma3, olmo2, smollm3, granite, glm4, phi3"
-        known += ", gptneox, falcon, mpt, gpt2, stablelm, command-r, cohere2, gpt-oss, qwen2moe, qwen3moe, olmoe"
+        known += (
+            ", gptneox, falcon, mpt, gpt2, stablelm, command-r, cohere2, gpt-oss, granitemoe, qwen2moe, qwen3moe, olmoe"
+        )
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         load_config(write_gguf(tmp_path / "model.gguf", {}, EMBEDDING))

@@ -29,6 +29,7 @@ CASES = {
     "stablelm-mha-rope-partial-parallel": {},
     "cohere-gqa-tied": {},
     "cohere2-gqa-window-nope-tied": {"layer_types": ["sliding_attention"] * 3},  # the fourth would be full
+    "granitemoe-gqa-experts": {},
     "gpt_oss-gqa-window-rope-yarn-experts-biases": SWIGLU,
     "gpt_oss-mqa-window-rope-yarn-experts-mxfp4": SWIGLU,
 }
@@ -48,7 +49,7 @@ def test_gguf_gives_the_config_and_weights_of_the_checkpoint(name, tmp_path):
     (wanted, weights), (found, params) = load_model(twin), load_model(path)
     assert found == wanted
     jax.tree.map(np.testing.assert_array_equal, params, weights)
-    with pytest.raises(ConfigError, match="GGUF"):
+    with pytest.raises(ConfigError, match="GGUF files have no architecture here"):
         export_gguf(twin, tmp_path / "out.gguf", "Q8_0")
     export_hf(tmp_path / "back", found, params)
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "back")[1], weights)
@@ -89,6 +90,8 @@ def test_keys_and_tensors_that_do_not_fit_are_refused(tmp_path):
     assert "logit_scale is 0.0" in refusal("cohere-gqa-tied", tmp_path, logit_scale=0.0)
     said = refusal(NEOX, tmp_path, LoadError, {"num_hidden_layers": 3})
     assert "gpt_neox.layers.2.input_layernorm.weight is missing" in said
+    said = refusal("falcon-gqa-two-norms-untied", tmp_path, LoadError, attention__head_count_kv=1)
+    assert "query_key_value.weight has shape [64, 32], the config gives [48, 32]" in said
     assert "has shape" in refusal("gpt2-mha-positions-biases-tied", tmp_path, LoadError, {"n_inner": 24})
     said = refusal(GPT_OSS, tmp_path, LoadError, {"num_local_experts": 5})
     assert "mlp.experts.gate_up_proj has shape [6, 32, 96], the config gives [5, 32, 96]" in said

@@ -88,14 +88,14 @@ def test_numbers_are_those_of_dequantised_weights_bit_for_bit(tmp_path, config):
 MOE = dataclasses.replace(TWINS["mixtral"][1], vocab_size=70, d_model=256, d_ff=256, num_layers=2)
 
 
-def written_experts(path, kinds):
+def written_experts(path, kinds, config=MOE):
     """A file whose stacks of experts are in blocks, of types that follow one another."""
-    stored, following = gguf_tensors("llama", MOE, random_tensors(MOE, "F32", 0)), itertools.cycle(kinds)
+    stored, following = gguf_tensors("llama", config, random_tensors(config, "F32", 0)), itertools.cycle(kinds)
     for i, (name, values) in enumerate(sorted(stored.items())):
         if "_exps" in name and (kind := next(following)) != "F32":
             blocks = drawn_blocks(kind, values[..., 0].size, values.shape[-1], seed=i)
             stored[name] = kind, values.shape, blocks.tobytes()
-    return write_gguf(path / "model.gguf", gguf_metadata("llama", MOE), stored)
+    return write_gguf(path / "model.gguf", gguf_metadata("llama", config), stored)
 
 
 def stacks(params):
