@@ -23,7 +23,7 @@ from tests.loading.quantised.on_disk import (
     gptq_config,
     write_quantised,
 )
-from tests.loading.test_kept import matrices, written
+from tests.loading.test_kept import MOE, matrices, stacks, written, written_experts
 from tests.machine import native_products
 from tests.sharding.on_devices.engines import GREEDY, SETTINGS
 from tests.sharding.on_devices.test_tokens import ONE_SHAPE
@@ -92,6 +92,24 @@ def test_tokens_are_those_of_one_device(linear, form, atol, tmp_path):
     assert isinstance(kept.pop("w_q"), jax.Array) and {type(w) for w in kept.values()} == {form}
     assert one[0] == two[0]
     np.testing.assert_allclose(one[1], two[1], atol=atol)
+
+
+@native_products
+def test_experts_are_divided_too(tmp_path):
+    moe = dataclasses.replace(MOE, vocab_size=300, num_layers=1)
+    path = written_experts(tmp_path, ["Q4_1", "Q8_0", "Q5_0"], moe)
+    config, read = open_model(path, "f32", quantization="stored", placement=place_on(2), num_devices=2)
+    (_, whole), kept = load_model(path), read()
+    in_panels = packed(kept, config, only_blocks=True)
+    for form, params in ((BlockMatrix, kept), (PackedBlocks, in_panels), (BlockMatrix, unpacked(in_panels))):
+        for device in range(2):
+            for (name, part), (_, w) in zip(stacks(on_device(params, device)), stacks(whole), strict=True):
+                mine = share(name, w.shape, device, 2, config.num_kv_heads)
+                assert isinstance(part, form)
+                np.testing.assert_array_equal(numbers_of(part), w[:, mine.rows, mine.columns], name)
+    (_, *one), (llm, *two) = (served(path, n, "packed") for n in (1, 2))
+    assert one[0] == two[0] and {type(w) for _, w in stacks(llm.runner.params)} == {PackedBlocks}
+    np.testing.assert_allclose(one[1], two[1], atol=2e-3)
 
 
 def test_matrices_whose_blocks_devices_would_divide_are_dequantised_and_named(tmp_path, caplog):
