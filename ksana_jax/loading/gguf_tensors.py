@@ -191,7 +191,9 @@ def permuted_heads(architecture: str, config: ModelConfig) -> dict[str, int]:
 
 def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTensor]:
     """Returns the tensors of a GGUF file by the Hugging Face names of the config's family; unknown ones keep theirs."""
-    family, found, in_parts = FAMILIES[config.family], {}, {}
+    family = FAMILIES[config.family]
+    found: dict[str, StoredTensor] = {}
+    in_parts: dict[str, tuple[View, dict[str, Sequence[StoredTensor]]]] = {}
     architecture = file.metadata["general.architecture"]
     heads = permuted_heads(architecture, config)
     top = {name: field for field, name in TOP_NAMES.items()}
@@ -225,7 +227,8 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
         name = of_field if isinstance(of_field, str) else of_field[name.endswith("bias")]
         plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
         found[name] = as_stored(info, name, heads.get(field), plus_one)
-    return found | {name: _combined(name, *parts) for name, parts in in_parts.items()}
+    found.update({name: _combined(name, *parts) for name, parts in in_parts.items()})
+    return found
 
 
 def _of_fields(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax.core import checks
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.models.families import mistral
@@ -40,7 +39,7 @@ def read3(fields: Fields) -> dict[str, Any]:
     if beta != ROPE[BETA]:
         fields.problem(f"rope_parameters.{BETA}", beta, f"supported: {ROPE[BETA]}")
     most, original = fields.integer("max_position_embeddings"), rope.get(ORIGINAL)
-    return mistral.read(fields) | {"max_position": min(most, original) if checks.is_integer(original) else most}
+    return mistral.read(fields) | {"max_position": min(most, original) if isinstance(original, int) else most}
 
 
 def read_ropes(fields: Fields, max_position: int) -> RopeConfig:
