@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,16 +19,20 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
+from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.memory import FLUSHED_AT_ONCE
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading.load import abstract_params, open_model
 from ksana_jax.models.params import Params
 from ksana_jax.runner import sleeping
+from ksana_jax.runner.planner.engine import PoolPlan
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.speculative import read_speculative
 
 # 1 keeps the weights in host memory, 2 drops them.
 LEVELS = (1, 2)
+# Programs of each size of an engine's pool.
+_programs: weakref.WeakKeyDictionary[Engine, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # A model, by path or name, or weights in memory.
 Weights = str | os.PathLike[str] | Params
 
@@ -39,9 +45,15 @@ class Asleep(NamedTuple):
 
 
 class Sleeps:
-    """The part of `LLM` that frees its memory and takes other weights."""
+    """The part of `LLM` that frees its memory and takes other weights.
 
+    Attributes:
+      wake_s: seconds that the last `wake_up` took; 0 before the first.
+    """
+
+    memory_plan: PoolPlan
     replicas: Replicas
+    wake_s = 0.0
 
     def sleep(self, level: int = 1) -> None:
         """Frees the device's memory: prefixes move to the host tier as far as it has room, others are dropped.
@@ -57,7 +69,24 @@ class Sleeps:
 
     def wake_up(self) -> None:
         """Wakes up with the same weights, which are read again after `sleep(2)`; awake, does nothing."""
+        began, slept = time.perf_counter(), self.is_sleeping
         self.replicas.each(lambda engine: engine.lock.exclusive(True, _wake, engine))
+        if slept:
+            self.wake_s = time.perf_counter() - began
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Moves to an empty pool of another size, awake or asleep; prefixes move to the host tier as in `sleep`.
+
+        Programs of the old size stay for later; those of a new one are compiled when they are needed, or by `warm_up`.
+
+        Raises:
+          RuntimeError: requests are running. ConfigError: this engine cannot sleep, and cannot move either.
+        """
+        checks.require(checks.integer("num_blocks", num_blocks, 1))
+        self.replicas.each(lambda engine: _resize(engine, num_blocks))
+        plan = self.memory_plan
+        pool_bytes = plan.pool_bytes // plan.num_blocks * num_blocks
+        self.memory_plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
 
     @property
     def is_sleeping(self) -> bool:
@@ -81,6 +110,26 @@ def _fall_asleep(engine: Engine, level: int) -> None:
     checks.require(checks.one_of("level", level, LEVELS))
     check(engine)
     engine.lock.exclusive(True, _sleep, engine, level)
+
+
+def _resize(engine: Engine, num_blocks: int) -> None:
+    check(engine)
+    engine.lock.exclusive(True, _move_pool, engine, num_blocks)
+
+
+def _move_pool(engine: Engine, num_blocks: int) -> None:
+    if num_blocks == engine.memory.blocks.num_blocks:
+        return
+    engine.check_idle("the pool changes only in between")
+    engine.lock.begin_write()
+    if engine.asleep is None:
+        engine.make_moves()
+        _vacate(engine)
+    sleeping.resize(_runner(engine), num_blocks, _programs.setdefault(engine, {}))
+    assert not engine.memory.device.node_of, "the pool is empty"
+    engine.memory.device.pool = BlockManager(num_blocks, engine.memory.block_size)
+    engine.builder = dataclasses.replace(engine.builder, num_blocks=num_blocks)
+    engine.scheduler.set_layout(engine.scheduler.layout)
 
 
 def _update(engine: Engine, weights: Weights) -> None:

@@ -79,19 +79,19 @@ class KVMemory:
         self.layout = KVLayout(group_layers([FULL]), index.block_size)
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
-        self._num_blocks, self._replacement, self._caching = num_blocks, find_replacement_policy(replacement), caching
+        self._replacement, self._caching = find_replacement_policy(replacement), caching
         self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self._listeners: list[CacheListener] = []
-        self._make_tiers(host_data)
+        self._make_tiers(num_blocks, host_data)
 
-    def _make_tiers(self, host_data: np.ndarray | None) -> None:
+    def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None) -> None:
         index, counters, write = self.index, self.counters, self._write
         self.host: HostTier | None = None
         if host_data is not None and len(host_data):
             self.host = HostTier(host_data, index, self._replacement, counters, disk=self.disk, write=write)
         self.moves = PendingMoves(counters)
         self.device = DeviceTier(
-            self._num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
+            num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
         self.disk_reads = self.swap = None
         if self.host is not None:
@@ -120,7 +120,7 @@ class KVMemory:
         if self.disk is not None:
             self.disk.reset()
         self.index.clear()
-        self._make_tiers(host_data)
+        self._make_tiers(self.blocks.num_blocks, host_data)
         for listener in self._listeners:
             listener.cleared()
 

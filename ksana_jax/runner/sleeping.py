@@ -1,8 +1,9 @@
-"""A runner without device memory: its weights are in host memory or nowhere, and it has no pool. Programs stay."""
+"""A runner without device memory, its weights in host memory or nowhere, or with another pool. Programs stay."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
+from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.runner import Runner
 
 
@@ -52,6 +54,28 @@ def restore(runner: Runner, kept: Any) -> None:
 def load(runner: Runner, params: Params, *, consume: bool) -> None:
     """Gives a runner weights of its model, and an empty pool. consume: the weights may be deleted."""
     _wake(runner, runner.weights(params, consume=consume))
+
+
+def resize(runner: Runner, num_blocks: int, known: dict[Any, Any]) -> None:
+    """Gives an idle runner an empty pool of another size; one that has none gets it when it wakes up.
+
+    Args:
+      known: the programs of each size, to which those of the old one are added.
+    """
+    old, alike, evictor = runner.cache, runner._seen.alike, runner.evictor
+    known[old.num_blocks, alike] = runner._compiled, runner.mover.functions, evictor
+    if (num_blocks, alike) not in known:
+        other = None if evictor is None else Evictor(runner.layout, num_blocks, evictor.table_width)
+        known[num_blocks, alike] = {}, {}, other
+    runner._compiled, functions, runner.evictor = known[num_blocks, alike]
+    runner.mover = runner.mover.of_pool(num_blocks, functions)
+    make = functools.partial(runner.placement.pool, runner.layout, num_blocks)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in old.leaves.values()):
+        runner.cache = jax.eval_shape(make)
+        return
+    for leaf in old.leaves.values():
+        leaf.delete()  # first: two may not fit
+    runner.cache = make()
 
 
 def _wake(runner: Runner, params: Params) -> None:
