@@ -23,6 +23,7 @@ from ksana_jax.engine.inflight import InflightRequests
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.request_stream import RequestStream
+from ksana_jax.engine.residents import Residents
 from ksana_jax.engine.sleeping import check
 from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
@@ -237,11 +238,13 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------ state
 
-    def sleep_when_idle(self, after_s: float, level: int = 1) -> None:
-        """Lets the LLM sleep after some seconds without a request; the next request wakes it up. On the event loop.
+    def sleep_when_idle(self, after_s: float | None, level: int = 1, residents: Residents | None = None) -> None:
+        """Lets the LLM sleep when it is idle; the next request wakes it up. On the event loop.
 
         Args:
+          after_s: seconds without a request after which it sleeps; None waits until others need its memory.
           level: see `LLM.sleep`.
+          residents: the budget that it shares with others.
 
         Raises:
           ConfigError: it cannot sleep; the message says why.
@@ -249,7 +252,7 @@ class AsyncLLM:
         if self.llm is None:
             raise ConfigError("an engine without an LLM cannot sleep")
         self.replicas.each(check)
-        self._idle_sleep = IdleSleep(self.llm, after_s, level, lambda: bool(self._open.by_id))
+        self._idle_sleep = IdleSleep(self.llm, after_s, level, lambda: bool(self._open.by_id), residents)
         self._idle_sleep.start()
 
     def awake(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -310,6 +313,8 @@ class AsyncLLM:
         """
         self._bind()
         self._refuses = self._refuses or _DRAINING
+        if self._idle_sleep is not None:
+            self._idle_sleep.end()
         ended = [found.ended for found in self._open.by_id.values()]
         if ended:
             await asyncio.wait(ended, timeout=timeout_s)

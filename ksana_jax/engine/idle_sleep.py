@@ -1,4 +1,4 @@
-"""Puts an LLM to sleep when it has had no request for a while, and wakes it up for the next one."""
+"""Puts an LLM to sleep when it has had no request for a while or others need its memory, and wakes it up again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
+
+from ksana_jax.core.sources import display_name
+from ksana_jax.engine.residents import Residents, footprint, small_pool
 
 if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
@@ -20,20 +23,33 @@ class NotServing(RuntimeError):
 
 
 class IdleSleep:
-    """For the tasks of one event loop.
+    """For the tasks of one event loop; a `residents.Resident`.
 
     Args:
-      after_s: seconds without a request after which the LLM sleeps; at most as many more may pass.
+      after_s: seconds without a request after which the LLM sleeps; at most as many more may pass. None keeps it awake.
       level: of `LLM.sleep`.
       is_busy: whether requests are open.
+      residents: the budget that it shares with others, for whom it sleeps too; None for none.
     """
 
-    def __init__(self, llm: LLM, after_s: float, level: int, is_busy: Callable[[], bool]):
+    def __init__(
+        self,
+        llm: LLM,
+        after_s: float | None,
+        level: int,
+        is_busy: Callable[[], bool],
+        residents: Residents | None = None,
+    ):
         self._llm, self._after_s, self._level, self._is_busy = llm, after_s, level, is_busy
         self._num_users, self._changing = 0, asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._has_ended = False
-        self._task: asyncio.Task[None] | None = None
+        self.has_ended = False
+        self._task: asyncio.Task[bool] | None = None
+        self.name, self.is_small, self._residents = display_name(llm.name), False, residents
+        share = 1.0 if residents is None else residents.pool_share
+        self.size, self._full, self._small = footprint(llm, level, share), llm.num_blocks, small_pool(llm, share)
+        if residents is not None:
+            residents.used(self)
 
     @contextlib.asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -42,46 +58,98 @@ class IdleSleep:
         Raises:
           NotServing: it cannot wake up.
         """
+        if self._residents is not None:
+            await self._residents.turn(self)
         self._num_users += 1
         try:
             async with self._changing:
                 if self._llm.is_sleeping:
                     try:
-                        await _timed("woke up", self._llm.wake_up)
+                        await self._wake()
                     except Exception as error:
                         raise NotServing(f"the model cannot wake up: {error}") from error
+                elif self.is_small and self._num_users == 1 and not self._is_busy():
+                    await self._grow()
+            if self._residents is not None:
+                self._residents.used(self)
             yield
         finally:
             self._num_users -= 1
             self.start()
 
+    async def _wake(self) -> None:
+        if self._residents is None:
+            return await self._timed("woke up", self._llm.wake_up)
+        async with self._residents.room(self) as small:
+            await self._resize(small)
+            await self._timed("woke up", self._llm.wake_up)
+
+    async def _grow(self) -> None:
+        assert self._residents is not None
+        async with self._residents.room_to_grow(self) as has_room:
+            if has_room:
+                with contextlib.suppress(RuntimeError):  # somebody else uses it, in a thread
+                    await self._resize(False)
+
+    async def _resize(self, small: bool) -> None:
+        if small != self.is_small:
+            num_blocks = self._small if small else self._full
+            await self._timed(f"has {num_blocks:,} blocks", lambda: self._llm.resize_pool(num_blocks))
+            self.is_small = small
+
     def start(self) -> None:
         """Counts the seconds from now on."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._after_s, self._due)
+        if self._after_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._due)
 
     def end(self) -> None:
         """Leaves the LLM as it is from now on; from any thread."""
-        self._has_ended = True
+        self.has_ended = True
+
+    @property
+    def wake_s(self) -> float:
+        return self._llm.wake_s
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._llm.is_sleeping
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._num_users or self._is_busy() or self.has_ended)
 
     def _due(self) -> None:
-        if self._num_users or self._is_busy():
+        if self.is_idle:
+            self._task = asyncio.create_task(self.rest())
+        elif not self.has_ended:
             self.start()
-        elif not self._has_ended:
-            self._task = asyncio.create_task(self._sleep())
 
-    async def _sleep(self) -> None:
+    async def rest(self) -> bool:
+        """Sleeps, unless it is not idle; returns whether it sleeps."""
+        if not self.is_idle:  # who uses it may hold the lock for long
+            return False
         async with self._changing:
-            if self._num_users or self._is_busy() or self._has_ended or self._llm.is_sleeping:
-                return
+            if self._llm.is_sleeping or not self.is_idle:
+                return self._llm.is_sleeping
             try:
-                await _timed("sleeps", lambda: self._llm.sleep(self._level))
+                await self._timed("sleeps", lambda: self._llm.sleep(self._level))
             except RuntimeError:  # somebody else uses it, in a thread
                 self.start()
+            return self._llm.is_sleeping
 
+    async def shrink(self) -> bool:
+        """Takes its smaller pool, unless it is not idle; returns whether it has it."""
+        if not self.is_idle:
+            return False
+        async with self._changing:
+            if self.is_idle and not self._llm.is_sleeping:
+                with contextlib.suppress(RuntimeError):  # somebody else uses it, in a thread
+                    await self._resize(True)
+            return self.is_small
 
-async def _timed(what: str, change: Callable[[], None]) -> None:
-    began = time.perf_counter()
-    await asyncio.to_thread(change)
-    logger.info("the model %s (%.2f s)", what, time.perf_counter() - began)
+    async def _timed(self, what: str, change: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        await asyncio.to_thread(change)
+        logger.info("model %s %s (%.2f s)", self.name, what, time.perf_counter() - began)
