@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -29,7 +29,7 @@ from ksana_jax.serve.gateway.metrics import exposition
 from ksana_jax.serve.gateway.prefixes import ConfiguredPrefixes
 from ksana_jax.serve.gateway.prompts import PromptReader
 from ksana_jax.serve.gateway.queueing import Turns
-from ksana_jax.serve.gateway.reading import RequestReader
+from ksana_jax.serve.gateway.reading import RequestReader, model_of
 from ksana_jax.serve.gateway.settings import EXACT
 from ksana_jax.serve.routing import RoutedRequest
 from ksana_jax.serve.server.auth import salt_of_key
@@ -63,6 +63,7 @@ class Proxy:
       draining: whether the proxy is ending, and refuses new requests. num_open: requests that are being answered.
       server_headers: with the key of the servers. keeper: starts servers; None if others run them.
       prefixes: that were given for the policy's table; None without a file of them.
+      names_of: models and adapters of servers, by URL; of those that report them.
       access: checks keys. connections: with clients; None until `running` listens.
     """
 
@@ -81,6 +82,7 @@ class Proxy:
         self.server_headers = {} if server_key is None else {"Authorization": f"Bearer {server_key}"}
         self.keeper: Keeper | None = None
         self.prefixes: ConfiguredPrefixes | None = None
+        self.names_of: Mapping[str, Collection[str]] = {}
         self._numbers = itertools.count()
 
     # ------------------------------------------------------------------ around every request
@@ -148,7 +150,13 @@ class Proxy:
         number = str(next(self._numbers))
         routed = RoutedRequest(number, prompt.num_tokens, prompt.hashes, prompt.max_tokens, client)
         async with self.turns.turn(client):
-            return await Exchange(self.fleet, request, routed, body, self._headers(request)).run()
+            others = self._without(prompt.model)
+            return await Exchange(self.fleet, request, routed, body, self._headers(request), others).run()
+
+    def _without(self, model: str | None) -> set[str]:
+        """Returns the servers that do not serve a model; none if all say so, and one of them has to tell the client."""
+        found = {url for url, names in self.names_of.items() if names and model is not None and model not in names}
+        return found if any(s.weight > 0 and s.url not in found for s in self.fleet.servers.values()) else set()
 
     def _salt(self, request: web.Request) -> str:
         """Returns the salt under which a server will cache the prompt: see `serve.server.auth`."""
@@ -159,7 +167,7 @@ class Proxy:
 
     async def _ask_tokens(self, body: dict[str, Any]) -> list[int]:
         try:
-            server = self._any_server()
+            server = self._any_server(body.get("model"))
             async with self.fleet.session.post(server.url + "/tokenize", json=body, headers=self.server_headers) as got:
                 if got.status in (400, 413, 422):
                     raise ValueError("the prompt is invalid")
@@ -169,28 +177,32 @@ class Proxy:
         except (aiohttp.ClientError, APIError) as error:
             raise OSError(str(error)) from None
 
-    async def served_model(self) -> str | None:
-        """Returns the name of the model that the servers serve; None while none reports one."""
+    async def served_models(self) -> set[str] | None:
+        """Returns the names of the models that a server serves; None while none reports one."""
         try:
             server = self._any_server()
             async with self.fleet.session.get(server.url + "/v1/models", headers=self.server_headers) as got:
-                return str((await got.json())["data"][0].get("root") or "")
+                return {*root_names((await got.json())["data"]).values()}
         except (aiohttp.ClientError, APIError, OSError, ValueError, LookupError, AttributeError, TypeError):
             return None
 
     # ------------------------------------------------------------------ requests that any server answers
 
-    def _any_server(self) -> Server:
-        ready = [server for server in self.fleet.servers.values() if server.weight > 0]
+    def _any_server(self, model: str | None = None) -> Server:
+        others = self._without(model)
+        ready = [one for one in self.fleet.servers.values() if one.weight > 0 and one.url not in others]
         if not ready:
             raise APIError(503, "no healthy server", code="no_healthy_server", retry_after_s=1)
         return self.fleet.dice.choice(ready)
 
     async def anywhere(self, request: web.Request) -> web.Response:
-        """Passes a request to any server that is ready."""
-        body, server = await self._body(request), self._any_server()
+        """Passes a request to any server that is ready, and serves its model."""
+        body = await self._body(request)
+        server = self._any_server(request.query.get("model", model_of(body)))
         name = request.match_info.get("name")
         path = request.path if name is None else f"/v1/models/{quote(name, safe='')}"
+        if request.query_string:
+            path += f"?{request.rel_url.raw_query_string}"
         try:
             async with (
                 asyncio.timeout(ANYWHERE_S),
@@ -247,6 +259,11 @@ class Proxy:
         if own is not None:
             own["age_s"] = round(self.fleet.clock() - own.pop("at_s"), 3)
         return described | {"own": own}
+
+
+def root_names(models: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the model behind each name in an answer of /v1/models, adapters left out."""
+    return {str(model["id"]): str(model.get("root") or "") for model in models if not model.get("parent")}
 
 
 def make_app(proxy: Proxy) -> web.Application:

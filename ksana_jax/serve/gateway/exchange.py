@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import aiohttp
 from aiohttp import web
@@ -52,14 +52,20 @@ class Exchange:
 
     Args:
       fleet: the servers. routed: what the router knows of the request.
-      body, headers: what is sent to a server.
+      body, headers: what is sent to a server. others: servers that do not have its model.
     """
 
     def __init__(
-        self, fleet: Fleet, request: web.Request, routed: RoutedRequest, body: bytes, headers: Mapping[str, str]
+        self,
+        fleet: Fleet,
+        request: web.Request,
+        routed: RoutedRequest,
+        body: bytes,
+        headers: Mapping[str, str],
+        others: Collection[str] = (),
     ):
         self._fleet, self._request, self._routed = fleet, request, routed
-        self._body, self._headers = body, headers
+        self._body, self._headers, self._others = body, headers, others
         self._sent: web.StreamResponse | None = None  # once the client has received something
         self._tail = b""
 
@@ -68,7 +74,7 @@ class Exchange:
         fleet, tried, failure = self._fleet, [], None
         while True:
             try:
-                server = fleet.choose(self._routed, tried)
+                server = fleet.choose(self._routed, {*tried, *self._others})
             except NoServer:
                 no_server = APIError(503, "no healthy server", code="no_healthy_server", retry_after_s=1)
                 return failure or error_response(no_server)

@@ -1,4 +1,5 @@
-"""Looks up the model of each server, the same one for all, and its adapters, whose prefixes have roots of their own."""
+"""Looks up the models of each server, one of them the same for all, and adapters, whose prefixes have roots of their
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import aiohttp
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.gateway.app import Proxy
+from ksana_jax.serve.gateway.app import Proxy, root_names
 from ksana_jax.serve.gateway.fleet import Server
 
 log = logging.getLogger("ksana_jax.serve.gateway")
@@ -18,10 +19,11 @@ TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class _Served(NamedTuple):
-    """The report of a server: names of its models, and digests of the adapters among them."""
+    """The report of a server: names of its models, digests of adapters among them, and the model of each other name."""
 
     names: frozenset[str]
     adapters: dict[str, str]
+    roots: dict[str, str]
 
 
 class SameModel:
@@ -51,11 +53,15 @@ class SameModel:
             raise ConfigError(f"servers must serve the same model: {'; '.join(others)}")
 
     def _tell(self) -> None:
-        """Tells the reader of prompts which adapters are served."""
-        found: dict[str, str] = {}
+        """Tells the reader of prompts which adapters and models are served, and the proxy where."""
+        adapters: dict[str, str] = {}
+        roots: dict[str, str] = {}
         for served in self._served.values():
-            found |= served.adapters
-        self._proxy.reader.adapters = found
+            adapters |= served.adapters
+            roots |= served.roots
+        # Prefixes of one model need no name.
+        self._proxy.reader.adapters = adapters if len({*roots.values()}) == 1 else roots | adapters
+        self._proxy.names_of = {server.url: served.names for server, served in self._served.items()}
 
     async def watch(self, every_s: float) -> None:
         """Keeps checking, warns of servers that come later, and asks one of the others for new adapters."""
@@ -77,9 +83,9 @@ class SameModel:
                 models = (await got.json())["data"]
                 digests = {str(model["id"]): model.get("adapter_digest") for model in models}
                 adapters = {name: digest for name, digest in digests.items() if isinstance(digest, str)}
-                return _Served(frozenset(digests), adapters)
+                return _Served(frozenset(digests), adapters, root_names(models))
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError):
-            return _Served(frozenset(), {})
+            return _Served(frozenset(), {}, {})
 
 
 def _listed(names: frozenset[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -38,11 +39,12 @@ AskTokens = Callable[[dict[str, Any]], Awaitable[list[int]]]
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """Facts about a request: tokens of the prompt, counted or estimated; a hash for each full block of it; output
-    tokens asked for."""
+    tokens asked for; the model, if it is known."""
 
     num_tokens: int
     hashes: list[bytes]
     max_tokens: int
+    model: str | None = None
 
 
 class RequestReader:
@@ -55,7 +57,8 @@ class RequestReader:
 
     Attributes:
       model: fingerprint of the served model, part of the hashes; empty as long as no server has told it.
-      adapters: digest of each served adapter by its name.
+      adapters: what divides the hashes by the model of a request: digests of adapters, and the models if there are
+        several.
     """
 
     def __init__(self, prompts: PromptReader | None, ask: AskTokens, block_size: int):
@@ -82,9 +85,10 @@ class RequestReader:
         Args:
           salt: of the client's key; the body may divide it further, by cache_salt.
         """
+        asked: Any = None
         try:
             if len(body) > LONGEST_READ:
-                return _unread(body)
+                return _unread(body, asked)
             if len(body) <= SHORT_BODY:
                 asked = json.loads(body)
                 ids = self._local(path, asked)
@@ -93,17 +97,17 @@ class RequestReader:
             if ids is None:
                 ids = await self._from_server(path, asked)
             if ids.ndim != 1:
-                return _unread(body)
+                return _unread(body, asked)
             given = asked.get("cache_salt")
             salt = salt if given is None else f"{salt}/{given}"
             if (digest := self.adapters.get(asked.get("model"))) is not None:
                 salt = salted(digest, salt)
             hashes = hashes_of(ids, self._block_size, salt, self.model)
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, OSError):
-            return _unread(body)
+            return _unread(body, asked)
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")
         usable = type(max_tokens) is int and 0 <= max_tokens <= MAX_TOKENS
-        return Prompt(len(ids), hashes, max_tokens if usable else DEFAULT_MAX_TOKENS)
+        return Prompt(len(ids), hashes, max_tokens if usable else DEFAULT_MAX_TOKENS, _model(asked))
 
     async def token_ids(self, text: str) -> np.ndarray | None:
         """Returns the ids of the prompt of a completion, int32 [T]; None if no server can be asked now."""
@@ -162,5 +166,17 @@ class RequestReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _unread(body: bytes) -> Prompt:
-    return Prompt(max(len(body) // CHARS_PER_TOKEN, 1), [], DEFAULT_MAX_TOKENS)
+def model_of(body: bytes) -> str | None:
+    """Returns the model that a short body asks for; None if it cannot be read, or names none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return _model(json.loads(body)) if len(body) <= LONGEST_READ else None
+    return None
+
+
+def _model(asked: Any) -> str | None:
+    model = asked.get("model") if isinstance(asked, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _unread(body: bytes, asked: Any) -> Prompt:
+    return Prompt(max(len(body) // CHARS_PER_TOKEN, 1), [], DEFAULT_MAX_TOKENS, _model(asked))

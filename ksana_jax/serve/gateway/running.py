@@ -120,12 +120,12 @@ async def _end(proxy: Proxy, aborting: asyncio.Event) -> None:
 async def _learn_tokenizer(proxy: Proxy) -> None:
     """Finds the tokenizer of the served model on this machine, if it was not given; servers are asked otherwise."""
     while not proxy.reader.tokenizes:
-        name = await proxy.served_model()
-        if name is not None:
-            with contextlib.suppress(ValueError, OSError):
-                proxy.reader.use(_tokenizes(name, download=False))
+        if names := await proxy.served_models():
+            if len(names) == 1:  # several have several tokenizers
+                with contextlib.suppress(ValueError, OSError):
+                    proxy.reader.use(_tokenizes(*names, download=False))
             where = "on this machine" if proxy.reader.tokenizes else "by the servers"
-            log.info("prompts for %s are tokenized %s", name, where)
+            log.info("prompts for %s are tokenized %s", ", ".join(sorted(names)), where)
             return
         await asyncio.sleep(0.5)
 

@@ -39,6 +39,7 @@ class FakeServer:
       ttft_s, token_s: time to the first event, and between events.
       die_after: closes the connection after this many events of a stream; None never does. cut_event: within the next.
       cached_tokens: what the usage reports.
+      model: names of its models, separated by spaces. root: behind all names; empty for as many models.
       metrics: body of /metrics; {} while it is empty.
       got: paths of GET requests.
       requests: (path, headers, body) of each POST, but of /tokenize only their number, num_tokenized.
@@ -47,7 +48,7 @@ class FakeServer:
     """
 
     def __init__(self, ttft_s: float = 0.0, token_s: float = 0.0, model: str = "fake"):
-        self.ttft_s, self.token_s, self.model = ttft_s, token_s, model
+        self.ttft_s, self.token_s, self.model, self.root = ttft_s, token_s, model, ""
         self.mode, self.cached_tokens, self.metrics = "ok", 0, ""
         self.die_after: int | None = None
         self.ready, self.answers, self.tokenizes = True, 200, 200
@@ -162,8 +163,9 @@ class Connection(asyncio.Protocol):
             if path == "/ready" and not fake.ready:
                 self.reply(503, b"{}")
             elif path == "/v1/models":
-                model = {"id": fake.model, "object": "model", "max_model_len": 4096}
-                self.reply(200, json.dumps({"object": "list", "data": [model]}).encode())
+                known = {"object": "model", "max_model_len": 4096}
+                models = [{"id": name, "root": fake.root or name, **known} for name in fake.model.split()]
+                self.reply(200, json.dumps({"object": "list", "data": models}).encode())
             elif path == "/metrics" and fake.metrics:
                 self.reply(200, fake.metrics.encode())
             elif path.startswith("/kv_events"):
