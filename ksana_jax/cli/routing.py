@@ -149,12 +149,11 @@ def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:
       ConfigError: `ksana serve` does not have such an option, or an option's value is of the wrong type.
     """
     from ksana_jax.core.errors import ConfigError
-    from ksana_jax.lab.experiments.dotted import dotlist
 
     app = groups.group("")
     app.command(cls=groups.ServeCommand)(serving.serve)
     try:
         with typer.main.get_command(app).make_context("ksana serve", [model, *given]) as context:
-            return dotlist(context.params["settings"] or [])
+            return serving.models_and_settings(context.params["settings"] or [])[1]
     except USAGE_ERROR as error:
         raise ConfigError(f"ksana serve: {error.format_message()}") from None  # pyright: ignore[reportAttributeAccessIssue]

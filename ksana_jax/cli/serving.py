@@ -1,7 +1,8 @@
-"""`ksana serve`: serves a model over HTTP."""
+"""`ksana serve`: serves a model, or several, over HTTP."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from ksana_jax.cli.fields import takes_fields
 from ksana_jax.cli.options import ChatTemplate, Model, read_template
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.server.settings import ServerSettings, api_keys_of, read_api_keys, read_lora_modules
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        help="settings of the engine as in YAML, such as block_size=8 enable_prefix_caching=false pattern.window=112",
+        help="settings of the engine as in YAML, such as block_size=8 enable_prefix_caching=false pattern.window=112; "
+        "words without = are further models, which a request's model chooses",
         show_default=False,
     ),
 ]
@@ -32,7 +35,7 @@ Keys = Annotated[
     ServerSettings,
     "host port allowed_hosts allowed_origins max_num_queued_reqs max_num_queued_tokens "
     "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample "
-    "session_dir sleep_after sleep_level",
+    "session_dir sleep_after sleep_level device_memory_bytes pool_share",
 )
 def serve(
     model: Model,
@@ -66,12 +69,10 @@ def serve(
     chat_template: ChatTemplate = None,
     warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
 ) -> None:
-    """Serves a model over HTTP with OpenAI's API: completions, chat, streams.
+    """Serves a model, or several, over HTTP with OpenAI's API: completions, chat, streams.
 
     Listens at once; /ready is 200 when the model has been loaded. SIGTERM or Ctrl-C lets accepted requests end first.
     """
-    from ksana_jax.lab.experiments.dotted import dotlist
-
     try:
         import uvicorn  # noqa: F401  imported to name the extra where it is absent
     except ImportError as error:
@@ -89,12 +90,59 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         lora_modules=read_lora_modules(lora_modules or ()),
     )
+    others, engine = models_and_settings(settings or [])
+    engine = _with_cache(engine)
+    if others:
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template is of one model, {len(others) + 1} are given")
+        raise typer.Exit(_serve_several([model, *others], engine, warm_up, given))
+    if given.device_memory_bytes is not None:
+        raise ConfigError("--device-memory-bytes is for several models, and one is given: see memory_bytes")
     template = None if chat_template is None else read_template(model, chat_template)
-    engine = _with_cache(dotlist(settings or []))
     if given.lora_modules:
         engine = {"enable_lora": True, **engine}
     listener = listen(given)
     raise typer.Exit(run(lambda: _load(model, engine, template, warm_up, given.lora_modules), given, listener))
+
+
+def models_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the further models and the settings among the words that follow a model.
+
+    Raises:
+      ConfigError: a setting has no value, or cannot be read.
+    """
+    from ksana_jax.core.config import EngineConfig
+    from ksana_jax.lab.experiments.dotted import dotlist
+
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    others = [word for word in words if "=" not in word and word.partition(".")[0] not in fields]
+    return others, dotlist([word for word in words if word not in others])
+
+
+def _serve_several(models: list[str], engine: dict[str, Any], warm_up: bool, given: ServerSettings) -> int:
+    """Serves several models with equal settings; returns the exit code of the process."""
+    from ksana_jax.core.request import SamplingParams
+    from ksana_jax.engine.residents import small_pool
+    from ksana_jax.serve.server.running import listen, serve
+    from ksana_jax.serve.server.several import make_several_app, names_of
+
+    if engine.get("distributed") is not None:
+        raise ConfigError(f"distributed is set, and {len(models)} models are given: several processes serve one")
+    of_name = dict(zip(names_of(models), models, strict=True))
+    app = make_several_app(names_of(models), given)
+
+    def load(name: str) -> AsyncLLM:
+        own = engine
+        if (folder := engine.get("disk_cache_dir")) is not None:
+            own = engine | {"disk_cache_dir": str(Path(folder) / name)}
+        llm = _load(of_name[name], own, None, warm_up)
+        if warm_up and given.pool_share < 1 and llm.llm is not None:
+            for num_blocks in (small_pool(llm.llm, given.pool_share), llm.llm.num_blocks):
+                llm.llm.resize_pool(num_blocks)
+                llm.llm.warm_up(sampling_params=SamplingParams())
+        return llm
+
+    return serve(lambda: app.state.serving.load(load), given, listen(given), app)
 
 
 def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:

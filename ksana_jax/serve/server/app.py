@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,11 +34,14 @@ _EXPOSED = ("x-request-id", "retry-after")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
-def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> Starlette:
+def make_app(
+    llm: AsyncLLM | None, settings: ServerSettings | None = None, middleware: Sequence[Middleware] | None = None
+) -> Starlette:
     """Returns the application that serves a model.
 
     Args:
       llm: None for one that is still loading; `app.state.serving.begin(llm)` begins to serve it.
+      middleware: what each request passes first; None takes `guards`.
     """
     settings = settings or ServerSettings()
     routes = [
@@ -59,32 +63,34 @@ def make_app(llm: AsyncLLM | None, settings: ServerSettings | None = None) -> St
         *(sessions.routes() if settings.session_dir is not None else ()),
         *(adapters.routes() if settings.admin_keys else ()),
     ]
-    # A request with a key is no page's; allowed pages send a preflight request first, without the key.
-    hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None
-    checks = [] if settings.api_keys else [Middleware(CheckPages, hosts=hosts, origins=settings.allowed_origins)]
-    cors = {"allow_origins": settings.allowed_origins, "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
-    app = Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(RequestIds),
-            Middleware(LimitHeaders, most=settings.max_header_bytes),
-            *checks,
-            *([Middleware(CORSMiddleware, **cors, expose_headers=_EXPOSED)] if settings.allowed_origins else []),
-            Middleware(
-                RequireKey,
-                keys=settings.api_keys,
-                open_paths=OPEN_PATHS | {page.PAGE_PATH},
-                admin_keys=settings.admin_keys,
-            ),
-            Middleware(Errors),
-        ],
-        exception_handlers={HTTPException: _http_error},
-    )
+    before = guards(settings) if middleware is None else middleware
+    app = Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: http_error})
     app.router.redirect_slashes = False
     app.state.serving = Serving(settings)
     if llm is not None:
         app.state.serving.begin(llm)
     return app
+
+
+def guards(settings: ServerSettings) -> list[Middleware]:
+    """Returns what each request passes first: ids, limits, keys, errors."""
+    # A request with a key is no page's; allowed pages send a preflight request first, without the key.
+    hosts = frozenset(map(str.lower, settings.allowed_hosts)) if is_private(settings.host) else None
+    checks = [] if settings.api_keys else [Middleware(CheckPages, hosts=hosts, origins=settings.allowed_origins)]
+    cors = {"allow_origins": settings.allowed_origins, "allow_methods": ("GET", "POST"), "allow_headers": ("*",)}
+    return [
+        Middleware(RequestIds),
+        Middleware(LimitHeaders, most=settings.max_header_bytes),
+        *checks,
+        *([Middleware(CORSMiddleware, **cors, expose_headers=_EXPOSED)] if settings.allowed_origins else []),
+        Middleware(
+            RequireKey,
+            keys=settings.api_keys,
+            open_paths=OPEN_PATHS | {page.PAGE_PATH},
+            admin_keys=settings.admin_keys,
+        ),
+        Middleware(Errors),
+    ]
 
 
 class RequestIds:
@@ -150,7 +156,7 @@ class Errors:
             await as_api_error(error).response()(scope, receive, send)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def http_error(request: Request, error: Exception) -> Response:
     """Answers errors of the router: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
@@ -199,17 +205,18 @@ async def models(request: Request) -> Response:
     """Answers with the names under which the model is served, and its adapters."""
     serving = serving_of(request)
     names = *serving.model.names, *serving.model.adapters
-    return json_response({"object": "list", "data": [_model(serving, name) for name in names]})
+    return json_response({"object": "list", "data": [described(serving, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     """Answers with one name of the model, or an adapter."""
     serving, name = serving_of(request), request.path_params["name"]
     check_model(serving.model, name)
-    return json_response(_model(serving, name))
+    return json_response(described(serving, name))
 
 
-def _model(serving: Serving, name: str) -> dict[str, object]:
+def described(serving: Serving, name: str) -> dict[str, object]:
+    """Returns the facts about one name of a model, or about an adapter."""
     served, adapters = serving.model, serving.any_llm.engine.factory.adapters
     adapter = served.adapters.get(name)
     return {
@@ -221,5 +228,6 @@ def _model(serving: Serving, name: str) -> dict[str, object]:
         "parent": None if adapter is None else served.names[0],
         "adapter_digest": None if adapter is None or adapters is None else adapters.digest_of(adapter),
         "max_model_len": served.max_model_len,
+        "state": "asleep" if serving.any_llm.engine.asleep is not None else "awake",
         "has_chat_template": served.tokenizer is not None and served.tokenizer.chat_template is not None,
     }

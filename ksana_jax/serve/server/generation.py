@@ -92,8 +92,6 @@ async def submit(
     except QueueFull as error:
         serving.metrics.refused("queue_full")
         raise APIError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s) from None
-    except NotServing as error:
-        raise APIError(503, str(error), retry_after_s=RETRY_DRAINING_S) from None
 
 
 def prompt_field(fields: Fields) -> str:
@@ -139,5 +137,7 @@ def as_api_error(error: Exception) -> APIError:
     """Returns the client's message about a failure while it was served."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, NotServing):
+        return APIError(503, str(error), retry_after_s=RETRY_DRAINING_S)
     logger.error("a request failed", exc_info=error)
     return APIError(500, f"the request failed: {type(error).__name__}")

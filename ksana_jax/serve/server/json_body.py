@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -24,6 +24,8 @@ MAX_KEYS = 2**15
 DISCARDED = 4
 # Longer bodies are parsed and read in a thread.
 _LONG = 2**16
+# Key of a scope, for a `Body` that was read before.
+BODY = "ksana.body"
 
 
 async def read_object(
@@ -32,7 +34,7 @@ async def read_object(
     in_thread: Callable[..., Awaitable[Any]],
     read: Callable[[dict[str, Any]], T],
 ) -> T:
-    """Returns the result of `read` on the JSON object in a request's body.
+    """Returns the result of `read` on the JSON object in a request's body, which may be in the scope, as BODY.
 
     Args:
       in_thread: awaits a function that is called in another thread; long bodies are parsed and read there.
@@ -41,6 +43,25 @@ async def read_object(
       APIError: `read` raises it, or the body is no JSON object, too long, too deep, or does not come in time.
       ClientDisconnect: the client has left.
     """
+    found = request.scope.pop(BODY, None) or await receive_object(request, settings, in_thread)
+    return await in_thread(read, found.value) if found.is_long else read(found.value)
+
+
+class Body(NamedTuple):
+    """The JSON object of a request, and whether it was so long that it takes a thread."""
+
+    value: dict[str, Any]
+    is_long: bool
+
+
+async def receive_object(request: Request, settings: ServerSettings, in_thread: Callable[..., Awaitable[Any]]) -> Body:
+    """Returns the JSON object in a request's body; raises what `read_object` raises."""
+    body = await _receive(request, settings)
+    is_long = len(body) > _LONG
+    return Body(await in_thread(parse_object, body) if is_long else parse_object(body), is_long)
+
+
+async def _receive(request: Request, settings: ServerSettings) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Other types would let any web page that a user visits send requests to a server on the user's machine.
     if kind != "application/json":
@@ -49,14 +70,9 @@ async def read_object(
         raise bad_request(f"content-encoding is {coding!r:.80}, must be identity: compressed bodies are not read")
     try:
         async with asyncio.timeout(settings.client_timeout_s):
-            body = await _read(request, settings.max_body_bytes)
+            return await _read(request, settings.max_body_bytes)
     except TimeoutError:
         raise APIError(408, f"the body did not arrive within {settings.client_timeout_s:g} seconds") from None
-
-    def parse() -> T:
-        return read(parse_object(body))
-
-    return await in_thread(parse) if len(body) > _LONG else parse()
 
 
 async def _read(request: Request, most: int) -> bytes:

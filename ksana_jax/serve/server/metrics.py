@@ -18,6 +18,8 @@ from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.inspect.snapshot import counts, moved_bytes
+from ksana_jax.engine.llm import LLM
+from ksana_jax.engine.residents import resident_bytes
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.serve.server.block_times import BlockTimes
 from ksana_jax.serve.server.histogram import Histogram
@@ -91,6 +93,8 @@ class ServingMetrics(Collector):
             if engine in self._block_times:
                 _add_histograms(families, _BLOCKS, self._block_times[engine].histograms)
         families.engine = ""
+        if self._llm.llm is not None:
+            _add_residents(families, self._llm.llm)
         for reason, count in self._num_refused.items():
             families.counter("ksana:refused_requests", "Requests refused by the server.", count, reason=reason)
         stats, text = self._llm.stats(), "Prompt tokens of requests that have no first token yet."
@@ -176,6 +180,15 @@ def _add_engine(families: _Families, engine: Engine) -> None:
     for way, size in moved_bytes(counted, block_bytes).items():
         text = "Bytes of KV cache moved between tiers, and copied on the device."
         families.counter("ksana:kv_moved_bytes", text, size, way=way.replace(" ", "_"))
+
+
+def _add_residents(families: _Families, llm: LLM) -> None:
+    """Adds the memory of a model, and whether it sleeps."""
+    text = "Bytes of weights with adapters, and of the pool, on the device, or on each of several."
+    for part, num_bytes in resident_bytes(llm).items():
+        families.gauge("ksana:resident_bytes", text, num_bytes, part=part)
+    families.gauge("ksana:awake", "1 while the model is awake, 0 while it sleeps.", not llm.is_sleeping)
+    families.gauge("ksana:wake_seconds", "Seconds that the model took to wake up the last time.", llm.wake_s)
 
 
 def _add_totals(families: _Families, totals: Totals) -> None:

@@ -208,7 +208,7 @@ function showStatus(text, kind) {
 
 async function look() {
   try {
-    const now = await (await ask("/live")).json();
+    const now = await (await ask("/live" + location.search)).json();
     showStatus(now.status, now.status === "ready" ? "ready" : "wrong");
     if (now.requests === undefined) return;
     const last = looks.at(-1);
@@ -229,7 +229,9 @@ async function keepLooking() {
 }
 
 async function showModel() {
-  [model] = (await (await ask("/v1/models")).json()).data;
+  const models = (await (await ask("/v1/models")).json()).data;
+  const name = new URLSearchParams(location.search).get("model");
+  model = models.find(({ id }) => id === name) ?? models[0];
   byId("model").textContent = model.id;
   const continued = "Text to be continued (the model has no chat template)";
   byId("prompt-label").textContent = model.has_chat_template ? "Message" : continued;

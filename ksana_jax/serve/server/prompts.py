@@ -34,12 +34,13 @@ def check_model(model: ServedModel, given: str | None) -> None:
     """Checks that a request asks for the model that is served or one of its adapters; raises APIError, status 404."""
     names = *model.names, *model.adapters
     if given is not None and given not in names:
-        raise APIError(
-            404,
-            f"model {given!r:.120} does not exist; served: {', '.join(names)}",
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(given, names)
+
+
+def unknown_model(given: str, names: Sequence[str]) -> APIError:
+    """Returns the error of a request for a model that is not served. names: of those that are."""
+    message = f"model {given!r:.120} does not exist; served: {', '.join(names)}"
+    return APIError(404, message, param="model", code="model_not_found")
 
 
 async def completion_prompts(serving: Serving, values: dict[str, Any]) -> list[Prompt]:

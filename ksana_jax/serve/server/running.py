@@ -17,9 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from ksana_jax.core.errors import ConfigError, system_reason
@@ -32,6 +34,8 @@ from ksana_jax.serve.server.protocol import protocol_factory
 from ksana_jax.serve.server.settings import ServerSettings
 from ksana_jax.serve.server.state import Serving
 
+# The engine of a model, or of several.
+Loaded = AsyncLLM | Sequence[AsyncLLM]
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds for events that end aborted streams to reach their clients, between words on compiling, and between looks at
 # the engine's health.
@@ -82,12 +86,15 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
     return _Server(config)
 
 
-def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: socket.socket) -> int:
+def serve(
+    load: Callable[[], Loaded], settings: ServerSettings, listener: socket.socket, app: Starlette | None = None
+) -> int:
     """Loads a model and serves it until a signal comes, or the engine fails.
 
     Args:
       load: called in another thread; /health and /ready are answered meanwhile.
       listener: from `listen`.
+      app: the application, see `Running`.
 
     Returns:
       The exit code of the process: 0 after a signal, 1 after a failure of the engine.
@@ -96,27 +103,37 @@ def serve(load: Callable[[], AsyncLLM], settings: ServerSettings, listener: sock
       Exception: raised by `load`.
     """
 
-    def load_and_freeze() -> AsyncLLM:
+    def load_and_freeze() -> Loaded:
         llm = load()
         # These objects are permanent: scanning them in each full collection would stop all streams for 0.1 s.
         gc.collect()
         gc.freeze()
         return llm
 
-    return asyncio.run(Running(load_and_freeze, settings, listener).run())
+    return asyncio.run(Running(load_and_freeze, settings, listener, app).run())
 
 
 class Running:
     """A server from its start to its end; see `serve`.
 
+    Args:
+      app: of a model that is still loading, or from `several.make_several_app`, for which `load` returns as many; None
+        makes one for a model.
+
     Attributes:
       app: the ASGI application. stop: called for each signal.
     """
 
-    def __init__(self, load: Callable[[], AsyncLLM], settings: ServerSettings, listener: socket.socket):
+    def __init__(
+        self,
+        load: Callable[[], Loaded],
+        settings: ServerSettings,
+        listener: socket.socket,
+        app: Starlette | None = None,
+    ):
         self._load, self._settings, self._listener = load, settings, listener
-        self.app = make_app(None, settings)
-        self._serving: Serving = self.app.state.serving
+        self.app = app or make_app(None, settings)
+        self._serving: Any = self.app.state.serving  # a Serving, or a Several
         self._signals, self._told_s = 0, 0.0
 
     async def run(self) -> int:
@@ -161,19 +178,21 @@ class Running:
             # The loading thread cannot be stopped, and Python would wait for device code in it.
             _say("stopped while loading")
             os._exit(0)
-        llm = loading.result()
-        self._serving.begin(llm)
-        for line in _memory(llm):
-            _say(line)
-        _say(f"serving {self._serving.model.name} on {self._url()}")
-        while not self._stopping.is_set() and llm.is_alive:
+        self._serving.begin(loading.result())
+        models: list[Serving] = self._serving.models
+        llms = [serving.any_llm for serving in models]
+        for serving in models:
+            for line in _memory(serving.any_llm):
+                _say(line if len(models) == 1 else f"{serving.model.name}, {_state(serving.any_llm)}: {line}")
+        _say(f"serving {', '.join(serving.model.name for serving in models)} on {self._url()}")
+        while not self._stopping.is_set() and all(llm.is_alive for llm in llms):
             await asyncio.wait((stopping,), timeout=WATCH_S)
         stopping.cancel()
-        if not llm.is_alive:
-            _say(f"error: the engine has failed: {llm.error}")
+        if dead := [llm for llm in llms if not llm.is_alive]:
+            _say(f"error: the engine has failed: {dead[0].error}")
             await asyncio.sleep(WATCH_S)  # streams tell their clients
             return 1
-        await self._drain(llm)
+        await self._drain(llms)
         return 0
 
     def _url(self) -> str:
@@ -187,9 +206,9 @@ class Running:
             self._told_s = time.monotonic()
             _say(self._serving.progress)
 
-    def _loaded(self) -> asyncio.Future[AsyncLLM]:
+    def _loaded(self) -> asyncio.Future[Loaded]:
         """Starts loading in a daemon thread, which does not delay the process's exit."""
-        found: asyncio.Future[AsyncLLM] = self._loop.create_future()
+        found: asyncio.Future[Loaded] = self._loop.create_future()
 
         def load() -> None:
             compiling.watchers.append(self._compiling)
@@ -205,19 +224,27 @@ class Running:
         threading.Thread(target=load, name="ksana-load", daemon=True).start()
         return found
 
-    async def _drain(self, llm: AsyncLLM) -> None:
+    async def _drain(self, llms: Sequence[AsyncLLM]) -> None:
         """Waits until accepted requests have ended; aborts those that take too long."""
         self._serving.draining = True
-        num, timeout_s = llm.stats().num_requests, self._settings.shutdown_timeout_s
+        num, timeout_s = _num_requests(llms), self._settings.shutdown_timeout_s
         _say(f"shutting down: {num} requests have {timeout_s:g} seconds to end; another signal aborts them")
-        draining = asyncio.ensure_future(llm.drain(timeout_s))
+        draining = asyncio.gather(*(llm.drain(timeout_s) for llm in llms))
         aborting = asyncio.ensure_future(self._aborting.wait())
         await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         aborting.cancel()
-        if num := llm.stats().num_requests:
+        if num := _num_requests(llms):
             _say(f"aborting {num} requests")
-        await llm.aclose()
+        await asyncio.gather(*(llm.aclose() for llm in llms))
+
+
+def _num_requests(llms: Sequence[AsyncLLM]) -> int:
+    return sum(llm.stats().num_requests for llm in llms)
+
+
+def _state(llm: AsyncLLM) -> str:
+    return "awake" if llm.engine.asleep is None else "asleep"
 
 
 def _memory(llm: AsyncLLM) -> list[str]:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
+from ksana_jax.engine.residents import Residents
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.histogram import LoopLag
 from ksana_jax.serve.server.limits import QueueLimits
@@ -39,10 +40,12 @@ class Serving:
       progress: what is done while the model loads, such as "compiling 3 of 12".
       metrics, limits: of the engine, once it is loaded.
       lag: of the event loop; started by the runner of the loop.
+      residents: the budget that the model shares with others; None for none.
     """
 
     metrics: ServingMetrics
     limits: QueueLimits
+    residents: Residents | None = None
     _stepped_s = 0.0
 
     def __init__(self, settings: ServerSettings):
@@ -64,14 +67,19 @@ class Serving:
             max_num_queued_reqs=settings.max_num_queued_reqs,
             max_num_queued_tokens=settings.max_num_queued_tokens,
         )
-        if settings.sleep_after is not None:
-            llm.sleep_when_idle(settings.sleep_after, settings.sleep_level)
+        if settings.sleep_after is not None or self.residents is not None:
+            llm.sleep_when_idle(settings.sleep_after, settings.sleep_level, self.residents)
         self._stepped_s = time.monotonic()
         llm.observers.append(self._observe)
         self._llm = llm
 
     def _observe(self, news: StepNews) -> None:
         self._stepped_s = time.monotonic()
+
+    @property
+    def models(self) -> list[Serving]:
+        """Each model of the server with its state: this one, see `several.Several` for others."""
+        return [self]
 
     @property
     def llm(self) -> AsyncLLM:

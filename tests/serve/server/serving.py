@@ -15,6 +15,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from ksana_jax.serve.server.running import Running, listen
 from ksana_jax.serve.server.settings import ServerSettings
+from ksana_jax.serve.server.several import make_several_app
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.detokenizer import NOTHING, Piece
 from tests.fakes import VOCAB, make_engine
@@ -68,7 +69,7 @@ def slow(engine: Engine, seconds: float) -> None:
 class Served:
     """A server that runs in a thread, and its engine."""
 
-    llm: AsyncLLM
+    llm: Any
     running: Running
     port: int
     thread: threading.Thread
@@ -134,9 +135,16 @@ class Reply:
 @contextlib.contextmanager
 def serving(llm: AsyncLLM | None = None, **settings: Any) -> Iterator[Served]:
     """A server on a free port of the loopback; it ends with the block."""
-    given = ServerSettings(**{"port": 0, "shutdown_timeout_s": 10, **settings})
-    llm, listener, codes = llm or make_llm(), listen(given), []
-    running = Running(lambda: llm, given, listener)
+    given, llm = ServerSettings(**{"port": 0, "shutdown_timeout_s": 10, **settings}), llm or make_llm()
+    with _in_thread(lambda: llm, given) as served:
+        served.llm = llm
+        yield served
+
+
+@contextlib.contextmanager
+def _in_thread(load: Any, given: ServerSettings, app: Any = None) -> Iterator[Served]:
+    listener, codes = listen(given), []
+    running = Running(load, given, listener, app)
 
     def run() -> None:
         import asyncio
@@ -145,7 +153,7 @@ def serving(llm: AsyncLLM | None = None, **settings: Any) -> Iterator[Served]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    served = Served(llm, running, listener.getsockname()[1], thread, codes)
+    served = Served(None, running, listener.getsockname()[1], thread, codes)
     try:
         while thread.is_alive() and running.app.state.serving.status == "loading":
             time.sleep(0.001)
@@ -154,3 +162,12 @@ def serving(llm: AsyncLLM | None = None, **settings: Any) -> Iterator[Served]:
         if thread.is_alive():
             served.stop()
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def behind_one_door(llms: dict[str, AsyncLLM], **settings: Any) -> Iterator[Served]:
+    """A server of several models, by their names."""
+    given = ServerSettings(**{"port": 0, "shutdown_timeout_s": 10, **settings})
+    app = make_several_app(list(llms), given)
+    with _in_thread(lambda: app.state.serving.load(llms.__getitem__), given, app) as served:
+        yield served
