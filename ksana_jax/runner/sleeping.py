@@ -63,19 +63,19 @@ def resize(runner: Runner, num_blocks: int, known: dict[Any, Any]) -> None:
       known: the programs of each size, to which those of the old one are added.
     """
     old, alike, evictor = runner.cache, runner._seen.alike, runner.evictor
+    make = functools.partial(runner.placement.pool, runner.layout, num_blocks)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in old.leaves.values()):
+        runner.cache = jax.eval_shape(make)
+    else:
+        for leaf in old.leaves.values():
+            leaf.delete()  # first: two may not fit
+        runner.cache = make()  # if this fails, all else is still of the old size, which `Runner.reset` makes again
     known[old.num_blocks, alike] = runner._compiled, runner.mover.functions, evictor
     if (num_blocks, alike) not in known:
         other = None if evictor is None else Evictor(runner.layout, num_blocks, evictor.table_width)
         known[num_blocks, alike] = {}, {}, other
     runner._compiled, functions, runner.evictor = known[num_blocks, alike]
     runner.mover = runner.mover.of_pool(num_blocks, functions)
-    make = functools.partial(runner.placement.pool, runner.layout, num_blocks)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in old.leaves.values()):
-        runner.cache = jax.eval_shape(make)
-        return
-    for leaf in old.leaves.values():
-        leaf.delete()  # first: two may not fit
-    runner.cache = make()
 
 
 def _wake(runner: Runner, params: Params) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
+from ksana_jax.sharding.placement import Placement
 from tests.engine import small
 from tests.engine.test_sleeping import GREEDY, PROMPTS, cached, folders, tokens  # noqa: F401  a fixture
 from tests.engine.test_sleeping import engine as read_engine
@@ -64,6 +65,24 @@ def test_an_engine_with_requests_keeps_its_pool_and_a_failed_step_too(folders): 
         llm.resize_pool(8)
         with pytest.raises(ValueError, match="need 12 KV blocks of 4 tokens, the pool has 8"):
             llm.generate([5] * 40, SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False))
+
+
+def test_a_pool_that_does_not_fit_leaves_the_old_one(folders, monkeypatch):  # noqa: F811
+    with read_engine(folders[0], enable_prefix_caching=True, host_cache_bytes=2**20) as llm:
+        expected, make = tokens(llm), Placement.pool
+
+        def refuse(placement, layout, num_blocks):
+            if num_blocks > 24:
+                raise MemoryError(f"{num_blocks} blocks")
+            return make(placement, layout, num_blocks)
+
+        monkeypatch.setattr(Placement, "pool", refuse)
+        with pytest.raises(MemoryError, match="30 blocks"):
+            llm.resize_pool(30)
+        assert llm.num_blocks == 24 and llm.memory_usage()["pool"].measured == llm.memory_plan.pool_bytes
+        assert tokens(llm) == expected
+        llm.resize_pool(12)
+        assert tokens(llm) == expected
 
 
 def test_an_engine_that_cannot_sleep_cannot_move(folders):  # noqa: F811
