@@ -151,5 +151,10 @@ class IdleSleep:
 
     async def _timed(self, what: str, change: Callable[[], None]) -> None:
         began = time.perf_counter()
-        await asyncio.to_thread(change)
+        changing = asyncio.ensure_future(asyncio.to_thread(change))
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:  # who asked has left, and the locks stay taken until the thread is done
+            await asyncio.wait((changing,))
+            raise
         logger.info("model %s %s (%.2f s)", self.name, what, time.perf_counter() - began)

@@ -176,10 +176,10 @@ class Residents:
           NoRoom: the others were busy for too long, or the server ends.
         """
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._move)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await stack.enter_async_context(self._moving)
+                    stack.callback(self._move)
                     await self._make_room(resident)
             except TimeoutError:
                 busy = ", ".join(r.name for r in self._priority if not (r.is_asleep or r.is_idle))

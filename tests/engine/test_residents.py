@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -206,6 +207,31 @@ def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
                 with pytest.raises(NotServing, match=r"the model cannot wake up: it needs .* in use, and around had"):
                     await tokens(b, prompt(32, 1, 9))
             await tokens(b, prompt(32, 1, 9))
+
+    two[1].sleep()
+    two[0].wake_up()
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_a_model_wakes_does_not_free_its_room(two, monkeypatch):
+    async def run():
+        residents = Residents(one_pool(two))
+        async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
+            for served in (a, b):
+                served.sleep_when_idle(None, 1, residents)
+            wake_up, begun, may_end = two[1].wake_up, threading.Event(), threading.Event()
+            monkeypatch.setattr(two[1], "wake_up", lambda: (begun.set(), may_end.wait(10), wake_up()))
+            leaving = asyncio.create_task(tokens(b, prompt(32, 1, 9)))
+            await asyncio.to_thread(begun.wait, 10)
+            leaving.cancel()
+            staying = asyncio.create_task(tokens(a, prompt(64, 1, 9)))
+            await asyncio.sleep(0.1)
+            assert two[0].is_sleeping and not staying.done() and not leaving.done()
+            may_end.set()
+            await staying
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert residents.used_bytes <= residents.num_bytes
 
     two[1].sleep()
     two[0].wake_up()
