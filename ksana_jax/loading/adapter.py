@@ -38,6 +38,7 @@ _WITHOUT_EFFECT = (
     "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core runtime_config "
     "eva_config qalora_group_size"
 )
+_REASONS = {"modules_to_save": ": each slot would hold whole matrices; merge the adapter into a model of its own"}
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 # Initialisations that leave the model's own weights as they are.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -58,7 +59,7 @@ class Adapter(NamedTuple):
     digest: str
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """A linear module of the model. fields: (layer, field of LayerParams, its rows of the module or None for all)."""
 
     rows: int
@@ -82,7 +83,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
     _check_settings(settings, source)
     if not (folder / WEIGHTS).is_file():
         raise LoadError(f"{folder / WEIGHTS} is missing or not a file")
-    tensors, modules = read_header(folder / WEIGHTS), _modules(config)
+    tensors, modules = read_header(folder / WEIGHTS), modules_of(config)
     layers: list[dict[str, Change]] = [{} for _ in config.layers]
     lengths: list[dict[str, np.ndarray]] = [{} for _ in config.layers]
     has_lengths, largest = bool(settings.get("use_dora")), 0
@@ -128,7 +129,7 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
         else:
             problems.append(f"{name} is {pattern!r:.40}, must be an object of module names")
     problems += [
-        f"{name} is {value!r:.60}, which is not supported"
+        f"{name} is {value!r:.60}, which is not supported{_REASONS.get(name, '')}"
         for name, value in settings.items()
         if name not in _KNOWN and value not in (None, False, "") and value != {} and value != []
     ]
@@ -147,10 +148,10 @@ def _of_module(settings: Mapping[str, Any], pattern: str, otherwise: str, module
     return settings[otherwise]
 
 
-def _modules(config: ModelConfig) -> dict[str, _Module]:
+def modules_of(config: ModelConfig) -> dict[str, Module]:
     """Returns the linear modules of a model that adapters may change, by name."""
     places = adaptable(config)
-    found: dict[str, _Module] = {}
+    found: dict[str, Module] = {}
     shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     for source, (path, _) in zip(sources_of(config), shapes, strict=True):
         field = path[-1].name
@@ -158,7 +159,7 @@ def _modules(config: ModelConfig) -> dict[str, _Module]:
             continue
         [(tensor, stored)] = source.tensors.items()
         rows, columns = stored[::-1] if source.transposed else stored
-        module = found.setdefault(tensor.removesuffix(".weight"), _Module(rows, columns, []))
+        module = found.setdefault(tensor.removesuffix(".weight"), Module(rows, columns, []))
         module.fields.append((layer, field, source.rows))
     return found
 
@@ -166,7 +167,7 @@ def _modules(config: ModelConfig) -> dict[str, _Module]:
 def _found(
     tensors: Mapping[str, SafetensorsTensor],
     config: ModelConfig,
-    modules: Mapping[str, _Module],
+    modules: Mapping[str, Module],
     has_lengths: bool,
 ) -> Iterator[tuple[str, Mapping[str, SafetensorsTensor]]]:
     """Yields the name of each adapted module with its tensors.
@@ -195,7 +196,7 @@ def _found(
     yield from sorted(found.items())
 
 
-def _check_shapes(name: str, module: _Module, found: Mapping[str, SafetensorsTensor], rank: int, max_rank: int) -> None:
+def _check_shapes(name: str, module: Module, found: Mapping[str, SafetensorsTensor], rank: int, max_rank: int) -> None:
     shapes = {_A: (rank, module.columns), _B: (module.rows, rank), _LENGTHS: (module.rows,)}
     for kind, stored in found.items():
         if stored.shape != (expected := shapes[kind]):

@@ -22,6 +22,8 @@ from ksana_jax.models.layers import Linear
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams, Params, param_shapes, weight_fields, weights_of
+from ksana_jax.native.adapters import RANK
+from ksana_jax.native.shapes import PANEL
 
 
 class Change(NamedTuple):
@@ -40,8 +42,8 @@ LayerAdapter = Mapping[str, Change]
 class Adapted(Matrix):
     """A matrix [out, in], or several of one input stacked, with S slots of adapters of rank R or less beside it.
 
-    linear: multiplies by base. slots: int32 [...] of the tokens of a step, -1 for none; None outside a step, where
-    products use base alone.
+    linear: multiplies by base. rank: R. slots: int32 [...] of the tokens of a step, -1 for none; None outside a step,
+    where products use base alone.
     """
 
     base: Any
@@ -49,8 +51,14 @@ class Adapted(Matrix):
     b: tuple[jax.Array, ...]  # [out, S, R] of each, out being its rows
     gains: tuple[jax.Array, ...]  # float32 [S, out] of each
     linear: Linear = flax.struct.field(pytree_node=False)
+    rank: int = flax.struct.field(pytree_node=False)
     slots: jax.Array | None = None
     stacks = False
+
+    @staticmethod
+    def in_slot(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns matrices [R, in] and [out, R] as the arrays hold them: a slot's part of each."""
+        return a, b
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,32 +100,50 @@ def adaptable(config: ModelConfig) -> list[dict[str, tuple[int, int]]]:
     return found
 
 
-def adapter_bytes(config: ModelConfig, num_slots: int, rank: int, itemsize: int) -> int:
-    """Returns the bytes of the slots on the device; itemsize: of a number of A and B."""
+def adapter_bytes(config: ModelConfig, num_slots: int, rank: int, itemsize: int, packs: bool = False) -> int:
+    """Returns the bytes of the slots on the device.
+
+    Args:
+      itemsize: of a number of A and B. packs: whether the weights are packed, and A and B then filled up.
+    """
+    of_rank, of_rows = (RANK, PANEL) if packs else (1, 1)
+    rank += -rank % of_rank
     return sum(
-        num_slots * (rank * (rows + width) * itemsize + rows * 4)
+        num_slots * (rank * (rows + -rows % of_rows + width) * itemsize + rows * 4)
         for layer in adaptable(config)
         for rows, width in layer.values()
     )
 
 
 def with_slots(
-    params: Params, config: ModelConfig, num_slots: int, rank: int, linear: Linear, place: Callable[[Any], Any]
+    params: Params,
+    config: ModelConfig,
+    num_slots: int,
+    rank: int,
+    linear: Linear,
+    place: Callable[[Any], Any],
+    form: Callable[[Any], type[Adapted]] = lambda base: Adapted,
 ) -> Params:
     """Returns weights with empty slots beside each matrix that adapters may change.
 
     Args:
       params: in the form that products read. linear: these products. place: puts arrays on the device.
+      form: of a matrix with adapters, given the matrix.
     """
     dtype, layers = params.final_norm.dtype, []
     for p, shapes in zip(params.layers, adaptable(config), strict=True):
         changed: dict[str, Any] = {}
         for name, parts in _parts(p, shapes):
-            sizes = [shapes[part] for part in parts]
-            a = tuple(place(np.zeros((num_slots, rank, width), dtype)) for _, width in sizes)
-            b = tuple(place(np.zeros((rows, num_slots, rank), dtype)) for rows, _ in sizes)
-            gains = tuple(place(np.zeros((num_slots, rows), np.float32)) for rows, _ in sizes)
-            changed[name] = Adapted(getattr(p, name), a, b, gains, linear)
+            base, of_slot = getattr(p, name), []
+            made = form(base)
+            for part in parts:
+                low, high, gain = _padded(None, shapes[part], rank, dtype)
+                of_slot.append((*made.in_slot(low, high), gain))
+            a, b, gains = (
+                tuple(place(np.stack([x] * num_slots, axis)) for x in of_parts)
+                for axis, of_parts in zip((0, 1, 0), zip(*of_slot, strict=True), strict=True)
+            )
+            changed[name] = made(base, a, b, gains, linear, rank)
         layers.append(p.replace(**changed))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -131,8 +157,10 @@ def write_slot(p: LayerParams, shapes: Mapping[str, tuple[int, int]], slot: int,
     held, new = {}, {}
     for name, parts in _parts(p, shapes):
         w = getattr(p, name)
-        held[name], rank = (w.a, w.b, w.gains), w.a[0].shape[1]
-        changes = [_padded(adapter.get(part), shapes[part], rank, w.a[0].dtype) for part in parts]
+        held[name], changes = (w.a, w.b, w.gains), []
+        for part in parts:
+            a, b, gain = _padded(adapter.get(part), shapes[part], w.rank, w.a[0].dtype)
+            changes.append((*w.in_slot(a, b), gain))
         new[name] = tuple(zip(*changes, strict=True))
     written = _write(held, new, np.int32(slot))
     changed = {

@@ -134,18 +134,42 @@ Packed PackedOf(const ffi::RemainingArgs& args, size_t i, int64_t n, int64_t k) 
   return w;
 }
 
+// The slots of a call's rows: the first argument after its matrices, if it has adapters. A, B and gains of each matrix
+// follow.
+Slots SlotsOf(const ffi::RemainingArgs& args, size_t matrices, int64_t t) {
+  const size_t at = 5 * matrices;
+  if (args.size() <= at) return {};
+  const int64_t num_slots = args.get<ffi::AnyBuffer>(at + 1).value().dimensions()[0];
+  return {args.get<ffi::Buffer<ffi::S32>>(at).value().typed_data(), t, num_slots};
+}
+
+// The adapters of the i-th matrix; the last result, [matrices, T, R], is room for A x.
+Adapters AdaptersOf(const ffi::RemainingArgs& args, size_t matrices, size_t i, const Slots& slots,
+                    const ffi::RemainingRets& results) {
+  if (!slots.of_row) return {};
+  const size_t at = 5 * matrices + 1 + 3 * i;
+  const auto a = args.get<ffi::AnyBuffer>(at).value();
+  auto low = results.get<ffi::AnyBuffer>(results.size() - 1).value();
+  const int64_t of_matrix = low->size_bytes() / matrices;
+  return {&slots, a.dimensions()[0], a.dimensions()[2], Data(a), Data(args.get<ffi::AnyBuffer>(at + 1).value()),
+          args.get<ffi::Buffer<ffi::F32>>(at + 2).value().typed_data(), Data(low) + i * of_matrix};
+}
+
 ffi::Error ProjectCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::RemainingArgs matrices,
                        ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::Buffer<ffi::U8>> codes,
-                       ffi::Result<ffi::Buffer<ffi::F32>> scales, ffi::RemainingRets results, int32_t stored, int32_t asked,
-                       float eps, bool plus_one) {
+                       ffi::Result<ffi::Buffer<ffi::F32>> scales,
+                       ffi::RemainingRets results, int32_t stored, int32_t asked, float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   Projections p{};
   const int64_t k = x.dimensions().back();
   p.t = k ? x.element_count() / k : 0;
   p.x = Data(x), p.norm = NormOf(norm, eps, plus_one), p.normed = Data(normed);
-  for (size_t i = 0; i < results.size(); ++i) {
+  const size_t count = matrices.size() == 5 * results.size() ? results.size() : results.size() - 1;
+  const Slots slots = SlotsOf(matrices, count, p.t);
+  for (size_t i = 0; i < count; ++i) {
     auto y = results.get<ffi::AnyBuffer>(i).value();
     p.w[i] = PackedOf(matrices, i, y->dimensions().back(), k);
+    p.w[i].adapters = AdaptersOf(matrices, count, i, slots, results);
     p.y[i] = Data(y);
   }
   p.rounded = {codes->typed_data(), scales->typed_data(), p.w[0].blocks.scales != nullptr};
@@ -172,8 +196,8 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
                     ffi::AnyBuffer before_mlp, ffi::AnyBuffer after_mlp, ffi::RemainingArgs matrices,
                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> residual,
                     ffi::Result<ffi::AnyBuffer> normed, ffi::Result<ffi::AnyBuffer> hidden,
-                    ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales, int32_t stored,
-                    int32_t activation, float eps, bool plus_one) {
+                    ffi::Result<ffi::Buffer<ffi::U8>> codes, ffi::Result<ffi::Buffer<ffi::F32>> scales, ffi::RemainingRets results,
+                    int32_t stored, int32_t activation, float eps, bool plus_one) {
   if (!IsEither(stored)) return NeitherType();
   const int64_t d = x.dimensions().back(), f = hidden->dimensions().back();
   Rest p{};
@@ -183,6 +207,9 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   p.gate = PackedOf(matrices, 1, f, d);
   p.up = PackedOf(matrices, 2, f, d);
   p.down = PackedOf(matrices, 3, d, f);
+  const Slots slots = SlotsOf(matrices, 4, p.t);
+  size_t i = 0;
+  for (Packed* w : {&p.output, &p.gate, &p.up, &p.down}) w->adapters = AdaptersOf(matrices, 4, i++, slots, results);
   p.after_attention = NormOf(after_attention, eps, plus_one);
   p.before_mlp = NormOf(before_mlp, eps, plus_one);
   p.after_mlp = NormOf(after_mlp, eps, plus_one);
@@ -273,11 +300,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
                                   .Ctx<ksana::ffi::ThreadPool>()
                                   .Arg<ksana::ffi::AnyBuffer>()  // x
                                   .Arg<ksana::ffi::AnyBuffer>()  // weight of the norm
-                                  .RemainingArgs()               // matrices
+                                  .RemainingArgs()               // matrices, and their adapters
                                   .Ret<ksana::ffi::AnyBuffer>()  // normed
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of x
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
-                                  .RemainingRets()               // y of each
+                                  .RemainingRets()               // y of each, and A x of adapters
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("asked")
                                   .Attr<float>("eps")
@@ -303,13 +330,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                                   .Arg<ksana::ffi::AnyBuffer>()  // norms after attention, before and after the MLP
                                   .Arg<ksana::ffi::AnyBuffer>()
                                   .Arg<ksana::ffi::AnyBuffer>()
-                                  .RemainingArgs()               // matrices: output, gate, up, down
+                                  .RemainingArgs()               // matrices: output, gate, up, down, and adapters
                                   .Ret<ksana::ffi::AnyBuffer>()  // y
                                   .Ret<ksana::ffi::AnyBuffer>()  // residual
                                   .Ret<ksana::ffi::AnyBuffer>()  // normed
                                   .Ret<ksana::ffi::AnyBuffer>()  // hidden
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::U8>>()   // codes of factors
                                   .Ret<ksana::ffi::Buffer<ksana::ffi::F32>>()  // and their scales
+                                  .RemainingRets()               // A x of adapters
                                   .Attr<int32_t>("stored")
                                   .Attr<int32_t>("activation")
                                   .Attr<float>("eps")

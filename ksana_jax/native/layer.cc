@@ -43,8 +43,10 @@ void PanelJob(const Packed& w, int64_t t, int64_t index, const Rows<typename Typ
               const typename Type::Number* added, Number* y, PanelScratch& scratch) {
   const Place at(t, index);
   MultiplyPanel<Type>(w, at.panel, x, at.row, at.rows, scratch.sums, scratch.unpacked);
+  MultiplyHigh<Type>(w, at.panel, at.row, at.rows, scratch.added);
   EachPair(w, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
-    Pair result = Finished<typename Type::Number>(w, column, count, scratch.sums + sum);
+    Pair result =
+        Finished<typename Type::Number>(w, at.row + r, column, count, scratch.sums + sum, scratch.added + sum);
     const int64_t to = (at.row + r) * w.n + column;
     if (added) {
       const Pair more = LoadSome(added + to, count);
@@ -94,8 +96,8 @@ void RunProjections(const Projections& p, const Threads& threads) {
   auto* normed = norms ? reinterpret_cast<Number*>(p.normed) : nullptr;
   const int64_t d = p.w[0].k, blocks = RowBlocks(p.t);
   const Rows<Number> rows{norms ? normed : x, p.rounded.codes, p.rounded.scales};
-  int64_t panels = 0, operations = 0;
-  for (const Packed& w : p.w) panels += w.panels(), operations += p.t * w.n * w.k;
+  int64_t panels = 0, operations = 0, tiles = 0;
+  for (const Packed& w : p.w) panels += w.panels(), operations += p.t * w.n * w.k, tiles += w.adapters.jobs();
   const auto job = [&](PanelScratch* scratch, size_t phase, int64_t index) {
     if (phase == 0) {
       return EachRow(p.t, d, index, [&](int64_t row) {
@@ -104,12 +106,16 @@ void RunProjections(const Projections& p, const Threads& threads) {
       });
     }
     int64_t i = 0;
+    if (phase == 1) {
+      for (; index >= p.w[i].adapters.jobs(); ++i) index -= p.w[i].adapters.jobs();
+      return MultiplyLow<Type>(p.w[i], rows, index, *scratch);
+    }
     for (; index >= p.w[i].panels() * blocks; ++i) index -= p.w[i].panels() * blocks;
     if (p.asked == Type::kStored)
       PanelJob<Type>(p.w[i], p.t, index, rows, nullptr, reinterpret_cast<Number*>(p.y[i]), *scratch);
     else PanelJob<Type>(p.w[i], p.t, index, rows, nullptr, reinterpret_cast<float*>(p.y[i]), *scratch);
   };
-  RunPhases(threads, {norms || rounds ? RowJobs(p.t, d) : 0, panels * blocks}, MakeScratch, job,
+  RunPhases(threads, {norms || rounds ? RowJobs(p.t, d) : 0, tiles, panels * blocks}, MakeScratch, job,
             ThreadsWorth(operations));
 }
 
@@ -166,9 +172,12 @@ void GateJob(const Rest& p, int64_t index, const Rows<typename Type::Number>& x,
   const Place at(p.t, index);
   MultiplyPanel<Type>(p.gate, at.panel, x, at.row, at.rows, scratch.sums, scratch.unpacked);
   MultiplyPanel<Type>(p.up, at.panel, x, at.row, at.rows, scratch.others, scratch.unpacked);
+  MultiplyHigh<Type>(p.gate, at.panel, at.row, at.rows, scratch.added);
+  MultiplyHigh<Type>(p.up, at.panel, at.row, at.rows, scratch.added_to_others);
   EachPair(p.gate, at.panel, at.rows, [&](int64_t r, int64_t column, int64_t count, int64_t sum) {
-    const Pair gate = Finished<Number>(p.gate, column, count, scratch.sums + sum);
-    const Pair up = Finished<Number>(p.up, column, count, scratch.others + sum);
+    const int64_t row = at.row + r;
+    const Pair gate = Finished<Number>(p.gate, row, column, count, scratch.sums + sum, scratch.added + sum);
+    const Pair up = Finished<Number>(p.up, row, column, count, scratch.others + sum, scratch.added_to_others + sum);
     StoreSome(hidden + (at.row + r) * p.gate.n + column,
               {Activated(gate.first, p.activation) * up.first, Activated(gate.second, p.activation) * up.second}, count);
   });
@@ -191,9 +200,11 @@ void RunRestOf(const Rest& p, const Threads& threads) {
       case 0:
         return EachRow(p.t, heads, index, [&](int64_t row) { Round(attended, heads, row, p.rounded); });
       case 1:
+        return MultiplyLow<Type>(p.output, rows_of(attended), index, *scratch);
+      case 2:
         return PanelJob<Type>(p.output, p.t, index, rows_of(attended), norms_attention ? nullptr : x, residual,
                               *scratch);
-      case 2:
+      case 3:
         return EachRow(p.t, d, index, [&](int64_t row) {
           Number *r = residual + row * d, *m = normed + row * d;
           if (norms_attention) {
@@ -203,11 +214,18 @@ void RunRestOf(const Rest& p, const Threads& threads) {
           if (p.before_mlp.weight) p.before_mlp.Apply(r, m);
           if (rounds) Round(gated, d, row, p.rounded);
         });
-      case 3:
-        return GateJob<Type>(p, index, rows_of(gated), hidden, *scratch);
-      case 4:
-        return EachRow(p.t, f, index, [&](int64_t row) { Round(hidden, f, row, p.rounded); });
+      case 4: {
+        const int64_t of_gate = p.gate.adapters.jobs();
+        const bool is_up = index >= of_gate;
+        return MultiplyLow<Type>(is_up ? p.up : p.gate, rows_of(gated), is_up ? index - of_gate : index, *scratch);
+      }
       case 5:
+        return GateJob<Type>(p, index, rows_of(gated), hidden, *scratch);
+      case 6:
+        return EachRow(p.t, f, index, [&](int64_t row) { Round(hidden, f, row, p.rounded); });
+      case 7:
+        return MultiplyLow<Type>(p.down, rows_of(hidden), index, *scratch);
+      case 8:
         return PanelJob<Type>(p.down, p.t, index, rows_of(hidden), norms_mlp ? nullptr : residual, y, *scratch);
       default:
         return EachRow(p.t, d, index, [&](int64_t row) {
@@ -218,8 +236,9 @@ void RunRestOf(const Rest& p, const Threads& threads) {
     }
   };
   RunPhases(threads,
-            {rounds ? RowJobs(p.t, heads) : 0, p.output.panels() * blocks, rows, p.gate.panels() * blocks,
-             rounds ? RowJobs(p.t, f) : 0, p.down.panels() * blocks, norms_mlp ? rows : 0},
+            {rounds ? RowJobs(p.t, heads) : 0, p.output.adapters.jobs(), p.output.panels() * blocks, rows,
+             p.gate.adapters.jobs() + p.up.adapters.jobs(), p.gate.panels() * blocks, rounds ? RowJobs(p.t, f) : 0,
+             p.down.adapters.jobs(), p.down.panels() * blocks, norms_mlp ? rows : 0},
             MakeScratch, job, ThreadsWorth(p.t * d * f));
 }
 

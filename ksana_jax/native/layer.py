@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.native.adapters import Adapter, arguments
 from ksana_jax.native.blocks import shapes_of_blocks
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES, check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
@@ -25,9 +26,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 class Weights(NamedTuple):
     """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out].
 
-    sums: int32 [out], of a row's codes; with them, x is rounded to codes too.
-
-    With codes in blocks, see `native.blocks`, x is rounded to codes too, and minima take the place of sums.
+    sums: int32 [out], of a row's codes; with them, x is rounded to codes too. So it is with codes in blocks, see
+      `native.blocks`, which have minima in place of sums.
     """
 
     words: jax.Array
@@ -36,11 +36,13 @@ class Weights(NamedTuple):
     sums: jax.Array | None = None
     bias: jax.Array | None = None
     factors: jax.Array | None = None
+    adapter: Adapter | None = None
 
     @classmethod
     def of(cls, w: Any, bias: jax.Array | None) -> Weights:
-        """Returns a `PackedMatrix` or `PackedBlocks`, and a bias [out]."""
-        return cls(w.words, w.num_rows, w.scales, w.sums, bias, getattr(w, "factors", None))
+        """Returns a `PackedMatrix` or `PackedBlocks`, or a `PackedAdapted` of one, and a bias [out]."""
+        adapter, w = getattr(w, "adapter", None), getattr(w, "base", w)
+        return cls(w.words, w.num_rows, w.scales, w.sums, bias, getattr(w, "factors", None), adapter)
 
     @property
     def blocks(self) -> bool:
@@ -121,20 +123,21 @@ def project(
     asked = jnp.dtype(dtype or x.dtype)
     given = jnp.dtype(jnp.float32) if asked not in (x.dtype, jnp.float32) else asked
     array, rows = jax.ShapeDtypeStruct, x.shape[:-1]
+    room, more = arguments(matrices, x.shape[-1:] * len(matrices), x) if matrices[0].adapter else ((), ())
     results = (
         array(x.shape if norm is not None else (0,), x.dtype),
         *rounded_rows(rows, x.shape[-1], matrices[0]),
         *(array((*rows, w.num_rows), given) for w in matrices),
+        *room,
     )
     weight = jnp.zeros(0, x.dtype) if norm is None else norm.astype(x.dtype)
-    call = jax.ffi.ffi_call(target("ksana_project"), results)
-    _, _, _, *found = call(
-        *(x, weight, *(argument for w in matrices for argument in w.arguments(x.dtype))),
+    _, _, _, *found = jax.ffi.ffi_call(target("ksana_project"), results)(
+        *(x, weight, *(argument for w in matrices for argument in w.arguments(x.dtype)), *more),
         stored=np.int32(STORED[x.dtype.name]),
         asked=np.int32(STORED[given.name]),
         **(norms or Norms(0.0, False)).attributes,
     )
-    return [y.astype(asked) for y in found]
+    return [y.astype(asked) for y in found[: len(matrices)]]
 
 
 def rest_of_layer(
@@ -148,13 +151,10 @@ def rest_of_layer(
     """Computes a layer after attention: r = x + norm(output attended), r + norm(down(act(gate m) * up m)), m = norm(r).
 
     Args:
-      x: [..., D]. attended: [..., N*H].
+      x: [..., D], as is the result. attended: [..., N*H].
       matrices: output, gate, up and down.
       weights: [D], of the norms after attention, before the MLP and after it; None for absent ones.
       activation: a name of `ACTIVATIONS`.
-
-    Returns:
-      [..., D] of x's type.
 
     Raises:
       NotImplementedError: x is neither float32 nor bfloat16, or a matrix is not of x's type.
@@ -171,16 +171,16 @@ def rest_of_layer(
     for weight in weights:
         if weight is not None:
             check_shape("the weight of a norm", weight.shape, (d,), reason)
-    wide = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], matrices[1].num_rows), x.dtype)
+    wide, hidden = (jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype) for width in (d, f))
     none = jnp.zeros(0, x.dtype)
     rounded = rounded_rows(x.shape[:-1], max(x.shape[-1], attended.shape[-1], hidden.shape[-1]), matrices[0])
-    call = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden, *rounded))
-    y, *_ = call(
+    room, more = arguments(matrices, (attended.shape[-1], d, d, f), x) if matrices[0].adapter else ((), ())
+    y, *_ = jax.ffi.ffi_call(target("ksana_rest_of_layer"), (wide, wide, wide, hidden, *rounded, *room))(
         x,
         attended.astype(x.dtype),
         *(none if weight is None else weight.astype(x.dtype) for weight in weights),
         *(argument for w in matrices for argument in w.arguments(x.dtype)),
+        *more,
         stored=np.int32(STORED[x.dtype.name]),
         activation=np.int32(ACTIVATIONS[activation]),
         **norms.attributes,

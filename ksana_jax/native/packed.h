@@ -6,6 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "adapters.h"
 #include "blocks.h"
 #include "pairs.h"
 #include "product.h"
@@ -31,6 +32,7 @@ struct Packed {
   const int32_t* sums = nullptr;  // of a row's codes, [N], where x is rounded to codes too; else null
   const char* bias = nullptr;     // [N], of x's type, or null
   Blocks blocks;                  // where words are codes in blocks
+  Adapters adapters;
 
   // True if x is rounded to codes too.
   bool rounds() const { return sums || blocks.scales; }
@@ -49,9 +51,10 @@ struct Unpacked {
   }
 };
 
-// Sums of a job, [rows][64], and unpacked words.
+// Sums of a job, [rows][64], what adapters add to them, and unpacked words.
 struct PanelScratch {
   alignas(64) float sums[kRowsOfJob * kPanel], others[kRowsOfJob * kPanel];
+  alignas(64) float added[kRowsOfJob * kPanel], added_to_others[kRowsOfJob * kPanel];
   Unpacked unpacked;
 };
 
@@ -260,13 +263,66 @@ void MultiplyPanel(const Packed& w, int64_t panel, const Rows<typename Type::Num
     MultiplyUnpacked<Factor, Type::kPerWord>(rows_of, stride, words, inner, unpack, rows, sums, unpacked);
 }
 
-// Returns numbers of y, from their sums: scaled, with bias.
+// Computes A x of a tile of rows that share a slot. Sums are in the order of K, whatever the rows.
+template <typename Type>
+void MultiplyLow(const Packed& w, const Rows<typename Type::Number>& x, int64_t index, PanelScratch& scratch) {
+  using Number = typename Type::Number;
+  const Adapters& adapters = w.adapters;
+  const Slots::Tile tile = adapters.slots->tiles[index];
+  const int64_t* rows = &adapters.slots->rows[tile.begin];
+  const int64_t inner = w.k / Type::kPerWord, rank = adapters.rank;
+  const auto* a = reinterpret_cast<const int32_t*>(adapters.a) + tile.slot * inner * rank;
+  int32_t* some_of_rows = scratch.unpacked.rows;
+  float* sums = scratch.sums;
+  // Columns at a time, whose sums of all rows have room.
+  const int64_t most = kRowsOfJob * kPanel / Slots::kRowsOfTile / kLine * kLine;
+  for (int64_t column = 0; column < rank; column += most) {
+    const int64_t columns = std::min(most, rank - column);
+    for (int64_t at = 0; at < inner; at += kUnpackedDepth) {
+      const int64_t some = std::min(kUnpackedDepth, inner - at);
+      for (int64_t r = 0; r < tile.count; ++r)
+        std::memcpy(some_of_rows + r * kUnpackedDepth, x.numbers + rows[r] * w.k + at * Type::kPerWord, 4 * some);
+      Multiply<Type>(some_of_rows, kUnpackedDepth, a + at * rank + column, rank, sums, columns, tile.count, some, columns,
+                     at > 0);
+    }
+    for (int64_t r = 0; r < tile.count; ++r)
+      for (int64_t c = 0; c < columns; c += 2 * kLanes) {
+        const int64_t count = std::min<int64_t>(2 * kLanes, columns - c);
+        auto* to = reinterpret_cast<Number*>(adapters.low) + rows[r] * rank + column + c;
+        StoreSome(to, LoadSome(sums + r * columns + c, count), count);
+      }
+  }
+}
+
+// added[rows][64] = B (A x) of rows from `row` on, of those that have an adapter.
+template <typename Type>
+void MultiplyHigh(const Packed& w, int64_t panel, int64_t row, int64_t rows, float* added) {
+  const Adapters& adapters = w.adapters;
+  if (!adapters.jobs()) return;
+  const int64_t inner = adapters.rank / Type::kPerWord;
+  const auto* low = reinterpret_cast<const int32_t*>(adapters.low);
+  const auto* b = reinterpret_cast<const int32_t*>(adapters.b) + panel * adapters.num_slots * inner * kPanel;
+  for (int64_t r = 0, end; r < rows; r = end) {
+    const int64_t slot = adapters.slots->Of(row + r);
+    for (end = r + 1; end < rows && adapters.slots->Of(row + end) == slot;) ++end;
+    if (slot < 0) continue;
+    Multiply<Type>(low + (row + r) * inner, inner, b + slot * inner * kPanel, kPanel, added + r * kPanel, kPanel, end - r,
+                   inner, kPanel, false);
+  }
+}
+
+// Returns numbers of y, from their sums: scaled, with what the adapter of the row adds, and with bias.
 template <typename Number>
-Pair Finished(const Packed& w, int64_t column, int64_t count, const float* sums) {
+Pair Finished(const Packed& w, int64_t row, int64_t column, int64_t count, const float* sums, const float* added) {
   Pair x = LoadPair(sums);
   if (w.scales) {
     const Pair scale = LoadSome(w.scales + column, count);
     x = {x.first * scale.first, x.second * scale.second};
+  }
+  if (w.adapters.slots && w.adapters.slots->Of(row) >= 0) {
+    const Pair gain = LoadSome(w.adapters.gains + w.adapters.slots->Of(row) * w.n + column, count);
+    const Pair more = LoadPair(added);
+    x = {x.first + gain.first * x.first + more.first, x.second + gain.second * x.second + more.second};
   }
   if (w.bias) {
     const Pair bias = LoadSome(reinterpret_cast<const Number*>(w.bias) + column, count);

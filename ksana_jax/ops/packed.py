@@ -87,4 +87,4 @@ def _norms(spec: NormSpec) -> Norms | None:
 
 def _are_packed(*matrices: Any) -> bool:
     """True if one call takes them: all are packed, and either all or none in blocks."""
-    return len(kinds := {type(w) for w in matrices}) == 1 and kinds <= {PackedMatrix, PackedBlocks}
+    return len(kinds := {type(getattr(w, "base", w)) for w in matrices}) == 1 and kinds <= {PackedMatrix, PackedBlocks}

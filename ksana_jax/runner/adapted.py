@@ -13,6 +13,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.models.adapted import LayerAdapter, adaptable, with_lengths, with_slots, write_slot
 from ksana_jax.models.params import Params
+from ksana_jax.ops.packed_adapters import adapted_form
 from ksana_jax.ops.packing import numbers
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape
@@ -41,7 +42,8 @@ class AdaptedRunner(Runner):
 
     def weights(self, params: Params, *, consume: bool) -> Params:
         params = super().weights(params, consume=consume)
-        return with_slots(params, self.config, *self._slots, self.operators.linear, self.placement.everywhere)
+        linear, place = self.operators.linear, self.placement.everywhere
+        return with_slots(params, self.config, *self._slots, linear, place, adapted_form)
 
     def write_adapter(self, slot: int, layers: Sequence[LayerAdapter]) -> None:
         """Writes an adapter to a slot, for steps that are submitted from now on.

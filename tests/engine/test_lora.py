@@ -150,7 +150,7 @@ def test_tokens_depend_on_the_adapter(llm, usual):
         soak({"num_blocks": 5}),
         {"num_blocks": 5, "host_cache_bytes": 2**20, "preempt": "swap"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        soak({"operators": {"linear": "xla"}}),
+        {"operators": {"linear": "xla"}},
         soak({"shared_prefix_attention": True}),
         {"max_lora_rank": 40},
     ],
@@ -204,7 +204,9 @@ def test_all_completions_of_a_request_have_its_adapter(llm, params):
 
 
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("linear", ["xla", pytest.param("native", marks=machine.native_products)])
+@pytest.mark.parametrize(
+    "linear", ["xla", *(pytest.param(name, marks=machine.native_products) for name in ("native", "packed"))]
+)
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(dtype, linear):
     settings = {"dtype": dtype, "operators": {"linear": linear}, "max_num_seqs": 3}
     with engine(**settings) as adapted, engine(enable_lora=False, **settings) as plain:

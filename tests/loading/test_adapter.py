@@ -79,7 +79,7 @@ def test_the_digest_is_of_the_contents(folder):
         ({"bias": "lora_only"}, "bias is 'lora_only', supported: none"),
         ({"use_dora": True}, "layers.0.self_attn.q_proj has no lora_magnitude_vector"),
         ({"use_dora": "yes"}, "use_dora is 'yes', must be "),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which is not supported: each slot"),
         ({"lora_bias": True}, "lora_bias is True, which is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]], which is not supported"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices is [1], which is not supported"),

@@ -12,7 +12,9 @@ from ksana_jax.models.adapted import Change, adaptable, bound, with_lengths, wit
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import linear
 from ksana_jax.models.params import init_params
+from ksana_jax.ops.packed_adapters import adapted_form
 from ksana_jax.ops.packing import can_pack, numbers, pack
+from tests.machine import native_products
 from tests.models.blocks import block_matrix
 from tests.models.own_matrix import in_blocks
 
@@ -57,3 +59,45 @@ def test_tokens_with_lengths_with_a_plain_adapter_and_with_none_share_a_product(
     wanted = np.stack([m @ row for m, row in zip((whole, w + b[1].astype(np.float64) @ a[1], w), x64, strict=True)])
     np.testing.assert_allclose(found, wanted + bias, rtol=0, atol=2e-6 * np.abs(wanted).max())
     np.testing.assert_array_equal(found[2], linear(x, FORMS[form], jnp.asarray(bias))[2])
+
+
+@native_products
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["array", "int8", "w8a8", "blocks"])
+def test_packed_products_add_the_adapter_of_each_row(form, dtype):
+    """Rows of a slot fill more than a tile, the rank more than a vector; products without adapters are tested apart."""
+    rng, shapes, rank, num_rows = np.random.default_rng(2), adaptable(CONFIG)[0], 20, 150
+    plain = {"w8a8": quantise(jnp.asarray(W), rounds_inputs=True), "array": jnp.asarray(W, dtype)}
+    base, bias = pack((FORMS | plain)[form]), jnp.asarray(rng.standard_normal(ROWS), dtype)
+    params = init_params(CONFIG, dtype=jnp.dtype(dtype))
+    p = params.layers[0].replace(w_q=base)
+    params = with_slots(
+        params.replace(layers=(p, *params.layers[1:])), CONFIG, 3, rank, linear, jnp.asarray, adapted_form
+    )
+    layer, changes = params.layers[0], []
+    for slot in range(3):
+        a, b = rng.standard_normal((rank - slot, WIDTH)), rng.standard_normal((ROWS, rank - slot))
+        changes.append(Change(a.astype(dtype), b.astype(dtype), rng.random(ROWS)))
+        layer = write_slot(layer, shapes, slot, {"w_q": changes[slot]})
+    slots, x = rng.integers(-1, 3, num_rows), jnp.asarray(rng.standard_normal((num_rows, WIDTH)), dtype)
+    slots[40:80] = 1
+
+    def found(rows, layer):
+        return np.asarray(layer.w_q.multiply(x[rows], bias, dtype=jnp.float32))
+
+    def of_step(rows):
+        return found(rows, bound(layer, jnp.asarray(slots[rows], jnp.int32)))
+
+    together, alone = of_step(slice(None)), found(slice(None), layer)
+    wanted, error = alone.astype(np.float64), np.zeros(alone.shape)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            a, b, gain = (np.asarray(part, np.float64) for part in changes[slot])
+            low = a @ np.asarray(x[row], np.float64)
+            wanted[row] += gain * (wanted[row] - np.asarray(bias, np.float64)) + b @ low
+            # In bfloat16, numbers of A x are rounded, each by up to 2^-8 of it.
+            error[row] = 2.0**-8 * abs(b) @ abs(low) * (dtype == "bfloat16")
+    assert (abs(together - wanted) <= error + 2e-6 * np.abs(wanted).max()).all()
+    np.testing.assert_array_equal(together[slots < 0], alone[slots < 0])
+    for rows in (slice(41, 42), slice(60, 75), slice(149, None)):
+        np.testing.assert_array_equal(of_step(rows), together[rows])

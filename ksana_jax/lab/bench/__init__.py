@@ -7,6 +7,7 @@ BENCHES: dict[str, str] = {
     "host": "ksana_jax.lab.bench.host:Host",
     "throughput": "ksana_jax.lab.bench.throughput:Throughput",
     "latency": "ksana_jax.lab.bench.latency:Latency",
+    "lora": "ksana_jax.lab.bench.lora:Lora",
     "tokens-in-forward": "ksana_jax.lab.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.lab.bench.scheduling:Scheduling",
     "streams": "ksana_jax.lab.bench.streams:Streams",

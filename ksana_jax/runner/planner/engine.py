@@ -65,7 +65,8 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
     if config.enable_lora:
         from ksana_jax.models.adapted import adapter_bytes
 
-        weights += adapter_bytes(model, config.max_loras, config.max_lora_rank, array_dtype(config.dtype).itemsize)
+        itemsize = array_dtype(config.dtype).itemsize
+        weights += adapter_bytes(model, config.max_loras, config.max_lora_rank, itemsize, given["packs"])
     _check_host_memory(config.host_cache_bytes)
     of_host = num_devices // config.num_processes * config.data_parallel_size
     if config.num_blocks:
