@@ -20,7 +20,8 @@ from ksana_jax.lab.training.card import model_card
 from ksana_jax.lab.training.checkpoints import Progress
 from ksana_jax.lab.training.corpus import source_texts, split_texts
 from ksana_jax.lab.training.hf_tokenizer import tokenizer_files
-from ksana_jax.lab.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step
+from ksana_jax.lab.training.lora import export_trained, first_adapter
+from ksana_jax.lab.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step, weights_of
 from ksana_jax.lab.training.recall_mix import RecallMix
 from ksana_jax.lab.training.resume import TrainLog, check_same, fixed_fields, tokens_source
 from ksana_jax.lab.training.settings import TrainConfig
@@ -133,7 +134,10 @@ class _Run:
             num_params(self._model) / 1e6,
             self._batches.steps_per_epoch,
         )
-        self.state, self._saved = init_state(config, first_params(config)), Progress()
+        params, self._base = first_params(config), None
+        if config.lora is not None:
+            self._base, params = params, first_adapter(config.lora, self._model, config.seed)
+        self.state, self._saved = init_state(config, params), Progress()
         if restored := checkpoints.restore(self._out / "checkpoints", self.state, fixed_fields(config)):
             self.state, self._saved = restored
             logger.info("resuming at step %d, %.0f s", self._saved.step, self._saved.elapsed_s)
@@ -167,7 +171,7 @@ class _Run:
             inputs, targets = self._mix.mixed(self._num_steps, inputs, targets)
         if len(self._losses) > 1:
             self._losses[-2].block_until_ready()  # at most one step runs ahead on the device
-        self.state, loss = self._train_step(self.state, inputs, targets, np.float32(rate))
+        self.state, loss = self._train_step(self.state, inputs, targets, np.float32(rate), self._base)
         self._losses.append(loss)
         self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + int(np.sum(targets != IGNORED))
         self.is_over = self._reached_end()
@@ -194,11 +198,10 @@ class _Run:
             "elapsed_s": round(now, 1),
         }
         if self._num_steps % self._config.eval_every == 0 or self.is_over:
-            record |= evaluate(
-                self.state.params, *self._held_out, config=self._model, batch_size=self._config.batch_size
-            )
+            params = weights_of(self._config, self.state.params, self._base)
+            record |= evaluate(params, *self._held_out, config=self._model, batch_size=self._config.batch_size)
             if self._mix:
-                record["recall_accuracy"] = recall_accuracy(self.state.params, self._questions, config=self._model)
+                record["recall_accuracy"] = recall_accuracy(params, self._questions, config=self._model)
         self._log.write(record)
         logger.info("%s", record)
         self._logged_s, self._logged_tokens, self._losses = self._elapsed_s(), self._num_tokens, []
@@ -221,7 +224,7 @@ class _Run:
 
 
 def export(config: TrainConfig, state: TrainState) -> Path:
-    """Exports the current model with tokenizer, log, held-out list and model card.
+    """Exports the current model with tokenizer, log, held-out list and model card; of an adapter, it with log and list.
 
     Each file is replaced atomically, the weights last, so other processes may read the directory in the meantime.
     """
@@ -229,10 +232,16 @@ def export(config: TrainConfig, state: TrainState) -> Path:
     directory = Path(config.export_dir) if config.export_dir else out / "export"
     directory.mkdir(parents=True, exist_ok=True)
     files = {name: read_bytes(out / name) for name in ("tokenizer.model", "heldout.txt", "train_log.jsonl")}
-    files |= tokenizer_files(files["tokenizer.model"], config.bos)
-    files["MODEL_CARD.md"] = model_card(config, files["train_log.jsonl"].decode()).encode()
+    if config.lora is None:
+        files |= tokenizer_files(files["tokenizer.model"], config.bos)
+        files["MODEL_CARD.md"] = model_card(config, files["train_log.jsonl"].decode()).encode()
+    else:
+        del files["tokenizer.model"]
     for name, content in files.items():
         write_atomic(directory / name, content)
-    export_hf(directory, config.model_config(), state.params)
+    if config.lora is None:
+        export_hf(directory, config.model_config(), state.params)
+    else:
+        export_trained(directory, config, state.params)
     logger.info("exported to %s", directory)
     return directory

@@ -13,6 +13,7 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.lab.training.attention import training_attend
 from ksana_jax.lab.training.batches import IGNORED
 from ksana_jax.lab.training.linear import linear
+from ksana_jax.lab.training.lora import Adapter, merged
 from ksana_jax.lab.training.settings import TrainConfig
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
@@ -23,9 +24,12 @@ COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 class TrainState(NamedTuple):
-    """The state that a training step replaces. Weights are float32, regardless of the dtype of products."""
+    """The state that a training step replaces. Weights are float32, regardless of the dtype of products.
 
-    params: Params
+    params: all weights; those of an adapter where one is trained.
+    """
+
+    params: Params | Adapter
     opt_state: Any
 
 
@@ -34,7 +38,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
-        optax.add_decayed_weights(config.weight_decay, mask=_decays),
+        optax.add_decayed_weights(config.weight_decay, mask=_decays if config.lora is None else None),
     )
 
 
@@ -45,9 +49,17 @@ def _decays(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: of[path[-1].name], params)
 
 
-def init_state(config: TrainConfig, params: Params) -> TrainState:
+def init_state(config: TrainConfig, params: Params | Adapter) -> TrainState:
     """Returns the weights with a new optimiser state."""
     return TrainState(params, make_optimizer(config).init(params))  # pyright: ignore[reportArgumentType]
+
+
+def weights_of(config: TrainConfig, trained: Any, base: Params | None) -> Params:
+    """Returns the model's weights: those that are trained, or base with the adapter that is."""
+    if config.lora is None:
+        return trained
+    assert base is not None
+    return merged(base, trained, config.lora, config.model_config())
 
 
 def learning_rate_scale(config: TrainConfig, step: int, elapsed_s: float) -> float:
@@ -85,12 +97,18 @@ def loss_fn(params: Params, inputs, targets, *, config: ModelConfig, dtype) -> j
 
 
 def make_train_step(config: TrainConfig):
-    """Returns a compiled step(state, inputs, targets, learning_rate) -> (state, loss), which donates the state."""
+    """Returns a compiled step(state, inputs, targets, learning_rate, base) -> (state, loss), which donates the state.
+
+    base: the weights that an adapter changes; None where all weights are trained.
+    """
     optimizer, model, dtype = make_optimizer(config), config.model_config(), COMPUTE_DTYPES[config.compute_dtype]
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, inputs, targets, learning_rate):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, inputs, targets, config=model, dtype=dtype)
+    def step(state: TrainState, inputs, targets, learning_rate, base: Params | None = None):
+        def loss_of(trained):
+            return loss_fn(weights_of(config, trained, base), inputs, targets, config=model, dtype=dtype)
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)  # pyright: ignore[reportArgumentType]
         params = jax.tree.map(lambda w, u: w - learning_rate * u, state.params, updates)
         return TrainState(params, opt_state), loss

@@ -31,6 +31,17 @@ class ModelShape:
 
 
 @dataclasses.dataclass
+class LoraSettings:
+    """The adapter to train; as in PEFT's LoraConfig, except that target_modules are ends of names and no patterns."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: list[str] = dataclasses.field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+@dataclasses.dataclass
 class TrainConfig:
     """Configures a training run; the YAML file mirrors these fields.
 
@@ -41,6 +52,8 @@ class TrainConfig:
       init_from: an embedded model, or a Hugging Face directory with a tokenizer.model: the run starts from its weights
         and has its tokenizer; with fewer num_kv_heads, from the means of heads. None starts from random weights and
         trains a tokenizer.
+      lora: trains an adapter of the model of init_from, whose own weights stay as they are; the export is then a folder
+        as PEFT saves it. None trains all weights.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
@@ -63,6 +76,7 @@ class TrainConfig:
     export_dir: str | None = None
     first_export_s: float | None = None
     init_from: str | None = None
+    lora: LoraSettings | None = None
     corpus_dir: str | None = None
     seed: int = 0
     model: ModelShape = dataclasses.field(default_factory=ModelShape)
@@ -135,6 +149,8 @@ class TrainConfig:
             checks.one_of("compute_dtype", self.compute_dtype, ("f32", "bf16")),
         ]
         found = self.model_config().problems() + [problem for problem in problems if problem is not None]
+        if self.lora is not None:
+            found += self._lora_problems(self.lora)
         if self.num_steps is None and self.budget_s is None:
             found.append("neither num_steps nor budget_s is given: the run would never end")
         if self.vocab_size < 3 + 256 + 2:
@@ -150,6 +166,15 @@ class TrainConfig:
         if found:
             raise ConfigError("; ".join(found))
         return self
+
+    def _lora_problems(self, lora: LoraSettings) -> list[str]:
+        problems = [
+            checks.integer("lora.rank", lora.rank, 1, 4096),
+            checks.number("lora.alpha", lora.alpha, above=0),
+            None if lora.target_modules else "lora.target_modules is empty",
+            "lora needs init_from, the model that the adapter changes" if self.init_from is None else None,
+        ]
+        return [problem for problem in problems if problem is not None]
 
 
 def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
