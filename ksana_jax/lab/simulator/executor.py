@@ -79,7 +79,10 @@ class TimedExecutor:
         return [Timed(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
 
     def move(self, moves: Moves) -> None:
-        seconds = self._moving(len(moves.saves), len(moves.copies), len(moves.loads))
+        self.occupy(self._moving(len(moves.saves), len(moves.copies), len(moves.loads)))
+
+    def occupy(self, seconds: float) -> None:
+        """Lets the device work on something else than steps."""
         self._free_at = max(self.clock(), self._free_at) + seconds
         self.busy_s += seconds
 

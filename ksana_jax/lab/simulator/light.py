@@ -300,6 +300,7 @@ def _refuse(model: ModelConfig, config: EngineConfig) -> None:
         "host_cache_bytes, disk_cache_dir": bool(config.host_cache_bytes) or config.disk_cache_dir is not None,
         "kv_eviction": config.kv_eviction is not None,
         "kv_selection": config.kv_selection is not None,
+        "enable_lora": config.enable_lora,
         "windows": any(pattern.window is not None for pattern in patterns),
         f"policy {config.policy!r}": config.policy != "fcfs",
         "num_scheduler_steps": config.num_scheduler_steps > 1,

@@ -20,6 +20,7 @@ from ksana_jax.lab.simulator.answers import Answer, Answers
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import Cost, Coverage, Seed
 from ksana_jax.lab.simulator.executor import SimExecutor
+from ksana_jax.lab.simulator.sim_adapters import NO_ADAPTERS, SimAdapters, adapter_of
 from ksana_jax.lab.simulator.sim_disk import SimDisk
 from ksana_jax.lab.simulator.step_size import SizeBuilder
 from ksana_jax.methods.presets import PatternLike, read_patterns
@@ -118,13 +119,17 @@ class SimEngine:
         self.engine: Engine = build_engine(
             model,
             None,
-            config,
+            dataclasses.replace(config, **NO_ADAPTERS),
             patterns=seen,
             executor=self.executor,
             clock=self.clock,
             buckets=Buckets.of(config, platform),
             **tiers,
         )
+        self._adapts = config.enable_lora
+        if self._adapts:
+            adapters: Any = SimAdapters(model, config, cost.move.loaded, self.executor.occupy)
+            self.engine.factory.adapters = adapters
         self.answers = Answers(config.max_num_seqs, model.eos_ids, self.clock)
         self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers, self.executor.host_works)
         self.open: dict[str, tuple[Served, Answer, Request]] = {}
@@ -149,7 +154,8 @@ class SimEngine:
         now = self.events()
         served = Served(item, now)
         params = SamplingParams(temperature=0, max_tokens=item.max_tokens, detokenize=False)
-        asked = RequestInput(np.asarray(item.tokens(), np.int32), params, None, cache_salt)
+        adapter = adapter_of(item.client) if self._adapts else None
+        asked = RequestInput(np.asarray(item.tokens(), np.int32), params, None, cache_salt, lora_request=adapter)
         try:
             [request] = self.engine.new_requests([asked])
         except ValueError as error:

@@ -1,5 +1,6 @@
 """One engine under a virtual clock: times follow from costs, answers end where only the executor knows."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -26,6 +27,26 @@ def test_one_request_takes_its_prefill_and_a_step_for_each_further_token():
     assert served.num_output == 4 and served.finish_reason == "stop"
     assert served.first_token_s == pytest.approx(5.0 + 0.010 + 20 * 0.001)
     assert served.finished_s == pytest.approx(5.0 + 0.030 + 3 * 0.011)
+
+
+@pytest.mark.parametrize(("slots", "loads"), [(1, 3), (2, 2)])
+def test_adapters_of_clients_are_loaded_into_slots_before_their_rows_run(slots, loads):
+    clients = ["a", "b", "a", ""]
+    items = [dataclasses.replace(item(n, 5.0 * n, 20, 4), client=client) for n, client in enumerate(clients)]
+    engine = config(async_scheduling=False, enable_lora=True, max_loras=slots, max_lora_rank=8)
+    cost = AffineCost(0.010, 0.001, move=MoveCost(loaded=Link(0.5)))
+    run = simulate(items, MODEL, engine, cost)
+    waits = [served.first_token_s - served.arrival_s for served in run.served]
+    loaded = [0.5, 0.5, 0.5 * (loads == 3), 0.0]
+    np.testing.assert_allclose(waits, [0.030 + seconds for seconds in loaded])
+
+
+def test_a_client_whose_adapter_has_no_slot_waits_for_the_rows_that_hold_it():
+    items = [dataclasses.replace(item(n, 0.0, 1, 9), client=client) for n, client in enumerate("ab")]
+    engine = config(async_scheduling=False, enable_lora=True)
+    run = simulate(items, MODEL, engine, AffineCost(0.01, 0, move=MoveCost(loaded=Link(0.5))))
+    first, second = run.served
+    assert second.scheduled_s >= first.finished_s
 
 
 def test_an_answer_longer_than_max_tokens_is_cut_off():
