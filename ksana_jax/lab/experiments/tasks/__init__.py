@@ -10,6 +10,7 @@ TASKS: dict[str, str] = {
     "perplexity": "ksana_jax.lab.experiments.tasks.perplexity:Perplexity",
     "generate": "ksana_jax.lab.experiments.tasks.generate:Generate",
     "memory_sharing": "ksana_jax.lab.experiments.tasks.memory_sharing:MemorySharing",
+    "multi_lora": "ksana_jax.lab.experiments.tasks.multi_lora:MultiLora",
     "prefix_cache": "ksana_jax.lab.experiments.tasks.prefix_cache:PrefixCache",
     "chat": "ksana_jax.lab.experiments.tasks.chat:Chat",
     "agreement": "ksana_jax.lab.experiments.tasks.agreement:Agreement",
