@@ -26,10 +26,10 @@ COMPUTE_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 class TrainState(NamedTuple):
     """The state that a training step replaces. Weights are float32, regardless of the dtype of products.
 
-    params: all weights; those of an adapter where one is trained.
+    params: all weights, `Params`; an `Adapter` where one is trained.
     """
 
-    params: Params | Adapter
+    params: Any
     opt_state: Any
 
 
