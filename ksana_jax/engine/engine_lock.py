@@ -122,8 +122,7 @@ class EngineLock:
         self._unsound = False
 
     def yield_lock(self) -> None:
-        """Lets a waiting thread in. Otherwise, the thread that has just released the lock would nearly always take it
-        again."""
+        """Lets a waiting thread in. Otherwise, the thread that has just released the lock would nearly always win."""
         for _ in range(50):
             if not self._waiting:
                 return

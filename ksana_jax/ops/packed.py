@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models.block_matrix import PackedBlocks
@@ -43,9 +42,8 @@ class PackedMatrix(Matrix):
 
 def _rows(table: jax.Array, *at: Any) -> jax.Array:
     """Returns table[at]. 16 bits move as integers: XLA on CPUs would widen the whole table to float32."""
-    if table.dtype.itemsize != 2:
-        return table[at]
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(table, jnp.uint16)[at], table.dtype)
+    x = table if table.dtype.itemsize != 2 else jax.lax.bitcast_convert_type(table, "uint16")
+    return jax.lax.bitcast_convert_type(x[at], table.dtype)
 
 
 class PackedOperators(Operators):

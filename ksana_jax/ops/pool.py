@@ -63,8 +63,7 @@ class KVCache:
         return keys, keys + num_kv_heads
 
     def _parts(self) -> tuple[KVCache, KVCache, int]:
-        """Returns the pool's layers in full precision, the others, and the number of the former in a group, where they
-        come first."""
+        """Returns the pool's layers in full precision, the others, and the number of a group's first ones."""
         exact = self.leaves[EXACT]
         codes = {name: leaf for name, leaf in self.leaves.items() if name != EXACT}
         return KVCache({"kv": exact}, EXACT_CODECS[exact.dtype.name]), KVCache(codes, self.codec), exact.shape[1]

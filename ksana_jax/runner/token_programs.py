@@ -166,8 +166,7 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
 
 
 def drawn_with(params, hidden, settings, head: OutputHead, count: int):
-    """Returns the probabilities [J, V] with which `choose_tokens` draws tokens, given the same arguments; zeros beyond
-    the first `count`."""
+    """Returns the probabilities [J, V] with which `choose_tokens` draws, given the same arguments; 0 after `count`."""
     sampling = _sampling_of(settings, None, hidden, count, head)
     assert sampling is not None
     return jnp.pad(distribution(head(params, hidden[:count]), sampling), ((0, len(hidden) - count), (0, 0)))

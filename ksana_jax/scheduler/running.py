@@ -150,8 +150,7 @@ class Provision:
         return counts
 
     def _by_force(self, decodes: np.ndarray) -> np.ndarray:
-        """Provides rows with the blocks they need for one token, in order, preempting from the end; returns the rows
-        that run."""
+        """Gives rows the blocks they need for one token, in order, preempting from the end; returns those that run."""
         r = self.row_blocks.rows
         needs = (r.num_computed[decodes] >= r.allocated_until[decodes]) | r.forked[decodes]
         for i in np.flatnonzero(needs):
@@ -172,8 +171,7 @@ class Provision:
     def _make_room(self, row: int, count: int) -> bool:
         """Makes `count` blocks available to a row, preempting rows after it; False if it is the last and must wait.
 
-        The first row always gets its blocks, so progress is certain: a request that the pool cannot hold was refused on
-        arrival.
+        The first row always gets its blocks: a request that the pool cannot hold was refused on arrival.
         """
         while self.memory.device.num_available < count:
             last = int(self.running.order[-1])

@@ -148,8 +148,7 @@ class Scheduler:
 
         Args:
           child: has at least one token more than are shared, and the shared ones equal the parent's.
-          num_computed: tokens to share; None shares all that the parent has computed. Where rows evict, all or none are
-            shared.
+          num_computed: tokens to share; None shares all that the parent computed. Rows that evict share all or none.
         """
         if self.eviction is not None and num_computed is None:
             self.eviction.evict_shared()

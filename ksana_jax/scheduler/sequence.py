@@ -108,8 +108,7 @@ class Rows:
     newest: [R] the last of a row's num_tokens tokens, as in `StepArrays.tokens`: -1 - i if a running step samples it.
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.
-    block_tables, block_starts: [Gk, R, P] live blocks by position, and the cache position where each begins; FAR if
-      absent.
+    block_tables, block_starts: [Gk, R, P] live blocks by position, and where in the cache each begins; FAR if absent.
     num_rewrites: how often num_evicted or tables of running rows have changed, other than by `RowBlocks.take`.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
     num_blocks: [Gk, R] number of live blocks.

@@ -47,8 +47,7 @@ class ScheduledBatch:
     Attributes:
       decodes: [D] rows with one token to compute: the newest token, or the last of a prompt with a cached prefix.
       chunks, counts: [chunks] rows and their numbers of tokens, more than one each.
-      samples: [D + chunks] True if the step computes the row's last token, so that its next one is sampled; None if
-        all rows are sampled.
+      samples: [D + chunks] True if the step computes the row's last token, so that its next one is sampled; None: all.
       new: blocks that decodes have taken; None if they took none, or otherwise than at the end of their tables.
       gone: rows that their sequences have left since the step was scheduled. Results for these rows are ignored, and
         other sequences may have taken them.
