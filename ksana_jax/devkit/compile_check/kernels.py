@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.devkit.compile_check import tpu, tpu_topology
-from ksana_jax.devkit.compile_check.models import LLAMA_8B, MODELS, SHAPES, sizes_of
+from ksana_jax.devkit.compile_check.models import LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
 from ksana_jax.devkit.compile_check.targets import gpu_target, targets
 from ksana_jax.methods.eviction.h2o import H2O
@@ -48,6 +48,9 @@ def cases(target: aot.Target) -> list[Case]:
         found.append(Case("step of Llama-8B", config, step, speed=whole))
     if target.hopper:
         found += _with_options()
+    for shape in SHAPES[:2]:
+        step = functools.partial(_step, shape=shape, model=QWEN3_MOE, attention=used)
+        found.append(Case("step of Qwen3-MoE", {"attention": used} | sizes_of(shape), step))
     rows = SHAPES[1].parts[0].count
     for name, num_devices in DIVIDED:
         shape, divided = SHAPES[2], {"model": MODELS[name], "num_devices": num_devices}

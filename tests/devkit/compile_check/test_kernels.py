@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax.core.compilation_cache import without_cache
 from ksana_jax.devkit.compile_check import kernels
-from ksana_jax.devkit.compile_check.models import LLAMA_8B, LLAMA_70B, SHAPES
+from ksana_jax.devkit.compile_check.models import LLAMA_8B, LLAMA_70B, QWEN3_MOE, SHAPES
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
 from ksana_jax.devkit.compile_check.targets import gpu_target
 from ksana_jax.loading.load import abstract_params
@@ -87,6 +87,11 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
         assert row["argument_bytes"] + row["temp_bytes"] < h200
+    for row in found["kernels"]:
+        if row["name"] == "step of Qwen3-MoE" and row["config"]["attention"] == "hopper":
+            assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 50
+            # Two of each layer stay outside of command buffers.
+            assert row["thunks"] - row["captured"] <= 2 * QWEN3_MOE.num_layers
     for step in found["steps"]:
         assert 7 * 32 <= step["launches_per_layer"] * 32 < step["launches"] < step["launches_per_layer"] * 32 + 40
         assert step["ms"] == pytest.approx(sum(step["terms"].values()) / 1e3, abs=0.001)
