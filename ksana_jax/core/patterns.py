@@ -66,8 +66,7 @@ class AttentionPattern:
         both a window and sinks, and "absolute" otherwise.
         "absolute": its own position i.
         "cache": min(i, num_sinks + window - 1), its index in the cache (StreamingLLM, arXiv:2309.17453).
-        "ceiling": beyond the window, the position at a distance of min(i - j, sink_ceiling) (LM-Infinite,
-        arXiv:2308.16137).
+        "ceiling": beyond the window, the position at distance min(i - j, sink_ceiling) (LM-Infinite, arXiv:2308.16137).
       sink_ceiling: tokens; only with "ceiling", where it defaults to the window.
 
     Raises:

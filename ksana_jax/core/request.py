@@ -335,8 +335,7 @@ class RequestMetrics:
 class RequestOutput:
     """The output of a request so far.
 
-    prompt_logprobs: None for the first prompt token, which nothing predicts, then {token_id: Logprob} for each; None
-    unless requested.
+    prompt_logprobs: if requested, None for the first prompt token, which nothing predicts, then {token_id: Logprob}.
     num_cached_tokens: prompt tokens taken from the prefix cache.
     cache_salt, num_question: of the request, see `RequestInput`.
     """

@@ -11,6 +11,7 @@ from ksana_jax.models.families import FAMILIES, config_from_hf
 from ksana_jax.models.families.family import Family
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.mlp import unstated
+from ksana_jax.ops.norm import native_kinds
 
 SIZES = {
     "vocab_size": 512,
@@ -36,7 +37,7 @@ def row(family: Family) -> tuple[str, ...]:
     """Returns the cells of a family, in the order of COLUMNS."""
     config = example(family)
     norm, windows = norm_kind(config.norm), {pattern.window for pattern in per_layer(config.pattern, config.num_layers)}
-    row_by_row = (norm.row_by_row or norm.plus_one is not None) and not unstated(config, "row_by_row")
+    row_by_row = (norm.row_by_row or config.norm in native_kinds()) and not unstated(config, "row_by_row")
     own = {model_type: name for name, model_type in ARCHITECTURES.items()}
     return (
         f"`{family.model_type}`",

@@ -202,8 +202,7 @@ def add_tokens(
     """Adds new tokens to the completions that want them; returns their requests, in order.
 
     Args:
-      rows_of: row of each completion that wants them. A stop string in the text of one ends it, and what follows in its
-        row's run is dropped.
+      rows_of: row of each completion that wants them. A stop string in its text ends it, and drops the rest of its run.
     """
     reported: dict[Request, None] = {}
     if not rows_of:

@@ -35,8 +35,7 @@ _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
 class HeldBlocks(NamedTuple):
     """Blocks of one sequence: their ids, the cache positions where they begin, their groups of layers, the number
-    of its computed tokens, the `Origin` of each block or of all, and the number of evicted tokens of each group [Gk] or
-    of all."""
+    of its computed tokens, the `Origin` of each block or all, and the evicted tokens of each group [Gk] or all."""
 
     ids: np.ndarray
     starts: np.ndarray

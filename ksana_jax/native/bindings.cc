@@ -101,7 +101,17 @@ ffi::Error NormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   if (!IsEither(stored)) return NeitherType();
   const Norm norm = NormOf(weight, eps, plus_one);
   const int64_t t = norm.d ? x.element_count() / norm.d : 0;
-  RmsNorm(norm, t, Data(x), Data(y), static_cast<Stored>(stored), Of(pool));
+  NormRows(norm, t, Data(x), Data(y), static_cast<Stored>(stored), Of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error LayerNormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> y,
+                         int32_t stored, float eps) {
+  if (!IsEither(stored)) return NeitherType();
+  const auto shape = weight.dimensions();
+  const LayerNorm norm{static_cast<int64_t>(shape.back()), Data(weight), shape.size() == 2, eps};
+  const int64_t t = norm.d ? x.element_count() / norm.d : 0;
+  NormRows(norm, t, Data(x), Data(y), static_cast<Stored>(stored), Of(pool));
   return ffi::Error::Success();
 }
 
@@ -294,6 +304,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rms_norm, ksana::NormCall,
                                   .Attr<int32_t>("stored")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_layer_norm, ksana::LayerNormCall,
+                              ksana::ffi::Ffi::Bind()
+                                  .Ctx<ksana::ffi::ThreadPool>()
+                                  .Arg<ksana::ffi::AnyBuffer>()  // x
+                                  .Arg<ksana::ffi::AnyBuffer>()  // weight
+                                  .Ret<ksana::ffi::AnyBuffer>()  // y
+                                  .Attr<int32_t>("stored")
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_project, ksana::ProjectCall,
                               ksana::ffi::Ffi::Bind()

@@ -74,7 +74,8 @@ struct Rest {
 void Attend(const Call& call, const Threads& threads);
 void Linear(const Product& product, Stored stored, const Threads& threads);
 void LinearOfGroups(const GroupedProduct& grouped, Stored stored, const Threads& threads);
-void RmsNorm(const Norm& norm, int64_t t, const char* x, char* y, Stored stored, const Threads& threads);
+template <typename Kind>  // Norm or LayerNorm
+void NormRows(const Kind& norm, int64_t t, const char* x, char* y, Stored stored, const Threads& threads);
 void BlocksOfGroups(const GroupedBlocks& grouped, Stored stored, const Threads& threads);
 void Project(const Projections& projections, Stored stored, const Threads& threads);
 void RunRest(const Rest& rest, Stored stored, const Threads& threads);

@@ -18,9 +18,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = Fa
       NotImplementedError: x and weight are not both float32 or both bfloat16.
       ValueError: the weight is not [D].
     """
+    return called("ksana_rms_norm", x, weight, x.shape[-1:], eps=np.float32(eps), plus_one=np.bool_(plus_one))
+
+
+def called(symbol: str, x: jax.Array, weight: jax.Array, shape: tuple[int, ...], **attributes: np.generic) -> jax.Array:
     if x.dtype != weight.dtype or x.dtype.name not in DTYPES:
         raise NotImplementedError(f"{x.dtype} and {weight.dtype}; native norms have both in {' or '.join(DTYPES)}")
-    check_shape("the weight of a norm", weight.shape, x.shape[-1:], f"x is {list(x.shape)}")
-    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = jax.ffi.ffi_call(target("ksana_rms_norm"), result)
-    return call(x, weight, stored=np.int32(STORED[x.dtype.name]), eps=np.float32(eps), plus_one=np.bool_(plus_one))
+    check_shape("the weight of a norm", weight.shape, shape, f"x is {list(x.shape)}")
+    call = jax.ffi.ffi_call(target(symbol), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, weight, stored=np.int32(STORED[x.dtype.name]), **attributes)

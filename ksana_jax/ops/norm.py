@@ -20,7 +20,7 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     They take 0.2 to 0.5 of the time of XLA's for up to 32 rows, and 0.4 to 1.7 of it for 512 (rows of 64 to 1,000, both
     types, two busy cores of Zen 4, jax 0.10.2).
     """
-    native = [kind for kind, norm in NORMS.items() if norm.plus_one is not None]
+    native = native_kinds()
     if unknown := [kind for kind in kinds if kind not in native]:
         return f"norms are {', '.join(unknown)}; native norms are {' or '.join(native)}"
     from ksana_jax.native.callers import why_not_called
@@ -29,6 +29,11 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     if dtype not in DTYPES:
         return f"activations are {dtype}; native norms have {' or '.join(DTYPES)}"
     return why_not_called(platform)
+
+
+def native_kinds() -> list[str]:
+    """Returns the kinds of norms that C++ has."""
+    return [kind for kind, norm in NORMS.items() if norm.plus_one is not None or norm.apply is layers.layer_norm]
 
 
 class NormImplementation(NamedTuple):
@@ -68,11 +73,13 @@ def kinds_of(config: ModelConfig) -> tuple[str, ...]:
 
 def native_normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms, in C++; the contract of `models.layers.normaliser`."""
-    from ksana_jax.native.norm import rms_norm
+    if (plus_one := norm_kind(spec.kind).plus_one) is None:
+        from ksana_jax.native.layer_norm import layer_norm as apply
+    else:
+        from ksana_jax.native.norm import rms_norm
 
-    plus_one = norm_kind(spec.kind).plus_one
-    assert plus_one is not None, "choose_norm has asked not_native"
-    return jax.named_scope("norm")(functools.partial(rms_norm, eps=spec.eps, plus_one=plus_one))
+        apply = functools.partial(rms_norm, plus_one=plus_one)
+    return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))
 
 
 # In order of preference; the last one runs everywhere.

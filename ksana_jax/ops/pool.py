@@ -63,7 +63,7 @@ class KVCache:
         return keys, keys + num_kv_heads
 
     def _parts(self) -> tuple[KVCache, KVCache, int]:
-        """Returns the pool's layers in full precision, the others, and the number of a group's first ones."""
+        """Returns the pool's layers in full precision, the others, and how many of a group's are the former."""
         exact = self.leaves[EXACT]
         codes = {name: leaf for name, leaf in self.leaves.items() if name != EXACT}
         return KVCache({"kv": exact}, EXACT_CODECS[exact.dtype.name]), KVCache(codes, self.codec), exact.shape[1]
@@ -112,7 +112,6 @@ class KVCache:
 
             return jax.lax.cond(layer < num_exact, *(functools.partial(read, *part) for part in parts))
         shape = (*block_ids.shape[:-1], self.kv.shape[3], block_ids.shape[-1] * self.block_size)
-
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
         k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
         return k, v

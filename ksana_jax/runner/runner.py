@@ -365,8 +365,7 @@ class Runner:
 
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
-        (params, cache, arrays, patterns) -> (cache, hidden [T, D], sampled tokens' hidden [J, D]). replaced: fields
-        of `Network`."""
+        (params, cache, arrays, patterns) -> (cache, hidden [T, D], those sampled [J, D]). replaced: of `Network`."""
         network = dataclasses.replace(self._network, **replaced)
         step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
         return self.placement.mapped(step, pool_and(2))

@@ -103,8 +103,7 @@ class Rows:
 
     token_ids: [R, longest], grown as needed. num_tokens, num_computed, num_prompt, max_len: [R]; the tokens left to
     compute are num_tokens - num_computed.
-    num_known: [R] tokens that are in token_ids; num_tokens, or less while steps that sample the last ones run
-      (`expect`).
+    num_known: [R] tokens in token_ids; num_tokens, or less while steps that sample the last ones run (`expect`).
     newest: [R] the last of a row's num_tokens tokens, as in `StepArrays.tokens`: -1 - i if a running step samples it.
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.

@@ -182,21 +182,22 @@ def test_many_completions_under_random_load_have_one_result(pattern, dtype, kv, 
 @native_products
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("dtype", "variants"),
+    ("dtype", "variants", "changes"),
     [
-        ("f32", [{}, ONE_BY_ONE, {"max_num_seqs": 9, "max_num_batched_tokens": 120, "query_tile": 64}]),
-        ("bf16", [CACHED, {"max_num_seqs": 3, "max_num_batched_tokens": 21, "query_tile": 4}]),
+        ("f32", [{}, ONE_BY_ONE, {"max_num_seqs": 9, "max_num_batched_tokens": 120, "query_tile": 64}], {}),
+        ("bf16", [CACHED, {"max_num_seqs": 3, "max_num_batched_tokens": 21, "query_tile": 4}], {}),
+        ("f32", [CACHED, ONE_BY_ONE], {"norm": "layer", "norm_placement": "parallel", "qk_norm": None, "mlp": "gelu"}),
     ],
-    ids=["f32", "bf16"],
+    ids=["f32", "bf16", "layer norms"],
 )
-def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype, variants):
+def test_every_part_of_a_model_and_of_sampling_is_computed_row_by_row(dtype, variants, changes):
     """Sizes that no vector has, and whatever else a family may have: biases, caps, norms of heads, sink logits."""
     shape = {"d_model": 56, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "d_ff": 91, "vocab_size": 97}
     kinds = {"mlp": "geglu", "norm": "rms_plus_one", "sinks": "learned", "embed_scale": 5.6, "soft_cap": 20.0}
     flags: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
     flags |= {"norm_placement": "both", "qk_norm": "head"}
     patterns = {"pattern": (AttentionPattern(window=50), FULL), "logit_soft_cap": 30.0}
-    config = dataclasses.replace(model()[0], **shape, **kinds, **flags, **patterns)
+    config = dataclasses.replace(model()[0], **shape | kinds | flags | patterns | changes)
     params = init_params(config, seed=3, std=0.5, dtype={"f32": "float32", "bf16": "bfloat16"}[dtype])
     rng = np.random.default_rng(0)  # norms and biases, which start as ones and zeros
     params = jax.tree.map(

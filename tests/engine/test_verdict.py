@@ -163,5 +163,5 @@ def test_settings_that_leave_nothing_to_choose_or_mean_nothing_are_refused():
         EngineConfig(operators={"atention": "xla"})
     with pytest.raises(ConfigError, match="operators is 'xla', must be a mapping"):
         EngineConfig(operators="xla")
-    with pytest.raises(ValueError, match=r"operators\.norm 'native': norms are layer; native norms are rms or"):
-        choose_norm("cpu", "float32", ("layer",), "native")
+    with pytest.raises(ValueError, match=r"operators\.norm 'native': norms are mine; native norms are rms or"):
+        choose_norm("cpu", "float32", ("mine",), "native")

@@ -19,23 +19,29 @@ def drawn(*shape, dtype="float32"):
 
 
 @compiled
-@pytest.mark.parametrize("kind", [kind for kind, norm in NORMS.items() if norm.plus_one is not None])
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2, 24), (3, 100), (70, 192)])
 def test_norms_are_those_of_float64(shape, dtype, kind):
-    x, weight = drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype)
+    x, weight = drawn(*shape, dtype=dtype), drawn(*(2,) * NORMS[kind].bias, shape[-1], dtype=dtype)
     got = jax.jit(native_normaliser(NormSpec(kind, EPS, False)))(x, weight)
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
     x, weight = (np.asarray(a, np.float64) for a in (x, weight))
-    expected = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * (weight + bool(NORMS[kind].plus_one))
-    # Two roundings to 8 bits in bfloat16; some of 24 bits in float32.
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2.0**-7 if dtype == "bfloat16" else 1e-6)
+    bias = 0.0
+    if kind.startswith("layer"):
+        x -= x.mean(-1, keepdims=True)
+        weight, bias = (weight[0], weight[1]) if NORMS[kind].bias else (weight, bias)
+    expected = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * (weight + bool(NORMS[kind].plus_one)) + bias
+    # Two roundings to 8 bits in bfloat16; some of 24 bits in float32, of sums and differences of numbers up to 6.
+    tolerances = {"rtol": 2.0**-7 if dtype == "bfloat16" else 1e-6, "atol": 2e-6 * kind.startswith("layer")}
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, **tolerances)
 
 
 @compiled
+@pytest.mark.parametrize("kind", ["rms", "layer_no_bias"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
-    norm = jax.jit(native_normaliser(NormSpec("rms", EPS, False)))
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype, kind):
+    norm = jax.jit(native_normaliser(NormSpec(kind, EPS, False)))
     x, weight = drawn(700, 96, dtype=dtype), drawn(96, dtype=dtype)
     whole = np.asarray(norm(x, weight), np.float32)
     for rows in (slice(0, 1), slice(3, 5), slice(7, 20), slice(64, 555)):
@@ -46,7 +52,7 @@ def test_other_platforms_types_and_kinds_get_norms_of_xla():
     for needs in (("gpu", "float32", ("rms",)), ("cpu", "float16", ("rms",)), ("cpu", "float32", ("mine",))):
         assert choose_norm(*needs).normaliser is layers.normaliser
     assert not_native("gpu", "float32", ("rms",)) == "needs a CPU, this is gpu"
-    assert not_native("cpu", "float32", ("rms", "mine")) == "norms are mine; native norms are rms or rms_plus_one"
+    assert not_native("cpu", "float32", ("rms", "mine")) == f"norms are mine; native norms are {' or '.join(NORMS)}"
     assert no_compiler or choose_norm("cpu", "bfloat16", ("rms",)).normaliser is native_normaliser
 
 

@@ -10,6 +10,7 @@ import pytest
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.native.kernel import KERNEL
 from ksana_jax.native.layer import Norms, Weights, project, rest_of_layer
+from ksana_jax.native.layer_norm import layer_norm
 from ksana_jax.native.linear import linear
 from ksana_jax.native.norm import rms_norm
 from ksana_jax.ops.norm import native_normaliser
@@ -35,6 +36,8 @@ def test_a_norm_refuses_a_weight_of_another_length():
     for shape in ((63,), (1,), (1, 64), ()):
         with pytest.raises(ValueError, match=r"must be \[64\]"):
             rms_norm(jnp.ones((2, 64)), jnp.ones(shape), 1e-6)
+    with pytest.raises(ValueError, match=r"the weight of a norm is \[1, 64\], must be \[2, 64\]"):
+        layer_norm(jnp.ones((2, 64)), jnp.ones((1, 64)), 1e-6)
 
 
 PRODUCT = {"x": zeros(3, 8), "w": zeros(10, 8, dtype="int8"), "b": zeros(10), "scales": zeros(10)}

@@ -261,8 +261,7 @@ class LastDecodes:
     """The decode step that was built last, without shared blocks.
 
     In the next step of the same rows, positions and slots are one further. Block tables are taken over, and new blocks
-    enter them in place: an earlier step that still uses them may see blocks after all its tokens, but not their
-    content.
+    enter them in place: an earlier step that still uses them may see blocks after its tokens, not their content.
 
     Args:
       decodes: its rows; only this array, not an equal one, means the same sequences in them.
