@@ -15,7 +15,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.gguf_file import SUFFIX, gguf_of
 from ksana_jax.core.processor import num_cores
 from ksana_jax.core.sources import MODEL_HELP, model_path
-from ksana_jax.lab.bench.core import Bench, Case, option, spread
+from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
 from ksana_jax.lab.bench.peers import PEERS
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
@@ -144,13 +144,15 @@ class Throughput(Bench):
             self.ours[count] = token_ids
         equal = sum(a == b for a, b in zip(token_ids, self.ours[count], strict=True))
         found |= {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, "same_tokens": equal}
-        return found | {"of_bound": self.bound_s[count] / seconds}
+        return found | ({"of_bound": self.bound_s[count] / seconds} if count in self.bound_s else {})
 
     def _bound(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> Measurement:
         import jax
 
         from ksana_jax.lab.bench.bounds import measure_rates, work_of
 
+        if self.llms[OURS].model_config.experts is not None:
+            raise Absent("absent, a step reads only the experts that its tokens choose")
         rates = measure_rates(self.dtype)
         llm, read = self.llms[OURS], None
         if self.quantization is not None:
@@ -162,7 +164,7 @@ class Throughput(Bench):
         return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 
     def _peer(self, label: str) -> PeerProcess:
-        from ksana_jax.lab.bench.peer_process import Absent, PeerProcess
+        from ksana_jax.lab.bench.peer_process import PeerProcess
 
         if label not in self.processes_of:
             assert self.peers is not None

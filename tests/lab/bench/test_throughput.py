@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.lab.bench import bounds, command, core, peer_process, throughput
 from ksana_jax.lab.bench.bounds import Rates, Work, work_of
 from ksana_jax.lab.bench.core import Absent
@@ -97,6 +98,21 @@ def test_every_engine_is_told_its_share_of_the_bound(engines):
     assert rows[OURS, 2].mean("of_bound") == 0.25 and rows[OURS, 1].mean("of_bound") == 0.125
     assert rows[BOUND, 2].mean("of_bound") is None
     assert rows[OURS, 1].mean("output_tokens_per_s") == 64.0  # 128 tokens of one request in 2 s
+
+
+def test_a_model_with_experts_has_no_bound_that_counts_all_of_them(engines, monkeypatch):
+    experts = dataclasses.replace(MODEL, mlp="swiglu_experts", experts=ExpertsSpec(4, 2))
+    monkeypatch.setattr(
+        FakeLLM,
+        "__init__",
+        lambda self, num_blocks, steps: vars(self).update(
+            num_blocks=num_blocks, block_bytes=1000, model_config=experts, steps=steps
+        ),
+    )
+    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), num_scheduler_steps=1))
+    assert rows[OURS, 2].mean("run_s") == 2.0 and rows[OURS, 2].mean("of_bound") is None
+    assert rows[BOUND, 2].mean("run_s") is None
+    assert any("bound: absent, a step reads only the experts that its tokens choose" in note for note in made.notes)
 
 
 def test_a_missing_environment_of_peers_gives_rows_that_say_so(engines, tmp_path):
