@@ -172,8 +172,7 @@ class Engine:
         Several threads may do so at once: each step serves all of them, whichever thread computes it.
 
         Yields:
-          `report(request)` whenever a request has something new: all that it has so far, or with Request.take_delta
-          what is new.
+          `report(request)` whenever a request has something new: all so far, or with Request.take_delta what is new.
 
         Raises:
           RuntimeError: a failure in a step of another thread or stream has ended the requests.

@@ -22,6 +22,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, plus_one: bool = Fa
 
 
 def called(symbol: str, x: jax.Array, weight: jax.Array, shape: tuple[int, ...], **attributes: np.generic) -> jax.Array:
+    """Calls a norm of the library, whose weight must have a shape."""
     if x.dtype != weight.dtype or x.dtype.name not in DTYPES:
         raise NotImplementedError(f"{x.dtype} and {weight.dtype}; native norms have both in {' or '.join(DTYPES)}")
     check_shape("the weight of a norm", weight.shape, shape, f"x is {list(x.shape)}")

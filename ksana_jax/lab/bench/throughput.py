@@ -274,7 +274,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple
     return seconds, [output.check().outputs[0].token_ids for output in outputs], found
 
 
-def _export(source: Path, out: Path, dtype: str, load_format: str, seed: int) -> None:
+def _export(source: Path, out: Path, dtype: str, load_format: Any, seed: int) -> None:
     """Writes a model's weights in dtype as a Hugging Face directory; "dummy": random ones."""
     from ksana_jax.loading import export_hf, load_model
 
