@@ -9,8 +9,10 @@ from ksana_jax.models.params import check_quantises
 from ksana_jax.ops.invariant import check_invariant
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.sharding.shares import local_model
+from tests.machine import compiled
 
 
+@compiled
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_numerics_are_refused_as_the_table_says(family):
     cells = dict(zip(family_table.COLUMNS, family_table.row(family), strict=True))

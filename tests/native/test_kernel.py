@@ -129,6 +129,7 @@ def test_a_query_is_the_same_bit_by_bit_whatever_tile_it_is_in(pattern, soft_cap
             np.testing.assert_array_equal(found, expected)
 
 
+@compiled
 def test_what_the_kernel_lacks_is_named():
     needs = Requirements("cpu", None, "uint8", 4, 2, 64, 16, codec="fp8_e5m2", query_dtype="float32")
     assert "stored as fp8_e5m2; the native kernel reads f32, bf16, f16, int8" in str(native_kernels.unsupported(needs))
