@@ -16,13 +16,15 @@ import sys
 from pathlib import Path
 
 CONTEXT, LENGTH, SEEDS = 1536, 2048, (0, 1, 2)
-BUDGETS = (0.1, 0.25, 0.5)  # of the context
+BUDGETS = (0.1, 0.25, 0.5, 0.75)  # of the context
 # A press, its arguments, and the same method of ours: see docs/reference/eviction.md.
 METHODS = (
     ("SnapKVPress", {"window_size": 32, "kernel_size": 5}, {"method": "snapkv", "recent": 32, "kernel": 5}),
     ("TOVAPress", {}, {"method": "tova", "recent": 1}),
     ("ObservedAttentionPress", {}, {"method": "h2o", "normalised": True, "recent": 0}),
     ("KnormPress", {}, {"method": "knorm"}),
+    ("KeyDiffPress", {}, {"method": "keydiff"}),
+    ("LagKVPress", {"n_sink": 4, "lag_size": 128}, {"method": "lagkv", "sinks": 4, "lag_size": 128}),
     ("StreamingLLMPress", {"n_sink": 4}, {"method": "streaming_llm", "positions": "absolute", "sinks": 4}),
 )
 
