@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     "tensor_parallel_size prefix_share memory_fraction",
 )
 def plan(
-    model: Annotated[str, typer.Option(help=MODEL_HELP, show_default=False)],
+    model: Annotated[
+        list[str],
+        typer.Option(help=f"{MODEL_HELP}; several times for models that share the device", show_default=False),
+    ],
     device: Annotated[str, typer.Option(help="h200, h100, a100-80g, a100-40g, v100-32g, ascend-910b, cpu, or 24GiB")],
     kv_full_precision_layers: Annotated[
         str | None, typer.Option(help="layers that are stored in the dtype of weights, such as '[0]'", metavar="YAML")
@@ -38,11 +41,16 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predicts device memory for a model, and the largest batch, context and window that fit."""
-    from ksana_jax.runner.planner.report import main as show
+    """Predicts device memory for a model, and the largest batch, context and window that fit; for several models,
+    whether all fit awake, or one while the others sleep."""
+    from ksana_jax.runner.planner import report, several
 
     options["kv_full_precision_layers"] = read_setting("kv_full_precision_layers", kv_full_precision_layers) or ()
-    show(model, device, buckets=buckets, as_json=as_json, **options)
+    if len(model) == 1:
+        return report.main(model[0], device, buckets=buckets, as_json=as_json, **options)
+    if buckets:
+        raise ConfigError(f"--buckets is of one model, {len(model)} are given")
+    several.main(model, device, as_json=as_json, **options)
 
 
 def models() -> None:

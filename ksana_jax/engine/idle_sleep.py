@@ -30,7 +30,12 @@ class IdleSleep:
       level: of `LLM.sleep`.
       is_busy: whether requests are open.
       residents: the budget that it shares with others, for whom it sleeps too; None for none.
+
+    Attributes:
+      moves_s: seconds in which it fell asleep, woke up and changed its pool.
     """
+
+    moves_s = 0.0
 
     def __init__(
         self,
@@ -133,11 +138,25 @@ class IdleSleep:
         async with self._changing:
             if self._llm.is_sleeping or not self.is_idle:
                 return self._llm.is_sleeping
+            keeps = self._residents is None or self._residents.keeps_weights(self)
+            level = self._level if keeps else 2
             try:
-                await self._timed("sleeps", lambda: self._llm.sleep(self._level))
+                await self._timed("sleeps", lambda: self._llm.sleep(level))
             except RuntimeError:  # somebody else uses it, in a thread
                 self.start()
             return self._llm.is_sleeping
+
+    @property
+    def kept_bytes(self) -> int:
+        asleep = self._llm.engine.asleep
+        return 0 if asleep is None or asleep.level > 1 else self.size.host
+
+    def drop(self) -> bool:
+        """Drops its weights in host memory, unless it wakes up; returns whether they are gone."""
+        if self._changing.locked() or not self._llm.is_sleeping:
+            return False
+        self._llm.sleep(2)
+        return True
 
     async def shrink(self) -> bool:
         """Takes its smaller pool, unless it is not idle; returns whether it has it."""
@@ -157,4 +176,6 @@ class IdleSleep:
         except asyncio.CancelledError:  # who asked has left, and the locks stay taken until the thread is done
             await asyncio.wait((changing,))
             raise
-        logger.info("model %s %s (%.2f s)", self.name, what, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.moves_s += seconds
+        logger.info("model %s %s (%.2f s)", self.name, what, seconds)

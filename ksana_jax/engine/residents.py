@@ -2,7 +2,8 @@
 
 Those go first whose waking costs the fewest seconds per byte, by their last use (GreedyDual-Size). With pools of two
 sizes, they move to the smaller one instead if that makes enough room. Both happen to models without requests; but when
-another one has waited for TURN_S, new requests wait until the model has ended the others.
+another one has waited for TURN_S, new requests wait until the model has ended the others. In the same order sleeping
+models drop the weights that they keep in host memory, if that has a budget too.
 
 Source: Cao and Irani, Cost-Aware WWW Proxy Caching Algorithms, USITS 1997, section 4.
 """
@@ -36,11 +37,15 @@ class NoRoom(RuntimeError):
 
 
 class Footprint(NamedTuple):
-    """Bytes of a model on the device, or on each of several: awake, asleep, and awake with its smaller pool."""
+    """Bytes of a model on the device, or on each of several: awake, asleep, and awake with its smaller pool.
+
+    host: of its weights in host memory, where it keeps them asleep.
+    """
 
     awake: int
     asleep: int
     small: int
+    host: int = 0
 
 
 def small_pool(llm: LLM, share: float) -> int:
@@ -61,14 +66,33 @@ def footprint(llm: LLM, level: int, share: float = 1.0) -> Footprint:
     pool, rest = plan.pool_bytes * plan.pool_copies, plan.weights_bytes + (plan.step_bytes or 0)
     small = pool // llm.num_blocks * small_pool(llm, share)
     asleep = plan.weights_bytes if shared and level == 1 else 0
-    return Footprint(replicas * (rest + pool), replicas * asleep, replicas * (rest + small))
+    host = 0 if shared or level > 1 else plan.weights_bytes * llm.config.tensor_parallel_size
+    return Footprint(replicas * (rest + pool), replicas * asleep, replicas * (rest + small), host)
 
 
 def resident_bytes(llm: LLM) -> dict[str, int]:
-    """Returns the bytes of "weights", adapters included, and "pool" now, on the device or on each of several."""
+    """Returns the bytes of "weights", adapters included, and "pool" now, on the device or on each of several; and of
+    "weights_on_host" while it sleeps."""
     plan, asleep = llm.memory_plan, llm.engine.asleep
-    stay = asleep is None or (asleep.kept is not None and capabilities().shares_host_memory)
-    return {"weights": plan.weights_bytes * stay, "pool": plan.pool_bytes * (asleep is None)}
+    kept, shared = asleep is not None and asleep.kept is not None, capabilities().shares_host_memory
+    weights = plan.weights_bytes * (asleep is None or (kept and shared))
+    on_host = plan.weights_bytes * llm.config.tensor_parallel_size * (kept and not shared)
+    return {"weights": weights, "pool": plan.pool_bytes * (asleep is None), "weights_on_host": on_host}
+
+
+def host_room(llms: Sequence[LLM], host_bytes: int) -> int:
+    """Returns the bytes of host memory that the tiers of models leave for weights.
+
+    Raises:
+      ConfigError: the tiers take more.
+    """
+    tiers = sum(llm.config.host_cache_bytes for llm in llms)
+    if tiers > host_bytes:
+        raise ConfigError(
+            f"host_memory_bytes is {host_bytes:,} ({byte_size(host_bytes)}), host_cache_bytes of {len(llms)} models "
+            f"take {byte_size(tiers)}"
+        )
+    return host_bytes - tiers
 
 
 def check_room(llms: Sequence[LLM], num_bytes: int, level: int) -> None:
@@ -104,12 +128,14 @@ class Resident(Protocol):
 
     name: for messages. size: its bytes. wake_s: seconds that it took to wake up the last time, 0 if it never has.
     is_idle: no request uses it or waits for it. is_small: its pool is the smaller one. has_ended: its server ends.
+    moves_s: seconds in which it fell asleep, woke up and changed its pool. kept_bytes: its weights in host memory.
     """
 
     name: str
     size: Footprint
     has_ended: bool
     is_small: bool
+    moves_s: float
 
     @property
     def wake_s(self) -> float: ...
@@ -117,6 +143,12 @@ class Resident(Protocol):
     def is_asleep(self) -> bool: ...
     @property
     def is_idle(self) -> bool: ...
+    @property
+    def kept_bytes(self) -> int: ...
+    def drop(self) -> bool:
+        """Drops its weights in host memory, unless it wakes up; returns whether they are gone."""
+        ...
+
     async def rest(self) -> bool:
         """Sleeps, unless it is not idle; returns whether it sleeps."""
         ...
@@ -132,13 +164,21 @@ class Residents:
     Args:
       num_bytes: of the device's memory, for all of them.
       pool_share: of its pool that a model keeps while others need the rest; 1 for pools of one size.
+      host_bytes: of host memory, for the weights of sleeping models; None for all of them.
       turn_s, timeout_s: see TURN_S and TIMEOUT_S.
     """
 
     def __init__(
-        self, num_bytes: int, pool_share: float = 1.0, *, turn_s: float = TURN_S, timeout_s: float = TIMEOUT_S
+        self,
+        num_bytes: int,
+        pool_share: float = 1.0,
+        *,
+        host_bytes: int | None = None,
+        turn_s: float = TURN_S,
+        timeout_s: float = TIMEOUT_S,
     ):
         self.num_bytes, self.pool_share, self._turn_s, self._timeout_s = num_bytes, pool_share, turn_s, timeout_s
+        self._host_bytes = host_bytes
         self._age, self._uses = 0.0, itertools.count()
         self._priority: dict[Resident, tuple[float, int]] = {}
         self._moving = asyncio.Lock()
@@ -149,10 +189,30 @@ class Residents:
     def used_bytes(self) -> int:
         return sum(map(_bytes, self._priority))
 
+    @property
+    def moves_s(self) -> float:
+        return sum(resident.moves_s for resident in self._priority)
+
     def used(self, resident: Resident) -> None:
         """Records that a model is new, or that a request has asked for it."""
         cost = resident.wake_s / max(resident.size.awake - resident.size.asleep, 1)
         self._priority[resident] = (self._age + cost, next(self._uses))
+
+    def keeps_weights(self, resident: Resident) -> bool:
+        """Tells whether host memory has room for the weights of a model that falls asleep, once others that go before
+        it have dropped theirs."""
+        if self._host_bytes is None:
+            return True
+        before = [r for r in self._priority if r.kept_bytes and self._priority[r] < self._priority[resident]]
+        before.sort(key=self._priority.__getitem__)
+        short = sum(r.kept_bytes for r in self._priority) + resident.size.host - self._host_bytes
+        if short > sum(r.kept_bytes for r in before):
+            return False
+        for one in before:
+            if short > 0:
+                num_bytes = one.kept_bytes
+                short -= num_bytes * one.drop()
+        return short <= 0
 
     async def turn(self, resident: Resident) -> None:
         """Waits while a model must become idle to make room for another one."""

@@ -1,6 +1,7 @@
 """Models that share one budget: who sleeps for whom, who waits, and that no token changes by it."""
 
 import asyncio
+import dataclasses
 import random
 import threading
 
@@ -9,8 +10,18 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
+from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
-from ksana_jax.engine.residents import Footprint, NoRoom, Residents, check_room, footprint, resident_bytes, wake_first
+from ksana_jax.engine.residents import (
+    Footprint,
+    NoRoom,
+    Residents,
+    check_room,
+    footprint,
+    host_room,
+    resident_bytes,
+    wake_first,
+)
 from tests.engine import small
 from tests.engine.test_sleeping import engine as read_engine
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
@@ -19,13 +30,19 @@ from tests.loading.models_on_disk import TINY, random_tensors, write_model
 class Fake:
     """A resident of some bytes that takes no time."""
 
-    def __init__(self, name: str, num_bytes: int, wake_s: float = 1.0, small: int | None = None):
-        self.name, self.size, self.wake_s = name, Footprint(num_bytes, 0, small or num_bytes), wake_s
-        self.is_idle, self.is_asleep, self.is_small, self.has_ended = True, True, False, False
+    kept_bytes = 0
+
+    def __init__(self, name: str, num_bytes: int, wake_s: float = 1.0, small: int | None = None, host: int = 0):
+        self.name, self.size, self.wake_s = name, Footprint(num_bytes, 0, small or num_bytes, host), wake_s
+        self.is_idle, self.is_asleep, self.is_small, self.has_ended, self.moves_s = True, True, False, False, 0.0
 
     async def rest(self) -> bool:
         self.is_asleep = self.is_asleep or self.is_idle
         return self.is_asleep
+
+    def drop(self) -> bool:
+        self.kept_bytes = 0
+        return True
 
     async def shrink(self) -> bool:
         self.is_small = self.is_small or self.is_idle
@@ -146,6 +163,25 @@ def test_models_take_smaller_pools_before_one_sleeps_and_larger_ones_when_there_
     asyncio.run(run())
 
 
+def test_weights_in_host_memory_go_in_the_same_order_when_another_model_falls_asleep():
+    a, b, c = models = [
+        Fake(name, 10, wake_s=wake_s, host=4) for name, wake_s in zip("abc", (9.0, 1.0, 1.0), strict=True)
+    ]
+    residents = in_budget(30, *models, host_bytes=8)
+
+    def falls_asleep(one: Fake) -> str:
+        one.kept_bytes = one.size.host if residents.keeps_weights(one) else 0
+        return "".join(one.name for one in models if one.kept_bytes)
+
+    assert [falls_asleep(one) for one in (a, b, c)] == ["a", "ab", "ac"]  # a took longest to wake up, b was used first
+    a.kept_bytes = b.kept_bytes = 0
+    residents.used(b)  # c is now the one before b
+    assert falls_asleep(b) == "bc" and falls_asleep(a) == "ab"
+    big = Fake("x", 10, wake_s=0.0, host=9)
+    residents.used(big)
+    assert not residents.keeps_weights(big) and a.kept_bytes == b.kept_bytes == 4, "nobody drops weights in vain"
+
+
 # ---------------------------------------------------------------------- engines
 
 SETTINGS = {"enable_prefix_caching": True, "host_cache_bytes": 2**20}
@@ -195,6 +231,34 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
 
     two[0].sleep()
     asyncio.run(run())
+
+
+def test_without_room_in_host_memory_weights_are_dropped_and_read_again(two, monkeypatch):
+    """As on a GPU: a CPU's models keep their weights where they are."""
+    apart = dataclasses.replace(capabilities(), shares_host_memory=False)
+    monkeypatch.setattr("ksana_jax.engine.residents.capabilities", lambda: apart)
+    llm, tiers = two[1], 2 * SETTINGS["host_cache_bytes"]
+    weights = llm.memory_plan.weights_bytes
+    assert footprint(llm, 1)[1:] == (0, footprint(llm, 1).awake, weights)
+    assert host_room(two, tiers + 5) == 5
+    with pytest.raises(ConfigError, match=r"host_memory_bytes is 2,097,151 .*, host_cache_bytes of 2 models take 2"):
+        host_room(two, tiers - 1)
+    llm.wake_up()
+    alone = llm.generate(prompt(32, 1, 33), GREEDY)[0].outputs[0].token_ids
+
+    async def run(host_bytes: int, level: int):
+        async with AsyncLLM.around(llm) as served:
+            served.sleep_when_idle(0.05, 1, Residents(footprint(llm, 1).awake, host_bytes=host_bytes))
+            for _ in range(2):
+                async with asyncio.timeout(10):
+                    while not llm.is_sleeping:
+                        await asyncio.sleep(0.01)
+                assert llm.engine.asleep.level == level
+                assert resident_bytes(llm) == {"weights": 0, "pool": 0, "weights_on_host": weights * (level == 1)}
+                assert (await tokens(served, prompt(32, 1, 33)))[0] == alone
+
+    asyncio.run(run(weights, 1))
+    asyncio.run(run(weights - 1, 2))
 
 
 def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
@@ -253,7 +317,9 @@ def test_a_budget_must_hold_each_model_while_the_others_sleep(two):
     two[0].sleep()
     wake_first(two, sum(size.awake for size in sizes), 1)
     assert not any(llm.is_sleeping for llm in two)
-    assert resident_bytes(two[0]) == {name: two[0].memory_usage()[name].measured for name in ("weights", "pool")}
+    assert resident_bytes(two[0]) == {name: two[0].memory_usage()[name].measured for name in ("weights", "pool")} | {
+        "weights_on_host": 0
+    }
 
 
 async def live(llms, num_requests: int, share: float, seed: int) -> int:

@@ -16,6 +16,7 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine.inspect.pool_trace import PoolTrace
 from ksana_jax.engine.inspect.snapshot import Snapshot, take_snapshot
+from ksana_jax.engine.residents import resident_bytes
 from ksana_jax.lab.experiments import figures, plain_json, pool_figure
 from ksana_jax.lab.experiments.config import Plan, Trial, load
 from ksana_jax.lab.experiments.environment import environment
@@ -97,6 +98,7 @@ def inspect(
 def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
     """Summarises a trace as plain values; means are over steps.
 
+    memory_bytes: of weights with adapters and pool, as in `engine.residents`, and of the host tier.
     utilisation, peak_utilisation: fraction of the device's blocks held, mean after steps and maximum during a step.
     host_utilisation: fraction of the host's slots held.
     fragmentation: fraction of the held slots without a token (unused space in last blocks).
@@ -114,6 +116,7 @@ def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
         "seconds": columns[-1].time_s,
         "num_blocks": llm.num_blocks,
         "block_bytes": llm.block_bytes,
+        "memory_bytes": {**resident_bytes(llm), "host_tier": llm.config.host_cache_bytes},
         "utilisation": _mean([p.held for p in device]) / llm.num_blocks,
         "peak_utilisation": max(r.peak_blocks for r in records) / llm.num_blocks,
         **(
@@ -207,6 +210,7 @@ def readable(numbers: dict[str, Any]) -> list[tuple[str, str]]:
 
     lines = [
         ("steps", f"{n['num_steps']:,} in {n['seconds']:.2f} s"),
+        ("memory", parts(n["memory_bytes"], byte_size).replace("_", " ")),
         (
             "utilisation",
             f"{n['utilisation']:.1%} of {n['num_blocks']:,} blocks after a step, "

@@ -151,8 +151,13 @@ class SimEngine:
         Returns:
           The request's progress; already ended, with the reason, if the engine refuses it.
         """
-        now = self.events()
-        served = Served(item, now)
+        served = Served(item, self.events())
+        self.enter(served, cache_salt)
+        return served
+
+    def enter(self, served: Served, cache_salt: str = "") -> None:
+        """Passes on a request that has arrived, now or before."""
+        now, item = self.events(), served.item
         params = SamplingParams(temperature=0, max_tokens=item.max_tokens, detokenize=False)
         adapter = adapter_of(item.client) if self._adapts else None
         asked = RequestInput(np.asarray(item.tokens(), np.int32), params, None, cache_salt, lora_request=adapter)
@@ -161,8 +166,8 @@ class SimEngine:
         except ValueError as error:
             served.finished_s, served.finish_reason, served.error = now, "refused", str(error)
             self.events.at(now, lambda: self.ended(served))
-            return served
-        request.metrics.arrival_s = now
+            return
+        request.metrics.arrival_s = served.arrival_s
         answer = Answer(np.asarray(item.output_tokens(), np.int32))
         self.answers.expect(request.request_id, answer)
         self.open[request.request_id] = served, answer, request
@@ -170,7 +175,6 @@ class SimEngine:
         if not self._stepping:
             self._stepping = True
             self.events.at(now, self._step)
-        return served
 
     def _step(self) -> None:
         """Computes a step that begins now and takes effect at its end."""

@@ -184,7 +184,7 @@ def _add_engine(families: _Families, engine: Engine) -> None:
 
 def _add_residents(families: _Families, llm: LLM) -> None:
     """Adds the memory of a model, and whether it sleeps."""
-    text = "Bytes of weights with adapters, and of the pool, on the device, or on each of several."
+    text = "Bytes of weights with adapters, and of the pool, on the device, or each of several; of weights on the host."
     for part, num_bytes in resident_bytes(llm).items():
         families.gauge("ksana:resident_bytes", text, num_bytes, part=part)
     families.gauge("ksana:awake", "1 while the model is awake, 0 while it sleeps.", not llm.is_sleeping)

@@ -116,3 +116,24 @@ def test_help_answers_without_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
     assert "--prefix-share" in done.stdout and "--buckets" in done.stdout
+
+
+def test_several_models_are_planned_awake_and_asleep(capsys, ready_step):
+    asked = {"dtype": "bf16", "batch": 2, "context": 512}
+    other = ("--model", str(FOLDER / "llama-34m"))
+    alone = [
+        json.loads(ksana_plan(capsys, "--json", model=model, device="cpu", **asked).out.splitlines()[-1])
+        for model in (LLAMA, FOLDER / "llama-34m")
+    ]
+    for device, stays in (("cpu", 1), ("a100-80g", 0)):
+        printed = ksana_plan(capsys, *other, "--json", model=LLAMA, device=device, **asked).out
+        found = json.loads(printed.splitlines()[-1])
+        assert found["all_awake"] == sum(own["total_bytes"] for own in alone)
+        assert found["least"] == alone[0]["total_bytes"] + stays * alone[1]["weights_bytes"]
+        assert f"--device-memory-bytes {found['least']} or more" in printed.replace("\n", " ")
+    failed = ksana_plan(capsys, *other, model=LLAMA, device="1GiB", code=2, **asked)
+    assert "the largest model does not fit on 1 GiB while the others sleep" in failed.err
+    failed = ksana_plan(capsys, *other, model=LLAMA, device="cpu", dtype="bf16", code=2)
+    assert "2 models are given, so batch must be too" in failed.err
+    failed = ksana_plan(capsys, *other, "--buckets", model=LLAMA, device="cpu", code=2, **asked)
+    assert "--buckets is of one model, 2 are given" in failed.err

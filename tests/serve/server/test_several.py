@@ -150,7 +150,7 @@ def test_under_a_budget_models_take_turns_with_their_tokens_and_prefixes(llms, a
                 assert server.ask("GET", "/ready").status == 200
         text = server.ask("GET", "/metrics").body.decode()
         sizes = re.findall(r"^ksana:resident_bytes\{.*\} (.*)$", text, re.MULTILINE)
-        assert len(sizes) == 4 and sum(map(float, sizes)) <= budget
+        assert len(sizes) == 6 and sum(map(float, sizes)) <= budget
     for llm in llms.values():
         llm.wake_up()
         small.assert_idle(llm)

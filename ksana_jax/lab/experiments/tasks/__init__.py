@@ -21,6 +21,7 @@ TASKS: dict[str, str] = {
     "ruler": "ksana_jax.lab.experiments.tasks.ruler:Ruler",
     "sink_strength": "ksana_jax.lab.experiments.tasks.sink_strength:SinkStrength",
     "speculative": "ksana_jax.lab.experiments.tasks.speculative:Speculative",
+    "two_models": "ksana_jax.lab.experiments.tasks.two_models:TwoModels",
     "window_latency": "ksana_jax.lab.experiments.tasks.window_latency:WindowLatency",
     "simulate": "ksana_jax.lab.experiments.tasks.simulate:Simulate",
     "capacity": "ksana_jax.lab.experiments.tasks.capacity:CapacitySearch",

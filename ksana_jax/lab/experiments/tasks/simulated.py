@@ -31,6 +31,7 @@ from ksana_jax.lab.simulator.cost import Cost, read_cost
 from ksana_jax.lab.simulator.fitted import FittedCost
 from ksana_jax.lab.simulator.light import LightEngine
 from ksana_jax.lab.simulator.one_engine import SimEngine
+from ksana_jax.lab.simulator.sim_models import SimModels
 from ksana_jax.lab.simulator.slo import percentile
 from ksana_jax.lab.simulator.step_seconds import StepSeconds
 from ksana_jax.loading.config_json import load_config
@@ -80,6 +81,8 @@ class SimulatedSettings:
     network_s: seconds from the router to a server, and back.
     noise: multiply the time of each step by a ratio drawn from the measured ones of its shape, which needs a fitted
       cost. Each server draws its own, from the trial's seed.
+    switch_s: each of the workload's clients asks a model of its own, of which a server has one awake; seconds of a
+      change (`simulator.sim_models`). null: all ask one model.
     platform: whose buckets steps are padded to: "cpu", "gpu" or "tpu".
     warm_up: share of the requests, the first to arrive, that is left out of the results.
     """
@@ -94,6 +97,7 @@ class SimulatedSettings:
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
     network_s: float = float_field(0.0, low=0)
     noise: bool = False
+    switch_s: float | None = float_field(None, low=0)
     platform: str = "cpu"
     warm_up: float = float_field(0.1, low=0, below=1)
 
@@ -165,7 +169,10 @@ class Simulation:
             seed = (self._seed, next(numbers)) if settings.noise else None
             # One cost model each: some have a state.
             cost = self._cost()
-            return SimEngine(self.model, self.engine, events, cost, seed=seed, platform=settings.platform, **calls)
+            given = {"seed": seed, "platform": settings.platform, **calls}
+            if settings.switch_s is None:
+                return SimEngine(self.model, self.engine, events, cost, **given)
+            return SimModels(self.model, self.engine, events, cost, switch_s=settings.switch_s, **given)
 
         return make
 
@@ -210,6 +217,11 @@ class SimulatedTask(BaseTask):
         if settings.server == BY_REQUEST and settings.servers > 1:
             raise ConfigError("settings.servers: batching by request is simulated for one server")
         read_workload(settings.workload)
+        if settings.switch_s is not None and (settings.server != ONE_ENGINE or config["engine"]["enable_lora"]):
+            raise ConfigError(
+                f"settings.switch_s is set, server is {settings.server!r} and enable_lora "
+                f"{config['engine']['enable_lora']}: clients that ask models need server 'engine' and no adapters"
+            )
         cost = cost_of(settings, config["engine"]["kv_cache_dtype"])
         if settings.noise and not (settings.server == ONE_ENGINE and isinstance(cost, FittedCost)):
             raise ConfigError(
