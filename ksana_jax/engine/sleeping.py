@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,8 +30,6 @@ from ksana_jax.scheduler.speculative import read_speculative
 
 # 1 keeps the weights in host memory, 2 drops them.
 LEVELS = (1, 2)
-# Programs of each size of an engine's pool.
-_programs: weakref.WeakKeyDictionary[Engine, dict[Any, Any]] = weakref.WeakKeyDictionary()
 # A model, by path or name, or weights in memory.
 Weights = str | os.PathLike[str] | Params
 
@@ -125,7 +122,7 @@ def _move_pool(engine: Engine, num_blocks: int) -> None:
     if engine.asleep is None:
         engine.make_moves()
         _vacate(engine)
-    sleeping.resize(_runner(engine), num_blocks, _programs.setdefault(engine, {}))
+    sleeping.resize(_runner(engine), num_blocks)
     assert not engine.memory.device.node_of, "the pool is empty"
     engine.memory.device.pool = BlockManager(num_blocks, engine.memory.block_size)
     engine.builder = dataclasses.replace(engine.builder, num_blocks=num_blocks)

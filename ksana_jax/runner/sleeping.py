@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.runner import Runner
+
+# Programs of each size of a runner's pool.
+_programs: weakref.WeakKeyDictionary[Runner, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +60,9 @@ def load(runner: Runner, params: Params, *, consume: bool) -> None:
     _wake(runner, runner.weights(params, consume=consume))
 
 
-def resize(runner: Runner, num_blocks: int, known: dict[Any, Any]) -> None:
-    """Gives an idle runner an empty pool of another size; one that has none gets it when it wakes up.
-
-    Args:
-      known: the programs of each size, to which those of the old one are added.
-    """
+def resize(runner: Runner, num_blocks: int) -> None:
+    """Gives an idle runner an empty pool of another size; one that has none gets it when it wakes up."""
+    known = _programs.setdefault(runner, {})
     old, alike, evictor = runner.cache, runner._seen.alike, runner.evictor
     make = functools.partial(runner.placement.pool, runner.layout, num_blocks)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in old.leaves.values()):
