@@ -14,18 +14,23 @@ IGNORED = -1  # target of a position that is not scored
 class TokenFiles:
     """Encoded files, concatenated, each followed by the end-of-text token.
 
-    tokens: uint16 ids of all files; starts: [files + 1] offsets at which they begin.
+    tokens: uint16 ids of all files, or uint32; starts: [files + 1] offsets at which they begin. ends: ids of the
+    beginning-of-text token, any number if there is none, and of the end-of-text token.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray):
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, ends: tuple[int, int] = (BOS_ID, EOS_ID)):
         self.tokens, self.starts = tokens, starts
+        self.bos_id, self.eos_id = ends
 
     @classmethod
-    def encode(cls, texts: Sequence[str], encode: Callable[[str], list[int]]) -> TokenFiles:
-        """Encodes texts one by one; ids fit in 16 bits."""
-        files = [np.asarray([*encode(text), EOS_ID], np.uint16) for text in texts]
+    def encode(
+        cls, texts: Sequence[str], encode: Callable[[str], list[int]], ends: tuple[int, int] = (BOS_ID, EOS_ID)
+    ) -> TokenFiles:
+        """Encodes texts one by one."""
+        files = [np.asarray([*encode(text), ends[1]], np.uint32) for text in texts]
         starts = np.concatenate([[0], np.cumsum([len(file) for file in files])]).astype(np.int64)
-        return cls(np.concatenate(files), starts)
+        tokens = np.concatenate(files)
+        return cls(tokens.astype(np.uint16) if tokens.max() < 2**16 else tokens, starts, ends)
 
     def pieces(self, length: int, shift: int = 0) -> np.ndarray:
         """Returns [pieces, 2] begin and end in `tokens` of pieces of at most `length` tokens; none crosses a file.
@@ -47,16 +52,16 @@ class TokenFiles:
             the pieces, and a file's first token is never a target. Targets beyond the end of a piece, or of its file,
             are IGNORED.
         """
-        inputs = np.full((len(pieces), length), EOS_ID, np.int32)
+        inputs = np.full((len(pieces), length), self.eos_id, np.int32)
         targets = np.full((len(pieces), length), IGNORED, np.int32)
         for row, (begin, end) in enumerate(pieces):
             piece = self.tokens[begin:end]
             if bos:
-                inputs[row, 0], inputs[row, 1 : len(piece)], targets[row, : len(piece)] = BOS_ID, piece[:-1], piece
+                inputs[row, 0], inputs[row, 1 : len(piece)], targets[row, : len(piece)] = self.bos_id, piece[:-1], piece
             else:
                 following = self.tokens[begin + 1 : end + 1]  # one less at the very end
                 inputs[row, : len(piece)], targets[row, : len(following)] = piece, following
-                targets[row, : len(piece)][piece == EOS_ID] = IGNORED
+                targets[row, : len(piece)][piece == self.eos_id] = IGNORED
         return inputs, targets
 
 

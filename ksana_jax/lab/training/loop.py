@@ -26,8 +26,7 @@ from ksana_jax.lab.training.recall_mix import RecallMix
 from ksana_jax.lab.training.resume import TrainLog, check_same, fixed_fields, tokens_source
 from ksana_jax.lab.training.settings import TrainConfig
 from ksana_jax.lab.training.sinks import evaluate, recall_accuracy
-from ksana_jax.lab.training.start import first_params, tokenizer_model
-from ksana_jax.lab.training.tokenizer import load_tokenizer
+from ksana_jax.lab.training.start import encoder, ends_of, first_params, tokenizer_model
 from ksana_jax.loading import export_hf
 from ksana_jax.models.params import num_params
 
@@ -37,7 +36,8 @@ logger = logging.getLogger(__name__)
 def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
     """Encodes training and held-out files once and keeps them in out_dir, so that a resumed run uses the same tokens.
 
-    Writes tokenizer.model, heldout.txt (names of held-out files), and tokens.npz, which records its sources.
+    Writes tokenizer.model, unless an adapter is trained, heldout.txt (names of held-out files), and tokens.npz, which
+    records its sources.
 
     Raises:
       ConfigError: the corpus lacks training or held-out files, or out_dir's tokens have other sources.
@@ -54,8 +54,8 @@ def prepare(config: TrainConfig) -> tuple[TokenFiles, TokenFiles]:
     with open_to_read(path) as file:
         try:
             arrays = dict(np.load(file))
-            files = TokenFiles(arrays["train"], arrays["train_starts"])
-            held = TokenFiles(arrays["held"], arrays["held_starts"])
+            files = TokenFiles(arrays["train"], arrays["train_starts"], ends_of(config))
+            held = TokenFiles(arrays["held"], arrays["held_starts"], ends_of(config))
             began = json.loads(str(arrays["source"]))
         except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ConfigError(f"{path} cannot be read; remove it to have it created again: {error}") from None
@@ -68,10 +68,11 @@ def _make_tokens(config: TrainConfig, path: Path, texts: list[tuple[str, str]], 
     if not train or not held_out:
         found = f"{len(train)} training and {len(held_out)} held-out files"
         raise ConfigError(f"the corpus has {found}, needs some of each")
-    write_atomic(path.with_name("tokenizer.model"), tokenizer_model(config, [text for _, text in train]))
+    if config.lora is None:
+        write_atomic(path.with_name("tokenizer.model"), tokenizer_model(config, [text for _, text in train]))
     write_atomic(path.with_name("heldout.txt"), "".join(name + "\n" for name, _ in held_out))
-    encode = load_tokenizer(path.with_name("tokenizer.model")).encode
-    files, held = (TokenFiles.encode([text for _, text in part], encode) for part in (train, held_out))
+    encode, ends = encoder(config), ends_of(config)
+    files, held = (TokenFiles.encode([text for _, text in part], encode, ends) for part in (train, held_out))
     with replacing(path) as file:
         np.savez(
             file,
@@ -152,9 +153,8 @@ class _Run:
         config = self._config
         if not config.recall_fraction:
             return None
-        encode = load_tokenizer(self._out / "tokenizer.model").encode
         mix = RecallMix(
-            encode, context=config.context, bos=config.bos, fraction=config.recall_fraction, seed=config.seed
+            encoder(config), context=config.context, bos=config.bos, fraction=config.recall_fraction, seed=config.seed
         )
         self._questions = mix.held_out(config.batch_size)
         return mix
@@ -231,12 +231,11 @@ def export(config: TrainConfig, state: TrainState) -> Path:
     out = Path(config.out_dir)
     directory = Path(config.export_dir) if config.export_dir else out / "export"
     directory.mkdir(parents=True, exist_ok=True)
-    files = {name: read_bytes(out / name) for name in ("tokenizer.model", "heldout.txt", "train_log.jsonl")}
+    files = {name: read_bytes(out / name) for name in ("heldout.txt", "train_log.jsonl")}
     if config.lora is None:
+        files["tokenizer.model"] = read_bytes(out / "tokenizer.model")
         files |= tokenizer_files(files["tokenizer.model"], config.bos)
         files["MODEL_CARD.md"] = model_card(config, files["train_log.jsonl"].decode()).encode()
-    else:
-        del files["tokenizer.model"]
     for name, content in files.items():
         write_atomic(directory / name, content)
     if config.lora is None:

@@ -53,7 +53,8 @@ class TrainConfig:
         and has its tokenizer; with fewer num_kv_heads, from the means of heads. None starts from random weights and
         trains a tokenizer.
       lora: trains an adapter of the model of init_from, whose own weights stay as they are; the export is then a folder
-        as PEFT saves it. None trains all weights.
+        as PEFT saves it. None trains all weights. init_from may be any model of full attention, such as "smollm2";
+        `model` and `vocab_size`, if they differ from their defaults, must be its own.
       corpus_dir: directory of *.py files; None takes the running interpreter's standard library.
       vocab_size: pieces of the SentencePiece tokenizer.
       tokenizer_sample_bytes: bytes of training files that the tokenizer is trained on.
@@ -104,7 +105,15 @@ class TrainConfig:
     keep_checkpoints: int = 3
 
     def model_config(self) -> ModelConfig:
-        """Returns the engine's configuration of the model."""
+        """Returns the engine's configuration of the model.
+
+        Raises:
+          ConfigError: there is an adapter to train, and training does not compute the model of init_from.
+        """
+        if self.lora is not None and self.init_from is not None:
+            from ksana_jax.lab.training.adapted_model import adapted_model
+
+            return adapted_model(self.init_from)
         shape = dataclasses.asdict(self.model)
         theta = shape.pop("rope_theta")
         return ModelConfig(
@@ -148,9 +157,12 @@ class TrainConfig:
             checks.number("decay_fraction", self.decay_fraction, 0, 1),
             checks.one_of("compute_dtype", self.compute_dtype, ("f32", "bf16")),
         ]
-        found = self.model_config().problems() + [problem for problem in problems if problem is not None]
-        if self.lora is not None:
+        found = [problem for problem in problems if problem is not None]
+        if self.lora is None:
+            found = self.model_config().problems() + found
+        else:
             found += self._lora_problems(self.lora)
+            found = found or self._adapted_problems()
         if self.num_steps is None and self.budget_s is None:
             found.append("neither num_steps nor budget_s is given: the run would never end")
         if self.vocab_size < 3 + 256 + 2:
@@ -175,6 +187,27 @@ class TrainConfig:
             "lora needs init_from, the model that the adapter changes" if self.init_from is None else None,
         ]
         return [problem for problem in problems if problem is not None]
+
+    def _adapted_problems(self) -> list[str]:
+        """Returns where the settings differ from the model of init_from."""
+        model, found = self.model_config(), []
+        given = dataclasses.asdict(self.model) if self.model != ModelShape() else {}
+        if self.vocab_size != TrainConfig.vocab_size:
+            given["vocab_size"] = self.vocab_size
+        theta = given.pop("rope_theta", model.rope.theta)
+        own = {name: getattr(model, name) for name in given} | {"rope_theta": model.rope.theta}
+        for name, value in (given | {"rope_theta": theta}).items():
+            if value != own[name]:
+                found.append(f"init_from: {self.init_from} has {name} {own[name]!r}, not {value!r}")
+        if self.context > model.max_position:
+            found.append(f"context is {self.context:,}, {self.init_from} was trained for {model.max_position:,}")
+        if self.bos and model.bos_id is None:
+            found.append(f"bos is true, {self.init_from} has no beginning-of-text token")
+        if self.recall_fraction and (model.bos_id, model.eos_ids[:1]) != (1, (2,)):
+            found.append(f"recall_fraction is {self.recall_fraction}, and examples are written for tokens 1 and 2")
+        if not model.eos_ids:
+            found.append(f"{self.init_from} has no end-of-text token")
+        return found
 
 
 def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import jax.numpy as jnp
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.files import read_bytes
 from ksana_jax.core.sources import model_path
+from ksana_jax.lab.training.adapted_model import adapted_tokenizer
 from ksana_jax.lab.training.settings import TrainConfig
-from ksana_jax.lab.training.tokenizer import train_tokenizer
+from ksana_jax.lab.training.tokenizer import BOS_ID, load_tokenizer, train_tokenizer
 from ksana_jax.loading import load_model
 from ksana_jax.models.params import Params, init_params
 
@@ -50,6 +54,21 @@ def _pool_heads(params: Params, config: ModelConfig) -> Params:
 
     layers = tuple(dataclasses.replace(w, w_k=pooled(w.w_k), w_v=pooled(w.w_v)) for w in params.layers)
     return dataclasses.replace(params, layers=layers)
+
+
+def encoder(config: TrainConfig) -> Callable[[str], list[int]]:
+    """Returns a function from text to ids, without special tokens: of the run's tokenizer.model, or of the tokenizer of
+    the model that an adapter is trained for."""
+    if config.lora is None:
+        return load_tokenizer(Path(config.out_dir) / "tokenizer.model").encode
+    assert config.init_from is not None
+    return functools.partial(adapted_tokenizer(config.init_from).encode, add_special_tokens=False)
+
+
+def ends_of(config: TrainConfig) -> tuple[int, int]:
+    """Returns the ids of the beginning-of-text and the end-of-text token."""
+    model = config.model_config()
+    return model.bos_id or BOS_ID, model.eos_ids[0]
 
 
 def tokenizer_model(config: TrainConfig, texts: list[str]) -> bytes:

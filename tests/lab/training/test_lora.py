@@ -8,13 +8,18 @@ import pytest
 from safetensors.numpy import load_file
 
 from ksana_jax import LLM, LoRARequest, SamplingParams
-from ksana_jax.core.config import ConfigError
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.lab.training import train
+from ksana_jax.lab.training.adapted_model import adapted_model
 from ksana_jax.lab.training.lora import first_adapter, merged
-from ksana_jax.lab.training.optimizer import init_state, make_train_step
+from ksana_jax.lab.training.optimizer import init_state, make_train_step, training_logits
 from ksana_jax.lab.training.settings import LoraSettings, load_config
-from ksana_jax.loading import load_model
+from ksana_jax.loading import export_hf, load_model
 from ksana_jax.loading.adapter_export import Pair
+from ksana_jax.models.dense import dense_logits
+from ksana_jax.models.params import init_params
+from ksana_jax.tokenizers.load import load_tokenizer
 from tests.reference import reference_logprobs
 
 LORA = ["lora.rank=4", "lora.alpha=8", "lora.target_modules=[q_proj,down_proj]", "learning_rate=0.02"]
@@ -113,3 +118,85 @@ def test_targets_are_ends_of_names(finished):
     assert set(first_adapter(LoraSettings(target_modules=["0.mlp.up_proj"]), model, 0)) == {
         "model.layers.0.mlp.up_proj"
     }
+
+
+# ---------------------------------------------------------------------- other models, with their own tokenizers
+
+SHAPE = {
+    "vocab_size": 260,
+    "d_model": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 48,
+}
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """A random Qwen3 with a byte-level tokenizer: no beginning-of-text token, token 258 ends a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    config = ModelConfig(family="qwen3", qk_norm="head", max_position=128, bos_id=None, eos_ids=(258,), **SHAPE)
+    export_hf(folder, config, init_params(config, 3))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(f"<|{index}|>", special=True) for index in range(256, 260)])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|258|>"}')
+    return folder
+
+
+def adapter_of(other_model, corpus_dir, tmp_path, *more):
+    file = tmp_path / "adapter.yaml"
+    file.write_text(
+        f"{{init_from: {other_model}, corpus_dir: {corpus_dir}, bos: false, lora: {{rank: 2}}, context: 64, "
+        "batch_size: 2, num_steps: 2, budget_s: null, log_every: 1, eval_every: 2, eval_sequences: 2}"
+    )
+    return str(file), [f"out_dir={tmp_path}/out", *more]
+
+
+def test_an_adapter_of_another_model_is_trained_on_its_own_tokens(other_model, corpus_dir, tmp_path):
+    file, overrides = adapter_of(other_model, corpus_dir, tmp_path)
+    train(file, overrides)
+    with np.load(tmp_path / "out" / "tokens.npz") as found:
+        first = found["held"][: found["held_starts"][1]].tolist()
+    name = (tmp_path / "out" / "heldout.txt").read_text().splitlines()[0]
+    assert first == [*load_tokenizer(other_model).encode((corpus_dir / name).read_text()), 258]
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    with LLM(str(other_model), enable_lora=True, num_blocks=8, max_model_len=64) as llm:
+        request = LoRARequest("other", 1, str(tmp_path / "out" / "export"))
+        [output] = llm.generate("import sys", SamplingParams(max_tokens=2), lora_request=request)
+        assert len(output.outputs[0].token_ids) > 0
+
+
+def test_training_computes_the_logits_of_another_family(other_model):
+    config, params = load_model(other_model)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 64))
+    expected = dense_logits(params, tokens, config=config)
+    np.testing.assert_allclose(training_logits(params, tokens, config=config), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "override, error",
+    [
+        ("context=256", "context is 256, .* was trained for 128"),
+        ("bos=true", "bos is true, .* has no beginning-of-text token"),
+        ("model.d_model=64", "has d_model 32, not 64; init_from: .* has num_layers 2, not 4"),
+        ("vocab_size=384", "has vocab_size 260, not 384"),
+        ("recall_fraction=0.1", "recall_fraction is 0.1, and examples are written for tokens 1 and 2"),
+    ],
+)
+def test_settings_that_are_not_the_models_get_one_sentence(override, error, other_model, corpus_dir, tmp_path):
+    with pytest.raises(ConfigError, match=error):
+        train(*adapter_of(other_model, corpus_dir, tmp_path, override))
+
+
+def test_a_model_with_windows_is_refused(tmp_path):
+    config = ModelConfig(family="mistral", pattern=AttentionPattern(window=8), max_position=128, **SHAPE)
+    export_hf(tmp_path, config, init_params(config, 0))
+    with pytest.raises(ConfigError, match="has windows, with which no adapter is trained here"):
+        adapted_model(str(tmp_path))
