@@ -95,10 +95,11 @@ def select(method: SelectionMethod, q: jax.Array, cache: KVCache, batch: Any, la
     heads, size = cache.kv.shape[3], cache.block_size
     summaries = cache.summaries(layer, tables)
     asked = q.reshape(*part, heads, -1, q.shape[-1]).astype(jnp.float32)
-    scores = method.scores(asked, summaries, jnp)
     position = batch.cache_positions.reshape(*part, 1, 1)
     begin = starts[:, None, None, :]
-    always = (begin == 0) | (begin > position - size)
+    whole = begin <= position - size
+    scores = method.scores(asked, summaries, whole, jnp)
+    always = (begin == 0) | ~whole
     scores = jnp.where(begin > position, -jnp.inf, jnp.where(always, jnp.inf, scores))
     _, at = jax.lax.top_k(scores, method.num_blocks(size))
     # In the order of the text, in which a query that reads all of its blocks reads them.

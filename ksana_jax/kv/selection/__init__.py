@@ -14,6 +14,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 
 SELECTION_METHODS: dict[str, str] = {
     "quest": "ksana_jax.methods.selection.quest:Quest",
+    "rocketkv": "ksana_jax.methods.selection.rocketkv:RocketKV",
 }
 
 

@@ -58,12 +58,13 @@ class SelectionMethod:
         """
         raise NotImplementedError
 
-    def scores(self, q: Array, summaries: Array, xp: Any) -> Array:
+    def scores(self, q: Array, summaries: Array, visible: Array, xp: Any) -> Array:
         """Returns the scores [S, Q, K, P] of blocks; queries read those with the highest.
 
         Args:
           q: [S, Q, K, G, H] float32, queries of the G heads that share a kv head, rotated and scaled.
-          summaries: [S, K, P, `summary_shape`] of the blocks of each row; absent blocks may have anything.
+          summaries: [S, K, P, `summary_shape`] of the blocks of each row.
+          visible: [S, Q, 1, P], blocks that are whole and older than a query's newest; others may have any summary.
           xp: numpy or jax.numpy.
         """
         raise NotImplementedError

@@ -31,7 +31,7 @@ class Quest(SelectionMethod):
         least, most = xp.where(used, keys, xp.inf).min(axis=2), xp.where(used, keys, -xp.inf).max(axis=2)
         return xp.stack([least, most], axis=2)
 
-    def scores(self, q: Array, summaries: Array, xp: Any) -> Array:
+    def scores(self, q: Array, summaries: Array, visible: Array, xp: Any) -> Array:
         # A negative number of the query has its largest product with the minimum, a positive one with the maximum.
         signed = xp.concatenate([xp.minimum(q, 0), xp.maximum(q, 0)], axis=-1)
         bounds = summaries.reshape(*summaries.shape[:-2], -1)

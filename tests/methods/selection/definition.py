@@ -1,27 +1,50 @@
-"""Quest (arXiv:2406.10774, algorithm 1) in float64, query by query, from the paper; without blocks of a pool."""
+"""Which keys each method reads, in float64, query by query, from the papers; without blocks of a pool."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
+# (queries [G, H] of the heads that share keys, keys [B, H] of each whole block) -> score of each block
+Scores = Callable[[np.ndarray, Sequence[np.ndarray]], Sequence[float]]
 
-def blocks_read(q, k, position: int, size: int, budget: int) -> set[int]:
+
+def quest(q, blocks) -> list[float]:
+    """Algorithm 1 of arXiv:2406.10774, and the highest bound of any head."""
+    bounds = [(keys.min(axis=0), keys.max(axis=0)) for keys in blocks]
+    return [
+        max(sum(max(x * a, x * b) for x, a, b in zip(one, least, most, strict=True)) for one in q)
+        for least, most in bounds
+    ]
+
+
+def rocketkv(q, blocks, top_r: int) -> np.ndarray:
+    """Hybrid sparse attention of arXiv:2502.14051, with a block for a token of the softmax."""
+    mean = np.abs(q).mean(axis=0)
+    chosen = sorted(range(len(mean)), key=lambda d: -mean[d])[:top_r]
+    weights = np.zeros((len(q), len(blocks)))
+    for head, one in enumerate(q):
+        temperature = np.sqrt(sum(abs(one[d]) for d in chosen) / np.abs(one).sum())
+        for block, keys in enumerate(blocks):
+            picked = {d: keys[:, d].max() if q[:, d].sum() > 0 else keys[:, d].min() for d in chosen}
+            weights[head, block] = np.exp(sum(one[d] * picked[d] for d in chosen) / temperature)
+    return (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+
+
+def blocks_read(scores: Scores, q, k, position: int, size: int, budget: int) -> set[int]:
     """Returns the blocks of a text that a query reads.
 
     Args:
       q: [G, H] of the heads that share the keys k [T, H]. budget: tokens.
     """
     newest = position // size
-    bounds = []
-    for block in range(newest + 1):
-        keys = k[block * size : min((block + 1) * size, position + 1)]
-        least, most = keys.min(axis=0), keys.max(axis=0)
-        bounds.append(max(sum(max(x * a, x * b) for x, a, b in zip(one, least, most, strict=True)) for one in q))
-    middle = sorted(range(1, newest), key=lambda block: -bounds[block])
+    found = scores(q, [k[block * size : (block + 1) * size] for block in range(newest)]) if newest else []
+    middle = sorted(range(1, newest), key=lambda block: -found[block])
     return set([*dict.fromkeys((0, newest)), *middle][: budget // size])
 
 
-def keys_read(q, k, size: int, budget: int, first: int = 0):
+def keys_read(scores: Scores, q, k, size: int, budget: int, first: int = 0):
     """Returns which keys each query reads: [N, T, T] bool.
 
     Args:
@@ -34,6 +57,6 @@ def keys_read(q, k, size: int, budget: int, first: int = 0):
     for position in range(first, t):
         for head in range(kv_heads):
             queries = slice(head * group, (head + 1) * group)
-            blocks = blocks_read(q[position, queries], k[:, head], position, size, budget)
+            blocks = blocks_read(scores, q[position, queries], k[:, head], position, size, budget)
             found[queries, position] &= np.isin(np.arange(t) // size, list(blocks))
     return found

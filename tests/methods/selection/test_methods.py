@@ -1,7 +1,9 @@
-"""Quest in the engine against its float64 definition, with every implementation of attention; ragged, chunked,
+"""Methods in the engine against their float64 definitions, with every implementation of attention; ragged, chunked,
 preempted, with shared and cached blocks."""
 
 import functools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,21 +13,26 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.reading import read_bytes
 from ksana_jax.kv.selection import read_selection
 from ksana_jax.methods.selection.quest import Quest
+from ksana_jax.methods.selection.rocketkv import RocketKV
 from tests import machine
 from tests.engine import small
 from tests.engine.small import VOCAB, assert_idle, model
+from tests.methods.selection import definition
 from tests.methods.selection.definition import blocks_read, keys_read
 from tests.reference import reference_logprobs
 
 SIZE, BUDGET = 4, 16
 RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(2, VOCAB, length).tolist() for length in (43, 14, 30)]
+# Of eight dimensions RocketKV scores four.
+SCORES = {"quest": definition.quest, "rocketkv": functools.partial(definition.rocketkv, top_r=4)}
+GOLDEN = Path(__file__).parents[2] / "golden/rocketkv.json"
 IMPLEMENTATIONS = ["xla", pytest.param("native", marks=machine.compiled)]
 
 
-def make_llm(attention="xla", budget=BUDGET, prompts="whole", **settings) -> LLM:
+def make_llm(attention="xla", budget=BUDGET, prompts="whole", method="quest", **settings) -> LLM:
     given = {"block_size": SIZE, "num_blocks": 64, "query_tile": 8, "operators": {"attention": attention}}
-    selection = {"method": "quest", "budget": budget, "full_layers": 1, "prompts": prompts}
+    selection = {"method": method, "budget": budget, "full_layers": 1, "prompts": prompts}
     return small.make_llm(**given | {"kv_selection": None if budget is None else selection} | settings)
 
 
@@ -41,37 +48,51 @@ def tokens_of(llm: LLM, prompts=PROMPTS, **given):
 
 
 @functools.cache
-def expected() -> list[list[int]]:
-    return tokens_of(make_llm())
+def expected(method="quest") -> list[list[int]]:
+    return tokens_of(make_llm(method=method))
 
 
-def test_summaries_and_scores_are_the_paper_s():
-    method, q, keys = Quest(), RNG.normal(size=(2, 1, 2, 3, 8)), RNG.normal(size=(10, 2, SIZE, 8))
+@pytest.mark.parametrize("made", [Quest(), RocketKV(top_r=4)], ids=lambda made: type(made).__name__.lower())
+def test_summaries_and_scores_are_those_of_the_definition(made):
+    q, keys = RNG.normal(size=(2, 1, 2, 3, 8)), RNG.normal(size=(10, 2, SIZE, 8))
     used = np.arange(SIZE) < RNG.integers(1, SIZE + 1, (10, 1))
     keys[~np.broadcast_to(used[:, None], keys.shape[:3])] = np.nan
-    summaries = method.summarise(keys, used, np)
-    assert summaries.shape[2:] == method.summary_shape(8)
-    scores = method.scores(q, np.stack([summaries.transpose(1, 0, 2, 3)] * 2), np)
-    for s, head, block in np.ndindex(2, 2, 10):
-        bound = max(
-            sum(max(x * key for key in keys[block, head, used[block], d]) for d, x in enumerate(query))
-            for query in q[s, 0, head]
-        )
-        np.testing.assert_allclose(scores[s, 0, head, block], bound, rtol=1e-12)
+    summaries = made.summarise(keys, used, np)
+    assert summaries.shape[2:] == made.summary_shape(8)
+    summaries[9] = np.nan  # of a block that is absent
+    visible = np.arange(10) < np.array([9, 4])[:, None, None, None]
+    scores = made.scores(q, np.stack([summaries.transpose(1, 0, 2, 3)] * 2), visible, np)
+    for s, head in np.ndindex(2, 2):
+        count = visible[s].sum()
+        blocks = [keys[block, head, used[block]] for block in range(count)]
+        wanted = SCORES[type(made).__name__.lower()](q[s, 0, head], blocks)
+        np.testing.assert_allclose(scores[s, 0, head, :count], wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("prompts", ["whole", "streamed"])
+def test_rocketkv_weighs_blocks_as_its_authors_do():
+    """Where all blocks are full, a block's weight is that of its tokens together."""
+    for case in json.loads(GOLDEN.read_text()):
+        rng = np.random.RandomState(case["seed"])
+        q, k = rng.uniform(-3, 3, (2, 3, 8)), rng.uniform(-3, 3, (6, 2, SIZE, 8))
+        method = RocketKV(top_r=case["top_r"])
+        summaries = method.summarise(k, np.ones((6, SIZE), bool), np).transpose(1, 0, 2, 3)
+        scores = method.scores((q / np.sqrt(8))[None, None], summaries[None], np.ones((1, 1, 1, 6), bool), np)
+        np.testing.assert_allclose(scores[0, 0], np.array(case["weights"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "prompts"), [("quest", "whole"), ("quest", "streamed"), ("rocketkv", "streamed")])
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
-def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_definition_selects(attention, prompts):
+def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_definition_selects(
+    attention, method, prompts
+):
     config, params = model()
-    for prompt, answer in zip(
-        PROMPTS, outputs_of(make_llm(attention, prompts=prompts), prompt_logprobs=0), strict=True
-    ):
+    answers = outputs_of(make_llm(attention, prompts=prompts, method=method), prompt_logprobs=0)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         whole = np.array([*prompt, *answer.outputs[0].token_ids])
         first, read = len(prompt) if prompts == "whole" else 0, []
 
         def selects(layer, q, k, first=first, read=read):
-            found = keys_read(q, k, SIZE, BUDGET, first if layer >= 1 else len(q))
+            found = keys_read(SCORES[method], q, k, SIZE, BUDGET, first if layer >= 1 else len(q))
             read.append(found.sum())
             return found
 
@@ -84,16 +105,19 @@ def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_de
         assert answer.outputs[0].token_ids == wanted[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("budget", "first"), [(64, 0), (48, 1)])
+@pytest.mark.parametrize(
+    ("method", "budget", "first"),
+    [pytest.param("quest", 64, 0, marks=pytest.mark.soak), ("quest", 48, 1), ("rocketkv", 48, 1)],
+)
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
-def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, budget, first):
+def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, method, budget, first):
     """With 48 tokens, tables are wider than the budget, and all but the first row select all of their blocks."""
 
     def bits(llm):
         outputs = [output for answer in outputs_of(llm)[first:] for output in answer.outputs]
         return [(t, entry[t].logprob) for o in outputs for t, entry in zip(o.token_ids, o.logprobs, strict=True)]
 
-    assert bits(make_llm(attention, budget)) == bits(make_llm(attention, None))
+    assert bits(make_llm(attention, budget, method=method)) == bits(make_llm(attention, None))
 
 
 @pytest.mark.parametrize(
@@ -108,13 +132,15 @@ def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, bu
         {"enable_prefix_caching": True},
         {"num_scheduler_steps": 4},
         {"async_scheduling": False},
+        {"method": "rocketkv", "max_num_batched_tokens": 5, "query_tile": 1},
+        pytest.param({"method": "rocketkv", "num_blocks": 18, "preempt": "recompute"}, marks=pytest.mark.soak),
     ],
     ids=repr,
 )
 def test_tokens_are_the_same_however_they_are_served(settings):
     llm = make_llm(**settings)
     for _ in range(2 if "enable_prefix_caching" in settings else 1):
-        assert tokens_of(llm) == expected()
+        assert tokens_of(llm) == expected(settings.get("method", "quest"))
 
 
 def test_cached_blocks_bring_their_summaries():
@@ -156,8 +182,10 @@ def test_codes_are_summarised_as_they_are_stored():
         ({"method": "quest", "budget": 0.5}, "kv_selection Quest: budget is 0.5, must be"),
         ({"method": "quest", "full_layers": 2}, "full_layers is 2, the model has 2 layers: none would select"),
         ({"method": "quest", "prompts": "once"}, "kv_selection Quest: prompts is 'once', must be"),
-        ({"method": "guest"}, "kv_selection method is 'guest', must be one of quest"),
+        ({"method": "guest"}, "kv_selection method is 'guest', must be one of quest, rocketkv"),
         ({"method": "quest", "budgets": 8}, "kv_selection 'quest' has no setting 'budgets'; the nearest is 'budget'"),
+        ({"method": "rocketkv", "top_r": 0}, "kv_selection RocketKV: top_r is 0, must be an integer from 1"),
+        ({"method": "rocketkv", "top_r": 1.5}, "kv_selection RocketKV: top_r is 1.5, must be a number above 0 and"),
         ("quest", "kv_selection is 'quest', must be None or a dict such as"),
     ],
 )
@@ -175,5 +203,5 @@ def test_the_pattern_of_an_engine_that_selects_stays_full():
 def test_the_definition_keeps_the_first_and_the_newest_block():
     k = np.zeros((24, 2))
     k[9] = 5, 0
-    assert blocks_read(np.array([[1.0, 0.0]]), k, 21, 4, 12) == {0, 2, 5}
+    assert blocks_read(definition.quest, np.array([[1.0, 0.0]]), k, 21, 4, 12) == {0, 2, 5}
     assert read_selection(None) is None
