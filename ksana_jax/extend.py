@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ksana_jax.core.patterns import AttentionPattern
     from ksana_jax.kv.codecs.base import BlockCodec, Codec
     from ksana_jax.kv.eviction.base import Cached, EvictionMethod, Observation
+    from ksana_jax.kv.eviction.wrapper import EvictionWrapper
     from ksana_jax.kv.replacement import CachedBlock, ReplacementPolicy
     from ksana_jax.kv.selection.base import SelectionMethod
     from ksana_jax.lab.bench.core import Bench, Case
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ksana_jax.lab.experiments.tasks.results": "Column Measurement ResultRow",
     "ksana_jax.kv.codecs.base": "BlockCodec Codec",
     "ksana_jax.kv.eviction.base": "Cached EvictionMethod Observation",
+    "ksana_jax.kv.eviction.wrapper": "EvictionWrapper",
     "ksana_jax.kv.replacement": "CachedBlock ReplacementPolicy",
     "ksana_jax.kv.selection.base": "SelectionMethod",
     "ksana_jax.core.patterns": "AttentionPattern",
@@ -46,8 +48,10 @@ _PUBLIC = {
     "ksana_jax.scheduler.step.drafts": "Drafts",
 }
 __all__ = ["SEAMS", "VERSION", "AttentionPattern", "BaseTask", "Bench", "BlockCodec", "ByRank", "Cached", "CachedBlock"]
-__all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "Measurement", "Observation", "Policy", "Proposer"]
+__all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "EvictionWrapper", "Measurement", "Observation"]
 __all__ += [
+    "Policy",
+    "Proposer",
     "ProposerContext",
     "ReplacementPolicy",
     "ResultRow",

@@ -49,9 +49,11 @@ def plain():
     return generate()[0]
 
 
-@pytest.mark.parametrize("name", ["KeyDiff", "Steep"])
-def test_eviction_methods_serve(mine, name):
-    tokens, _ = generate(kv_eviction={"method": f"mine:{name}", "budget": 32})
+@pytest.mark.parametrize(
+    "setting", [{"method": "mine:KeyDiff"}, {"method": "mine:Steep", "of": {"method": "mine:KeyDiff"}}]
+)
+def test_eviction_methods_serve(mine, setting):
+    tokens, _ = generate(kv_eviction=setting | {"budget": 32})
     assert [len(ids) for ids in tokens] == [12, 12]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import name_of
 
 Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
 
@@ -205,6 +206,11 @@ class EvictionMethod:
     def observed_logits(self, logits: Array, seen: Observation, xp: Any) -> Array:
         """Returns the scores whose softmax is observed, [S, K, R, C]; only with `custom_logits`."""
         return logits
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The method as a value of `kv_eviction`."""
+        return {"method": name_of(type(self))} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def compiled(self) -> EvictionMethod:

@@ -139,8 +139,7 @@ class Recorder:
 
     def _set_eviction(self, method: Callable[..., None], eviction: EvictionMethod) -> None:
         method(eviction)
-        name = f"{type(eviction).__module__}:{type(eviction).__qualname__}"
-        self._note("eviction", method={"method": name, **dataclasses.asdict(eviction)})  # pyright: ignore[reportArgumentType]
+        self._note("eviction", method=eviction.setting)
 
     def _note_ended(self) -> None:
         """Drops requests that have ended; aborts between two steps are events."""

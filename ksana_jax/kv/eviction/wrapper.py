@@ -1,0 +1,98 @@
+"""Eviction methods around other methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.eviction.base import EvictionMethod
+
+# Settings of all methods: when to evict, and how many tokens.
+COMMON = tuple(field.name for field in dataclasses.fields(EvictionMethod))
+
+
+def _inside(name: str) -> Any:
+    """Returns an attribute that is the inner method's."""
+    return property(lambda self: getattr(self.inner, name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvictionWrapper(EvictionMethod):
+    """An eviction method around another, whose tokens and numbers it keeps unless a subclass changes them. Base of all
+    such methods.
+
+    Settings of all methods, such as the budget, are given to the wrapper and hold for the method inside; their defaults
+    are the inner method's.
+
+    Args:
+      of: the method inside, {"method": a name} and its own settings; or an `EvictionMethod`.
+    """
+
+    of: Any = None
+    budget: Any = None
+    sinks: Any = None
+    recent: Any = None
+    interval: Any = None
+    prompts: Any = None
+    layers: Any = None
+    beta: Any = None
+    positions: Any = None
+
+    observes: ClassVar[Any] = _inside("observes")
+    resets_scores: ClassVar[Any] = _inside("resets_scores")
+    custom_logits: ClassVar[Any] = _inside("custom_logits")
+    needs_full_text: ClassVar[Any] = _inside("needs_full_text")
+    priority: ClassVar[Any] = _inside("priority")
+    once: ClassVar[Any] = _inside("once")
+    needs_text_positions: ClassVar[Any] = _inside("needs_text_positions")
+    num_known: ClassVar[Any] = _inside("num_known")
+    given: ClassVar[Any] = _inside("given")
+    query_numbers: ClassVar[Any] = _inside("query_numbers")
+    query_factor: ClassVar[Any] = _inside("query_factor")
+    observed_logits: ClassVar[Any] = _inside("observed_logits")
+    shares: ClassVar[Any] = _inside("shares")
+
+    def __post_init__(self):
+        name, of = f"kv_eviction {type(self).__name__}", self.of
+        if not isinstance(of, (EvictionMethod, Mapping)):
+            raise ConfigError(f"{name}: of is {of!r:.80}, must be a method such as {{'method': 'snapkv'}}")
+        method = of if isinstance(of, EvictionMethod) else read_eviction(of)
+        assert method is not None
+        defaults = _defaults(method)
+        if given := [x for x in COMMON if (x in of if isinstance(of, Mapping) else getattr(of, x) != defaults[x])]:
+            raise ConfigError(
+                f"{name}: of has {', '.join(given)}: when and how many tokens go is said once, beside of and not in it"
+            )
+        object.__setattr__(self, "of", method)
+        for setting in COMMON:
+            if getattr(self, setting) is None:
+                object.__setattr__(self, setting, defaults[setting])
+        _ = self.inner  # which refuses what does not suit it
+        super().__post_init__()
+
+    @functools.cached_property
+    def inner(self) -> EvictionMethod:
+        """The method inside, with this one's settings of all methods."""
+        return dataclasses.replace(self.of, **{name: getattr(self, name) for name in COMMON})
+
+    @property
+    def compiled(self) -> EvictionMethod:
+        inner = self.inner.compiled
+        common = {name: getattr(inner, name) for name in COMMON}
+        return dataclasses.replace(self, of=dataclasses.replace(inner, **_defaults(inner)), **common)
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        own = {name: value for name, value in self.of.setting.items() if name not in COMMON}
+        return super().setting | {"of": own}
+
+
+def _defaults(method: EvictionMethod) -> dict[str, Any]:
+    """Returns the defaults of the settings of all methods; a wrapper has its inner method's."""
+    inside = _defaults(method.of) if isinstance(method, EvictionWrapper) else {}
+    own = {field.name: field.default for field in dataclasses.fields(method) if field.name in COMMON}
+    return own | {name: inside[name] for name, value in own.items() if value is None and inside}
