@@ -7,11 +7,13 @@ ones. A block that moves without its scales, or a token that stays behind, gives
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, SCORE, STATE, TEXT_POSITION
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.scheduler.step.types import StepArrays, StepInput
 from tests.fake_network import HEAD_DIM, mix
@@ -42,6 +44,23 @@ def mass(method: EvictionMethod, hidden: np.ndarray, keys: np.ndarray, numbers: 
     bits = np.uint64(0) if numbers is None else np.asarray(numbers, np.float32).view(np.uint32).astype(np.uint64)
     weight = (mix(hidden ^ mix(keys + bits)) >> np.uint64(56)).astype(np.float32)
     return weight if numbers is None else weight * method.query_factor(numbers)
+
+
+def queries(hidden: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Queries [T, 1, G, 8], of whole numbers, that add to states of a shape [G, ...]."""
+    return np.repeat(vectors(hidden)[0][:, None, None], shape[0], axis=2)
+
+
+def informed(cached: Cached, method: EvictionMethod, layers: Sequence[int]) -> Cached:
+    """What a method sees of one row in a group of layers, with numbers about them that are made up."""
+    count = cached.keys.shape[1]
+    padded = [*layers, *[0] * (count - len(layers))]
+    found = {name: x[padded][None] for name, x in method.constants().items()}
+    if method.reads_ropes:
+        scale = np.ones((1, count, HEAD_DIM // 2), np.float32)
+        found |= {"inv_freq": scale * np.linspace(1, 0.1, HEAD_DIM // 2, dtype=np.float32), "rope_scale": scale}
+    norms = np.abs(cached.values).sum(axis=-1) if method.reads_outputs else None
+    return cached._replace(constants=found, output_norms=norms)
 
 
 class StoringExecutor(FakeExecutor):
@@ -84,6 +103,12 @@ class StoringExecutor(FakeExecutor):
             for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real])):
                 if name in self.leaves:
                     self.leaves[name][block, at, 0, 0, offset] = new
+            if STATE in self.leaves:
+                assert self._method is not None
+                leaf = self.leaves[STATE]
+                leaf[block[offset == 0], at] = 0
+                added = self._method.observe(queries(hidden[real], leaf.shape[4:]), a.positions[real], np)
+                np.add.at(leaf, (block, at, 0), added)
         block, offset = np.divmod(kv_slots, self.block_size)
         with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
             return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
@@ -136,13 +161,23 @@ class StoringExecutor(FakeExecutor):
             keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(n, of_tokens) for n in layers)))
             score, text = (None if (x := stacked(name)) is None else x[None] for name in (SCORE, TEXT_POSITION))
             numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
-            cached = Cached(keys, values, score, text, *numbers)
+            state = None
+            if (leaf := self.leaves.get(STATE)) is not None:
+                state = leaf[blocks[: -(-count // self.block_size)], :, 0].sum(axis=0)
+                targets = asked.targets[0][: -(-kept // self.block_size)]
+                leaf[targets] = 0
+                leaf[targets[0], :, 0] = state
+            kept_and_sinks = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks}
+            cached = Cached(keys, values, score, text, *numbers, **kept_and_sinks)
+            cached = cached._replace(state=None if state is None else state[None])
+            cached = informed(cached, self._method, self.layout.groups[group].layers)
             priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
         stays = (slots < asked.num_sinks) | (slots >= count - asked.num_recent)
         for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
             source = np.sort(np.lexsort((-wanted, ~stays))[:kept])
             _, leaves, layer = self._part(at)
-            moved = [(leaf, layer) for name, leaf in leaves.items() if name not in (EXACT, SCORE, TEXT_POSITION)]
+            others = (EXACT, SCORE, TEXT_POSITION, STATE)
+            moved = [(leaf, layer) for name, leaf in leaves.items() if name not in others]
             moved += [(leaf, at) for name, leaf in self.leaves.items() if name in (SCORE, TEXT_POSITION)]
             for leaf, index in moved:
                 tokens = leaf[block[source], index, :, 0, offset[source]]

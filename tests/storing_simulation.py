@@ -17,14 +17,20 @@ from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
+from ksana_jax.kv.layout import STATE
 from tests.expected import LONGEST, PATTERNS, beams_by
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
-from tests.fake_pool import StoringExecutor, digest, mass, rounded, vectors
+from tests.fake_pool import StoringExecutor, digest, informed, mass, queries, rounded, vectors
 from tests.reference import literal
 from tests.simulation import Simulation
+from tests.statistics_files import setting_of
 
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
+# They observe by a window of recent tokens.
+WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv")
+# They compare rotated queries and keys.
+ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 # Rotated codes of 3 and 2 bits are packed like int3's and int2's.
 DRAWN = ("f32", *(name for name in CODECS if name[-1] == "4" or not name.startswith(("hadamard", "turboquant"))))
 
@@ -105,6 +111,8 @@ class Text:
         self.keys, self.values = np.zeros((2, layers, LONGEST, HEAD_DIM), np.float32)
         self.digests = np.zeros((layers, LONGEST), np.uint64)
         self.scores = np.zeros((layers, LONGEST), np.float32)
+        shape = next((leaf.shape[2:] for leaf in self.layout.leaves if leaf.name == STATE), None)
+        self.states = None if shape is None else np.zeros((layers, *shape), np.float32)
         self.counts = [counted(storage, group, num_prompt) for group in range(len(self.layout.groups))]
 
     def add(self, token: int) -> np.ndarray:
@@ -121,6 +129,9 @@ class Text:
                 visible, _ = literal(self.patterns[layer], np.array([[t]]), kept[None])
             else:
                 visible = np.ones((1, len(kept)), bool)
+                if self.states is not None and self.method is not None:
+                    q = queries(hidden, self.states.shape[2:])
+                    self.states[layer] += self.method.observe(q, np.array([t]), np)[0]
                 if self.method is not None and self.method.observes:
                     self.scores[layer, kept] += mass(self.method, hidden, seen, self.number(group))
             hidden = attend(hidden, (seen * weights_of(np.arange(len(kept))))[None], visible)
@@ -147,7 +158,10 @@ class Text:
         recent = round(method.recent * counts.budget) if isinstance(method.recent, float) else method.recent
         recent = min(recent, left - method.sinks)
         numbers = (np.array([x]) for x in (count, recent, self.length, group))
-        cached = Cached(self.keys[own][None, :, None], self.values[own][None, :, None], scores, text, *numbers)
+        state = None if self.states is None else self.states[list(layers)][None]
+        own_vectors = self.keys[own][None, :, None], self.values[own][None, :, None]
+        more = {"num_kept": np.array([left]), "num_sinks": np.array([method.sinks]), "state": state}
+        cached = informed(Cached(*own_vectors, scores, text, *numbers, **more), method, layers)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
         stay = {*range(method.sinks), *range(count - recent, count)}
         for layer, order in zip(layers, priority, strict=True):
@@ -205,13 +219,15 @@ class StoringSimulation(Simulation):
         found = {
             "method": name,
             "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
-            "recent": rng.choice([1, 2, 8] if name in ("snapkv", "chunkkv", "rkv") else [0, 0.3, 0.5, 1.0, 2]),
+            "recent": rng.choice([1, 2, 8] if name in WINDOWED else [0, 0.3, 0.5, 1.0, 2]),
             "sinks": sinks,
             "interval": interval,
             "prompts": rng.choice(["whole", "once", "streamed"]),
             "layers": "pyramid" if pyramid else "uniform",
-            "positions": rng.choice(["absolute", "cache"]),
+            "positions": "absolute" if name in ROTATED else rng.choice(["absolute", "cache"]),
         }
+        heads = ModelConfig(num_layers=1, num_kv_heads=1, head_dim=HEAD_DIM).num_heads
+        found |= setting_of(name, (len(PATTERNS[self.pattern]), heads, 1, HEAD_DIM))
         if pyramid:
             found["beta"] = rng.choice([2, 20, 2.5])
         own = {
@@ -230,7 +246,7 @@ class StoringSimulation(Simulation):
         if self.storage.exact:
             found.add("full-precision layers")
         if (method := self.storage.method) is not None:
-            found.add("eviction that adds up attention" if method.observes else "eviction")
+            found.add("eviction that adds up attention" if method.adds_up else "eviction")
         return found
 
     def start(self) -> None:
@@ -323,7 +339,7 @@ class SnapshotSimulation(StoringSimulation):
         return True
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
-        while not read_eviction(dict(found := super().draw_eviction())).observes:  # type: ignore[union-attr]  # never None
+        while not read_eviction(dict(found := super().draw_eviction())).adds_up:  # type: ignore[union-attr]  # never None
             pass
         return found
 

@@ -16,7 +16,7 @@ DEVICE_HALF = "native models ops sampling sharding loading runner"
 ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve devkit lab extend cli __main__".split()
 INSIDE = {
     "serve": "workload routing server gateway".split(),
-    "lab": "recording recall training simulator evaluation experiments bench trace align".split(),
+    "lab": "recording recall training simulator evaluation experiments calibration bench trace align".split(),
 }
 
 

@@ -94,7 +94,7 @@ def test_lives_meet_everything_that_the_memory_does():
 def test_lives_meet_every_method_and_codec():
     unseen = {f"engines with {name}" for name in (*METHODS, *DRAWN, "whole", "once", "streamed", "pyramid")}
     unseen |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
-    for seed in range(90):
+    for seed in range(150):
         if unseen:
             unseen -= (+live_a_life(random.Random(seed), kind=StoringSimulation).seen).keys()
     assert not unseen

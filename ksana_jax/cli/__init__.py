@@ -13,6 +13,7 @@ from ksana_jax import __version__
 from ksana_jax.cli import (
     aligning,
     bench,
+    calibrating,
     chat,
     evaluation,
     fetching,
@@ -73,6 +74,7 @@ COMMANDS = (
     tasks.tasks,
     fetching.fetch,
     quantizing.quantize,
+    calibrating.calibrate,
     text.generate,
     chat.chat,
     worker.worker,

@@ -36,8 +36,9 @@ from ksana_jax.engine.sessions import Sessions
 from ksana_jax.engine.settings import beyond_training, engine_config
 from ksana_jax.engine.sleeping import Sleeps
 from ksana_jax.engine.warmup import warm_up
-from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.eviction import changed_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
+from ksana_jax.loading.statistics import with_statistics
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.models.params import Params
 from ksana_jax.runner.planner.process import resident_bytes
@@ -92,6 +93,7 @@ class LLM(LLMFacts, Sessions, Sleeps):
         self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
+        config = with_statistics(config, model_dir, load_format)
         reads = load_format, config.seed, config.embedding_device, config.quantization
         opened = functools.partial(open_model, model_dir, config.dtype, *reads, num_devices=config.tensor_parallel_size)
         model_config, _ = opened()
@@ -212,9 +214,7 @@ class LLM(LLMFacts, Sessions, Sleeps):
           RuntimeError: requests are running.
           ConfigError: the setting is wrong, or needs an engine of its own.
         """
-        method = read_eviction(setting)
-        if method is None:
-            raise ConfigError("kv_eviction None needs an engine of its own: this one evicts")
+        method = changed_eviction(setting, self.config.kv_eviction)
         self.replicas.each(lambda engine: engine.set_eviction(method))
 
     def warm_up(

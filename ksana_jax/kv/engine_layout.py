@@ -52,7 +52,7 @@ def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
             "speculative_config": config.speculative_config is not None,
             refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",
             refusals.ADDS_UP_ATTENTION: method is not None
-            and method.observes
+            and method.adds_up
             and f"kv_eviction {type(method).__name__}",
         }
     )

@@ -17,6 +17,7 @@ from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.row_state import entered
 from ksana_jax.ops.selection import attend_selected, summarise
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
@@ -27,10 +28,9 @@ class PagedLayer(NamedTuple):
     angles: of its rope at the step's text positions.
     pattern: its numbers, int32 scalars: traced, so that changing a window does not compile again.
     sink_logits, alibi: [N] of its heads, see `AttentionContext`; or None.
-    observer: None where nothing is evicted.
+    observer: None where nothing is evicted. selection: None where queries read all blocks.
     at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
     residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
-    selection: None where queries read all blocks.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
     """
 
@@ -81,7 +81,7 @@ def paged_attend(
             layer.alibi,
         )
         if (observer := context.observer) is not None:
-            cache = cache.enter(at, context.batch.slots, context.batch.positions)
+            cache = entered(cache, q, context, spec.scale)
             if observer.unrotated_keys:
                 turns = context.rope.angles(context.batch.cache_positions)
         if implementation.schedule and layer.schedule not in schedules:

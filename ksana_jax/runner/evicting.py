@@ -12,9 +12,12 @@ import numpy as np
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
+from ksana_jax.models.params import Params
+from ksana_jax.models.rope import Rope
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache
 from ksana_jax.runner.compiling import compiled, lower
+from ksana_jax.runner.informed import facts_of, with_state
 
 # Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
 BLOCKS_AT_ONCE = 64
@@ -26,10 +29,16 @@ class Evictor:
     Args:
       layout, num_blocks: of the pool.
       table_width: maximum blocks of a row in one group of layers, whatever the budget.
+      ropes, params: of the model, for methods that read them; the weights may change, see `forget`.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, table_width: int):
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, table_width: int, ropes: Sequence[Rope], params: Callable[[], Params]
+    ):
         self._layout, self._num_blocks, self.table_width = layout, num_blocks, table_width
+        self._ropes, self._params, self._facts = ropes, params, None
+        self._facts_of = functools.partial(facts_of, layout=layout, ropes=ropes)
+        self._shapes = jax.eval_shape(self._facts_of, params())
         widths = [table_width]
         while widths[-1] > 4:
             widths.append(-(-widths[-1] // 4))
@@ -42,6 +51,14 @@ class Evictor:
 
     def _width(self, used: int) -> int:
         return next(width for width in self._widths if width >= used)
+
+    def resized(self, num_blocks: int) -> Evictor:
+        """Returns an evictor for a pool of another size."""
+        return Evictor(self._layout, num_blocks, self.table_width, self._ropes, self._params)
+
+    def forget(self) -> None:
+        """Frees what it holds on the device; the weights may change."""
+        self._facts = None
 
     @property
     def programs(self) -> list[Callable]:
@@ -75,7 +92,8 @@ class Evictor:
         if given is not None:
             more = (size - count, 0, 0, self._given_shape[-1] - given.shape[-1])
             given = np.pad(given, [(0, n) for n in more])
-        return self._function(size, width)(cache, Evictions(tables, targets, *columns, given=given))
+        self._facts = self._facts or self._facts_of(self._params())
+        return self._function(size, width)(cache, Evictions(tables, targets, *columns, given=given), self._facts)
 
     @property
     def _given_shape(self) -> tuple[int, ...]:
@@ -90,10 +108,10 @@ class Evictor:
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
-            run = jax.jit(functools.partial(evict, method=method), donate_argnums=0)
+            run = jax.jit(functools.partial(with_state, evict, method=method), donate_argnums=0)
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
-            self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked))
+            self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked, self._shapes))
         return self._compiled[key]
 
 
@@ -132,7 +150,7 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
         assert text_positions is not None
         given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
     counts = asked.num_tokens, asked.num_recent, asked.length
-    return Cached(keys, values, score, text_positions, *counts, asked.group, given)
+    return Cached(keys, values, score, text_positions, *counts, asked.group, given, asked.num_kept, asked.num_sinks)
 
 
 def _num_exact(cache: KVCache) -> int:

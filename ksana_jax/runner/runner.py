@@ -125,8 +125,8 @@ class Runner:
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         staging = "none" if planned else "auto"
         self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
-        width = -(-max_model_len // layout.block_size)  # of a row's block table
-        self.evictor = None if layout.eviction is None else Evictor(layout, num_blocks, width)
+        evictor = functools.partial(Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes)
+        self.evictor = None if layout.eviction is None else evictor(lambda: self.params)
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._seen = _Seen((), (), None)
         self._packings: dict[StepShape, Packing] = {}

@@ -12,7 +12,6 @@ import numpy as np
 
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
-from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.runner import Runner
 
 # Programs of each size of a runner's pool.
@@ -45,6 +44,8 @@ def release(runner: Runner, *, keeps_weights: bool) -> Any:
     """
     kept, pool = jax.tree.map(_OnHost.of, runner.params) if keeps_weights else None, runner.cache
     runner.params, runner.cache = jax.tree.map(_shape, (runner.params, pool))
+    if runner.evictor is not None:
+        runner.evictor.forget()
     for leaf in pool.leaves.values():
         leaf.delete()
     return kept
@@ -73,7 +74,7 @@ def resize(runner: Runner, num_blocks: int) -> None:
         runner.cache = make()  # if this fails, all else is still of the old size, which `Runner.reset` makes again
     known[old.num_blocks, alike] = runner._compiled, runner.mover.functions, evictor
     if (num_blocks, alike) not in known:
-        other = None if evictor is None else Evictor(runner.layout, num_blocks, evictor.table_width)
+        other = None if evictor is None else evictor.resized(num_blocks)
         known[num_blocks, alike] = {}, {}, other
     runner._compiled, functions, runner.evictor = known[num_blocks, alike]
     runner.mover = runner.mover.of_pool(num_blocks, functions)

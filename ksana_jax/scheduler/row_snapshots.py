@@ -49,7 +49,7 @@ class RowSnapshots:
         seq, schedule = r.seqs[row], self.snapshots.schedule
         assert seq is not None
         at = min(seq.num_context, seq.num_prompt - 1)
-        if at > r.num_computed[row] and (schedule.method.observes or self._evicted(seq, at).any()):
+        if at > r.num_computed[row] and (schedule.method.adds_up or self._evicted(seq, at).any()):
             r.snapshot_at[row] = at
 
     def _evicted(self, seq: Sequence, length: int) -> np.ndarray:
@@ -76,10 +76,10 @@ class RowSnapshots:
             if seq.is_beam or seq.kv.swapped is not None or seq.finish_reason is FinishReason.ERROR:
                 continue
             computed = int(r.num_computed[row])
-            if self.snapshots.schedule.method.observes:  # what a step adds to scores stays
+            if self.snapshots.schedule.method.adds_up:  # what a step adds to scores stays
                 computed += sum(_counted(batch, row) for batch in unsettled)
             known = min(computed, int(r.num_known[row]))
-            if known == computed or not (self.snapshots.schedule.method.observes or row_blocks.has_windows):
+            if known == computed or not (self.snapshots.schedule.method.adds_up or row_blocks.has_windows):
                 self._take(row, known)
 
     def _take(self, row: int, length: int) -> bool:
@@ -88,7 +88,7 @@ class RowSnapshots:
         seq = r.seqs[row]
         assert seq is not None
         evicted = r.num_evicted[:, row]
-        if not (self.snapshots.schedule.method.observes or evicted.any()) or length > self._most(seq, length):
+        if not (self.snapshots.schedule.method.adds_up or evicted.any()) or length > self._most(seq, length):
             return False  # the first is a matter of the prefix index
         if length < 1 or (evicted != self._evicted(seq, length)).any():
             return False

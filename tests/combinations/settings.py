@@ -28,8 +28,11 @@ from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.drafters import draft_model
 from tests.engine.small import VOCAB, model
+from tests.statistics_files import setting_of
 
 NUM_TOKENS, BLOCK_SIZE = 24, 16
+# Layers, query heads, kv heads and head dimension of the model.
+HEADS = (2, 4, 2, 8)
 STEPS = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 8, "query_tile": 1}
 _RNG = np.random.default_rng(5)
 _SHARED = _RNG.integers(2, VOCAB, 32)
@@ -64,6 +67,8 @@ class Setting:
 def _evicts(method: str, name: str = "", num_layers: int = 1, **given: Any) -> Setting:
     # Rows hold up to 20 tokens, of texts of up to 57.
     settings = {"method": method, "budget": 20, "sinks": 4, "interval": BLOCK_SIZE, "prompts": "streamed"} | given
+    if statistics := setting_of(method, HEADS):
+        settings, num_layers = settings | statistics, HEADS[0]
     return Setting(name or f"kv_eviction {method}", "eviction", {"kv_eviction": settings}, layers=num_layers)
 
 

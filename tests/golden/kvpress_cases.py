@@ -30,6 +30,10 @@ CONFIG = {
 }
 
 
+# Not scaled by 1 / sqrt(H), which is a quarter.
+SCALE = 0.25
+
+
 class KVPressCase(NamedTuple):
     """What a press keeps of one prompt.
 
@@ -91,3 +95,21 @@ def weights() -> dict[str, np.ndarray]:
         values = 2 * rng.random_sample(shape) - 1
         found[name] = (1 + 0.3 * values if "norm" in name else 0.45 * values).astype(np.float32)
     return found
+
+
+def statistics() -> dict[str, np.ndarray]:
+    """Made-up numbers about the model: filters [L, K, H], and mean [L, N, H] and covariance [L, N, H, H] of queries."""
+    layers, heads, size = (CONFIG[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim"))
+    rng = np.random.RandomState(13)
+    filters, mean, factors = (
+        2 * rng.random_sample(shape) - 1
+        for shape in ((layers, CONFIG["num_key_value_heads"], size), (layers, heads, size), (layers, heads, size, size))
+    )
+    found = {"filters": filters, "mean": mean, "covariance": factors @ np.swapaxes(factors, -1, -2) / size}
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+def queries() -> dict[str, np.ndarray]:
+    """Of a prompt: means [L, N, H] and covariances of one head [L, H, H] of queries, and filters [L, K, H]."""
+    found = json.loads((FOLDER / "queries.json").read_text())
+    return {name: np.array(x) for name, x in found.items()}

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import itertools
 import json
 import tempfile
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import kvpress
 import torch
-from kvpress_cases import CONFIG, FOLDER, KVPressCase, weights
+from kvpress_cases import CONFIG, FOLDER, KVPressCase, statistics, weights
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
@@ -46,6 +47,10 @@ COMPARED = (
     "StreamingLLMPress",
     "ObservedAttentionPress",
     "RandomPress",
+    "QFilterPress",
+    "ExpectedAttentionPress",
+    "ExpectedAttentionStatsPress",
+    "CriticalKVPress",
 )
 LENGTHS, RATIOS = (96, 61), (0.25, 0.5, 0.75, 0.9)
 WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
@@ -56,6 +61,11 @@ PYRAMIDS = ((0.5, 2, 5, 20), (0.75, 4, 7, 4), (0.75, 3, 5, 2), (0.625, 4, 5, 8),
 LAGS = ((96, 4, 8, 3), (96, 1, 16, 9), (61, 4, 5, 1), (61, 0, 12, 5))
 # (length, ratio, window, kernel, chunk): SnapKV's windows begin with a chunk, since kvpress counts no chunk in part.
 CHUNKS = ((96, 0.5, 8, 1, 8), (96, 0.75, 4, 5, 4), (96, 0.7, 12, 3, 6), (61, 0.5, 5, 5, 7), (61, 0.3, 1, 1, 10))
+# (ratio, future positions, sinks, covariance, norms of values, epsilon), with given statistics and the prompt's own.
+EXPECTED = ((0.5, 32, 4, True, True, 0.0), (0.75, 512, 4, True, True, 0.02), (0.75, 8, 1, False, True, 0.0))
+EXPECTED += ((0.25, 64, 0, True, False, 0.0),)
+# (ratio, window, kernel, first stage's part, epsilon) of CriticalKV around SnapKV.
+CRITICAL = ((0.5, 4, 5, 0.5, 1e-4), (0.75, 4, 7, 0.5, 1e-2), (0.5, 3, 1, 0.25, 1e-4))
 # A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
 # presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
 DECODING = tuple(itertools.product(("KnormPress", "KeyDiffPress", "TOVAPress"), (1, 4, 8)))
@@ -85,6 +95,14 @@ def asked() -> Iterator[KVPressCase]:
         # Half a token less: kvpress rounds down what it keeps.
         settings = {"compression_ratio": (evicted - 0.5) / length, "n_sink": num_sinks, "lag_size": lag}
         yield KVPressCase("LagKVPress", settings, length, 0, [], [])
+    for length, ratio in itertools.product(LENGTHS, RATIOS):
+        yield KVPressCase("QFilterPress", {"compression_ratio": ratio}, length, 0, [], [])
+    names = "compression_ratio n_future_positions n_sink use_covariance use_vnorm epsilon".split()
+    for press, values in itertools.product(("ExpectedAttentionStatsPress", "ExpectedAttentionPress"), EXPECTED):
+        yield KVPressCase(press, dict(zip(names, values)), LENGTHS[0], 0, [], [])
+    names = "compression_ratio window_size kernel_size first_stage_ratio epsilon".split()
+    for length, values in itertools.product(LENGTHS, CRITICAL):
+        yield KVPressCase("CriticalKVPress", dict(zip(names, values)), length, 0, [], [])
     for press, interval in DECODING:
         settings = {"compression_interval": interval, "target_size": TARGET}
         yield KVPressCase(press, settings, 2 * TARGET, 0, [], [])
@@ -136,6 +154,8 @@ def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
     """Has a press raise `NearlyTied` where two scores are that."""
     # kvpress gives the newest tokens, which stay, a number above the scores.
     window = 1 if isinstance(press, kvpress.TOVAPress) else getattr(press, "window_size", 0)
+    if isinstance(press, kvpress.ExpectedAttentionPress):
+        window = press.n_sink
     compress, score, scores = press.compress, press.score, []
 
     def remembered(*args):
@@ -161,6 +181,44 @@ def watched(press: kvpress.ScorerPress) -> kvpress.ScorerPress:
 
     press.score, press.compress = remembered, checked
     return press
+
+
+def watched_stages(press: kvpress.CriticalKVPress) -> kvpress.CriticalKVPress:
+    """Has it raise `NearlyTied` where two scores are that, in either stage."""
+    window, inner, scores = press.press.window_size, press.press.score, []
+
+    def remembered(*args):
+        scores.append(inner(*args))
+        # SnapKV gives its window the largest score, and topk chooses among equals by chance.
+        scores[-1][..., -window:] *= 2
+        return scores[-1].clone()
+
+    press.press.score = remembered
+    watched(press)
+    compress = press.compress
+
+    def checked(*args):
+        keys, values = compress(*args)
+        ordered = scores.pop()[0].sort(-1, descending=True).values
+        require_gap(ordered, max(1, int((1 - press.compression_ratio) * args[2].shape[2] * press.first_stage_ratio)))
+        return keys, values
+
+    press.compress = checked
+    return press
+
+
+def made(kind: str, settings: dict) -> kvpress.ScorerPress:
+    """Returns a press that stops where rounding decides, with numbers about the model in place of those of a hub."""
+    if kind == "CriticalKVPress":
+        own = {name: settings.pop(name) for name in ("first_stage_ratio", "epsilon")}
+        return watched_stages(kvpress.CriticalKVPress(kvpress.SnapKVPress(**settings), **own))
+    known = {name: torch.tensor(x) for name, x in statistics().items()}
+    press = getattr(kvpress, kind)(**settings)
+    if kind == "QFilterPress":
+        press.q_filters, press.post_init_from_model = -known["filters"], lambda model: None
+    if kind == "ExpectedAttentionStatsPress":
+        press.mu, press.cov = known["mean"], known["covariance"]
+    return watched(press)
 
 
 def watched_chunks(press: kvpress.ChunkKVPress) -> kvpress.ChunkKVPress:
@@ -200,7 +258,7 @@ def make(case: KVPressCase) -> KVPressCase:
             chunk = settings.pop("chunk_length")
             press = watched_chunks(kvpress.ChunkKVPress(kvpress.SnapKVPress(**settings), chunk))
         else:
-            press = watched(kind(**settings))
+            press = made(case.press, settings)
         with press(model()):
             forward(case.prompt, 0, cache)
         return case._replace(kept=cache.positions())
@@ -226,6 +284,29 @@ def of_some_prompt(case: KVPressCase) -> KVPressCase:
     raise SystemExit(f"{case.name}: no prompt keeps scores apart")
 
 
+def queries_of(prompt: list[int]) -> dict[str, list]:
+    """Statistics of a prompt's queries after the first 4, by kvpress, and filters by the code of Q-Filters' authors."""
+    from kvpress.presses.expected_attention_with_stats import patch_rotary_embedding
+    from transformers.models.llama import modeling_llama
+
+    with patch_rotary_embedding(model()) as captured:
+        model()(torch.tensor([prompt]))
+    unrotated = torch.cat(captured)[:, :, 4:]
+    mean = unrotated.mean(-2)
+    centred = unrotated - mean[:, :, None]
+    covariance = centred.transpose(-2, -1) @ centred / (unrotated.shape[2] - 1)
+    cos, sin = model().model.rotary_emb(mean, torch.arange(4, len(prompt))[None])
+    rotated, _ = modeling_llama.apply_rotary_pos_emb(unrotated, unrotated, cos, sin)
+    u, _, vh = torch.linalg.svd(rotated)
+    sign = ((u[..., 0] > 0).float().mean(-1) > 0.5).float() * 2 - 1
+    filters = (sign[..., None] * vh[..., 0, :]).reshape(len(mean), CONFIG["num_key_value_heads"], -1, mean.shape[-1])
+    return {"mean": mean.tolist(), "covariance": covariance[:, 5].tolist(), "filters": filters.mean(2).tolist()}
+
+
+def rounded(found: dict[str, list]) -> str:
+    return json.dumps(json.loads(json.dumps(found), parse_float=lambda x: round(float(x), 6))) + "\n"
+
+
 @torch.no_grad()
 def main() -> None:
     logging.disable_progress_bar()
@@ -236,8 +317,9 @@ def main() -> None:
     # ChunkKVPress has the ratio of the press that it is given.
     defaults = {name: {"compression_ratio": kvpress.ScorerPress.compression_ratio} for name in COMPARED}
     for name, found in defaults.items():
-        fields = dataclasses.fields(getattr(kvpress, name))
-        found |= {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+        arguments = inspect.signature(getattr(kvpress, name)).parameters.values()
+        found |= {each.name: each.default for each in arguments if each.default is not inspect.Parameter.empty}
+    (FOLDER / "queries.json").write_text(rounded(queries_of(cases[0]._replace(length=LENGTHS[0], seed=0).prompt)))
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
     (FOLDER / "defaults.json").write_text(json.dumps({"versions": versions, "defaults": defaults}, indent=2) + "\n")
     print(f"{len(cases)} cases, {sum(len(line) for line in lines):,} bytes, prompts {max(c.seed for c in cases)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import read_method
 from ksana_jax.kv.eviction.base import EvictionMethod
 
@@ -24,12 +25,36 @@ EVICTION_METHODS: dict[str, str] = {
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
     "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",
     "lagkv": "ksana_jax.methods.eviction.lagkv:LagKV",
+    "qfilter": "ksana_jax.methods.eviction.qfilter:QFilter",
+    "expected_attention": "ksana_jax.methods.eviction.expected_attention:ExpectedAttention",
+    "expected_attention_stats": "ksana_jax.methods.eviction.expected_attention:ExpectedAttentionStats",
+    "criticalkv": "ksana_jax.methods.eviction.criticalkv:CriticalKV",
     "vatp": "ksana_jax.methods.eviction.vatp:VATP",
     "window": "ksana_jax.methods.eviction.window:Window",
     "streaming_llm": "ksana_jax.methods.eviction.window:StreamingLLM",
     "random": "ksana_jax.methods.eviction.random:Random",
     "oracle": "ksana_jax.methods.eviction.oracle:Oracle",
 }
+
+
+def changed_eviction(setting: Mapping[str, Any], now: Mapping[str, Any] | None) -> EvictionMethod:
+    """Returns the method of a setting that replaces another one; it reads the same `statistics` unless it names some.
+
+    Raises:
+      ConfigError: see `read_eviction`, or nothing is to be evicted any more.
+    """
+    method = read_eviction(_with_statistics(setting, now))
+    if method is None:
+        raise ConfigError("kv_eviction None needs an engine of its own: this one evicts")
+    return method
+
+
+def _with_statistics(setting: Any, now: Any) -> Any:
+    """Returns a setting with the files that the same methods read now, unless it names others."""
+    if not (isinstance(setting, Mapping) and isinstance(now, Mapping) and setting.get("method") == now.get("method")):
+        return setting
+    found = {name: _with_statistics(value, now.get(name)) for name, value in setting.items()}
+    return {"statistics": now["statistics"], **found} if "statistics" in now else found
 
 
 def read_eviction(setting: Mapping[str, Any] | None) -> EvictionMethod | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,6 +33,12 @@ class Cached(NamedTuple):
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
+    num_kept: [n] tokens that a head keeps.
+    num_sinks: [n] first tokens that stay, whatever their priority.
+    constants: [n, Lg, ...] by name, of `EvictionMethod.constants`, those of each layer.
+    output_norms: [n, Lg, N, C] float32, L1 norms of values that each query head's part of the layer's output matrix has
+      multiplied; None unless the method asks for them.
+    state: [n, Lg, K, *`EvictionMethod.state_shape`] float32, what the text's queries have added; None without.
     """
 
     keys: Array
@@ -43,6 +50,11 @@ class Cached(NamedTuple):
     length: Array
     group: Array
     given: Array = None
+    num_kept: Array = None
+    num_sinks: Array = None
+    constants: Mapping[str, Array] = {}
+    state: Array = None
+    output_norms: Array = None
 
 
 class Observation(NamedTuple):
@@ -103,10 +115,14 @@ class EvictionMethod:
 
     # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
-    # True if each eviction resets the sums to zero.
+    # True if each eviction resets the sums, and the state, to zero.
     resets_scores: ClassVar[bool] = False
     # True if `observed_logits` replaces the attention scores before the softmax.
     custom_logits: ClassVar[bool] = False
+    # True if `Cached.constants` has the layers' ropes: inv_freq and rope_scale [n, Lg, H/2], see `models.rope.Rope`.
+    reads_ropes: ClassVar[bool] = False
+    # True if it reads `Cached.output_norms`; an engine then keeps a copy of its output matrices.
+    reads_outputs: ClassVar[bool] = False
     # True if it needs the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
     needs_full_text: ClassVar[bool] = False
 
@@ -173,6 +189,33 @@ class EvictionMethod:
           group: of layers.
         """
         return None
+
+    def state_shape(self, num_queries: int, head_dim: int) -> tuple[int, ...] | None:
+        """Returns the shape of the state that a row has in each layer and kv head; None, the default, for none.
+
+        It takes memory in every block: each holds what the queries of its own tokens have added.
+
+        Args:
+          num_queries: G, query heads that share a kv head. head_dim: H.
+        """
+        return None
+
+    def observe(self, q: Array, text_positions: Array, xp: Any) -> Array:
+        """Returns what queries add to the state of their rows, [T, K, *state_shape].
+
+        Args:
+          q: [T, K, G, H] float32, before the rotation, scaled. text_positions: [T].
+        """
+        raise NotImplementedError
+
+    @property
+    def adds_up(self) -> bool:
+        """True if blocks hold more than the keys and values of their tokens: sums over queries."""
+        return self.observes or self.state_shape(1, 2) is not None
+
+    def constants(self) -> dict[str, np.ndarray]:
+        """Returns arrays [L, ...] of numbers about the model's layers, for `Cached.constants`; none by default."""
+        return {}
 
     def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray | None:
         """Returns a float32 number for each query of a step, which `query_factor` and `observed_logits` receive.

@@ -54,6 +54,12 @@ class EvictionWrapper(EvictionMethod):
     query_numbers: ClassVar[Any] = _inside("query_numbers")
     query_factor: ClassVar[Any] = _inside("query_factor")
     observed_logits: ClassVar[Any] = _inside("observed_logits")
+    constants: ClassVar[Any] = _inside("constants")
+    reads_ropes: ClassVar[Any] = _inside("reads_ropes")
+    reads_outputs: ClassVar[Any] = _inside("reads_outputs")
+    state_shape: ClassVar[Any] = _inside("state_shape")
+    observe: ClassVar[Any] = _inside("observe")
+    stored: ClassVar[Any] = _inside("stored")
     shares: ClassVar[Any] = _inside("shares")
 
     def __post_init__(self):

@@ -33,7 +33,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import group_layers
 from ksana_jax.lab.experiments import dotted, text_files
 from ksana_jax.lab.experiments.identity import canonical, trial_id
-from ksana_jax.lab.experiments.models import fingerprint, mixes_patterns, num_layers
+from ksana_jax.lab.experiments.models import inputs_of, mixes_patterns, num_layers
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.tasks.base import check_bounds
 from ksana_jax.lab.experiments.text_files import MissingInput
@@ -347,7 +347,7 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     given, wanted = len(config["layer_patterns"]), num_layers(config["model"])
     if given and wanted is not None and given != wanted:
         raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")
-    config["inputs"] = {**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)}
+    config["inputs"] = {**inputs_of(config), **task.inputs(settings)}
     return config
 
 

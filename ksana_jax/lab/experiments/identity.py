@@ -56,12 +56,21 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     if "inputs" in config:
         parts["inputs"] = contents(config["inputs"])
     parts["engine"] = differing(_by_current_names(config["engine"]), EngineConfig)
+    for name in {"kv_eviction", "kv_cache_dtype"} & parts["engine"].keys():
+        parts["engine"][name] = _without_files(parts["engine"][name])
     parts["settings"] = differing(config["settings"], task_named(config["task"]).Settings)
     if config["pattern"] is not None:
         parts["pattern"] = _pattern(config["pattern"])
     parts["layer_patterns"] = [_pattern(p) for p in config["layer_patterns"]]
     # An empty pattern is full attention; None, or an empty list, equals a key that an older config does not have.
     return {name: value for name, value in parts.items() if value is not None and value != []}
+
+
+def _without_files(method: Any) -> Any:
+    """Returns the setting of a method without files of numbers about the model: inputs have digests of the numbers."""
+    if not isinstance(method, Mapping):
+        return method
+    return {name: _without_files(value) for name, value in method.items() if name != "statistics"}
 
 
 def contents(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.core import checks
-from ksana_jax.core.config import ConfigError
+from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.patterns import per_layer
@@ -16,6 +17,7 @@ from ksana_jax.kv.layout import group_layers
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
+from ksana_jax.loading.statistics import statistics_inputs
 from ksana_jax.models.families import FAMILIES
 
 # Suffix of inputs that record the origin of others, and do not define a trial.
@@ -80,3 +82,10 @@ def fingerprint(model: str, load_format: str = "auto", key: str = "model") -> di
     path = model_path(model, weights=load_format != "dummy")
     commit = commit_of(path)
     return {key: digest_of_files(path, load_format)} | ({} if commit is None else {f"{key}{COMMIT}": commit})
+
+
+def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns digests of a trial's model, and of the numbers about it that its methods read: see `ksana calibrate`."""
+    model, load_format = config["model"], config["load_format"]
+    path = model_path(model, weights=load_format != "dummy")
+    return {**fingerprint(model, load_format), **statistics_inputs(EngineConfig(**config["engine"]), path, load_format)}

@@ -16,7 +16,7 @@ from ksana_jax.core.processor import pin
 from ksana_jax.devices.starting import use_device
 from ksana_jax.lab.experiments.config import Trial
 from ksana_jax.lab.experiments.identity import contents
-from ksana_jax.lab.experiments.models import fingerprint
+from ksana_jax.lab.experiments.models import inputs_of
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.trials import Context, EnginePool, Record, attempt
 from ksana_jax.native import build
@@ -114,7 +114,7 @@ class TrialRunner:
         task = task_named(config["task"])
         try:
             settings = task.Settings(**config["settings"])
-            found = contents({**fingerprint(config["model"], config["load_format"]), **task.inputs(settings)})
+            found = contents({**inputs_of(config), **task.inputs(settings)})
         except (ValueError, OSError) as error:
             raise ConfigError(f"{error} (in {os.getcwd()}; the command's folder is {self._sender.folder})") from None
         if differing := [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]:

@@ -49,6 +49,8 @@ ALL = [
     ("tova", "streamed"),
     ("keydiff", "once"),
     ("lagkv", "whole"),
+    ("expected_attention", "streamed"),
+    ("criticalkv", "once"),
 ]
 OWN = {"vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
 CASES = [KNORM_STREAMED, *soak_unless((("knorm", "whole"), ("h2o", "streamed"), ("snapkv", "once")).__contains__, ALL)]

@@ -11,13 +11,23 @@ import pytest
 from safetensors.numpy import save_file
 
 from ksana_jax import LLM, SamplingParams
+from ksana_jax.core.plugins import resolve
+from ksana_jax.core.statistics import Statistics
+from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.layout import TEXT_POSITION
+from ksana_jax.lab.calibration.queries import expected_attention, qfilter
+from ksana_jax.loading.digest import digest_of_files
+from ksana_jax.loading.load import load_model
 from ksana_jax.methods.eviction.h2o import H2O
-from tests.golden.kvpress_cases import CONFIG, KVPressCase, kvpress_cases, weights
+from tests.golden.kvpress_cases import CONFIG, SCALE, KVPressCase, kvpress_cases, queries, statistics, weights
 
 # What an engine is made for; the other settings can change.
 COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "lag_size", "sinks", "chunk_size")
+# Arguments of ExpectedAttentionPress, and our names of them.
+EXPECTED = {"n_future_positions": "future", "n_sink": "sinks", "use_covariance": "covariance"}
+EXPECTED |= {"use_vnorm": "value_norms", "epsilon": "epsilon"}
+COMPILED += (*EXPECTED.values(), "of", "first_stage")
 
 
 def pyramid(case: KVPressCase) -> dict[str, Any]:
@@ -60,6 +70,17 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             common["budget"] = num_kept * size - -case.length % size  # the last one, in the window, may be shorter
             own = {"recent": given["window_size"], "kernel": given["kernel_size"], "chunk_size": size}
             return common | own | {"method": "chunkkv"}
+        case "CriticalKVPress":  # of SnapKVPress, which has means where the engine has sums
+            num_sums = given["window_size"] * CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+            stages = {"first_stage": given["first_stage_ratio"], "epsilon": given["epsilon"] * num_sums}
+            own = {"of": {"method": "snapkv", "kernel": given["kernel_size"]}, "recent": given["window_size"]}
+            return common | own | stages | {"method": "criticalkv"}
+        case "QFilterPress":
+            return common | {"method": "qfilter"}
+        case "ExpectedAttentionPress" | "ExpectedAttentionStatsPress":
+            method = "expected_attention" + "_stats" * case.press.startswith("ExpectedAttentionStats")
+            own = {ours: given[theirs] for theirs, ours in EXPECTED.items()}
+            return common | own | {"method": method}
         case "SnapKVPress" | "PyramidKVPress":
             own = {"method": "snapkv", "recent": given["window_size"], "kernel": given["kernel_size"]}
             return common | own | (pyramid(case) if case.press == "PyramidKVPress" else {})
@@ -71,6 +92,12 @@ def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("llama")
     (found / "config.json").write_text(json.dumps(CONFIG))
     save_file(weights(), found / "model.safetensors", metadata={"format": "pt"})
+    numbers, model = statistics(), digest_of_files(found)
+    numbers |= {"mean": SCALE * numbers["mean"], "covariance": SCALE**2 * numbers["covariance"]}
+    for name, kind in (("qfilter", "qfilter"), ("expected_attention_stats", "expected_attention")):
+        names = ["filters"] if name == "qfilter" else ["mean", "covariance"]
+        arrays = {name: numbers[name] for name in names}
+        Statistics(kind, model, "made up", "", 0, {}, arrays).write(found / f"{name}.npz")
     return found
 
 
@@ -97,6 +124,8 @@ def engine_of(folder):
 
         def engine(setting: dict[str, Any]) -> LLM:
             fixed = {name: setting[name] for name in COMPILED if name in setting}
+            if getattr(resolve(setting["method"], EVICTION_METHODS, ""), "calibrated_for", None):
+                fixed["statistics"] = str(folder / f"{setting['method']}.npz")
             llm = made(json.dumps(fixed | {"budget": 64, "interval": 1}))
             llm.set_kv_eviction(setting)
             return llm
@@ -128,8 +157,21 @@ def by_engine(case: KVPressCase) -> str:
     return repr([settings_of(case).get(name) for name in COMPILED])
 
 
-@pytest.mark.parametrize("case", sorted(kvpress_cases(), key=by_engine), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    sorted(kvpress_cases(), key=by_engine),
+    ids=lambda case: case.name,
+)
 def test_each_head_keeps_the_tokens_that_kvpress_keeps(case, engine_of):
     tokens, found = kept(engine_of(settings_of(case)), case.prompt, len(case.tokens))
     assert tokens == case.tokens
     assert found == case.kept
+
+
+def test_measured_queries_are_those_of_kvpress_and_of_the_authors_code(folder):
+    config, params = load_model(folder)
+    prompt, expected = np.array([KVPressCase("", {}, 96, 0, [], []).prompt]), queries()
+    of_queries, filters = expected_attention(params, config, prompt), qfilter(params, config, prompt)["filters"]
+    np.testing.assert_allclose(of_queries["mean"], SCALE * expected["mean"], atol=2e-5)
+    np.testing.assert_allclose(of_queries["covariance"][:, 5], SCALE**2 * expected["covariance"], atol=2e-5)
+    np.testing.assert_allclose(filters, expected["filters"], atol=1e-4)

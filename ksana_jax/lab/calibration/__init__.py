@@ -1,0 +1,9 @@
+"""Measures numbers about a model on a text, for methods that read them: `ksana calibrate`.
+
+A kind is a function (params, config, tokens [n, T]) -> arrays by name, with an entry for each layer.
+"""
+
+KINDS: dict[str, str] = {
+    "expected_attention": "ksana_jax.lab.calibration.queries:expected_attention",
+    "qfilter": "ksana_jax.lab.calibration.queries:qfilter",
+}

@@ -1,0 +1,108 @@
+"""Evictions by methods that see more than a row's cached tokens: numbers about the model, and what queries have added
+to the row's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
+from ksana_jax.kv.layout import STATE, KVLayout
+from ksana_jax.kv.moves import Evictions
+from ksana_jax.models.params import Params
+from ksana_jax.models.rope import Rope
+from ksana_jax.ops.packing import numbers
+from ksana_jax.ops.pool import KVCache
+
+
+class Facts(NamedTuple):
+    """What a method reads about layers. constants: [Gk, Lg, ...] by name. outputs: [Gk, Lg, N, H, D], or None."""
+
+    constants: Mapping[str, Any]
+    outputs: Any = None
+
+
+def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
+    """Returns what the layout's eviction method reads.
+
+    Raises:
+      ConfigError: the method has numbers for another number of layers.
+    """
+    assert layout.eviction is not None
+    method = layout.eviction.method
+    # The last groups of a kind may have fewer layers.
+    layers = np.zeros((len(layout.groups), len(layout.groups[0].layers)), np.int32)
+    for group, row in zip(layout.groups, layers, strict=True):
+        row[: len(group.layers)] = group.layers
+    found = dict(method.constants())
+    for name, x in found.items():
+        if len(x) != len(layout.places):
+            raise ConfigError(
+                f"kv_eviction {type(method).__name__}: {name} is of {len(x)} layers, the model has {len(layout.places)}"
+            )
+    if method.reads_ropes:
+        frequencies = np.array([rope.inv_freq for rope in ropes], np.float32)
+        scales = [np.broadcast_to(rope.scale, frequencies.shape[1:]) for rope in ropes]
+        found |= {"inv_freq": frequencies, "rope_scale": np.array(scales, np.float32)}
+    constants = {name: jnp.asarray(x[layers]) for name, x in found.items()}
+    if not method.reads_outputs:
+        return Facts(constants)
+    size = 2 * len(ropes[0].inv_freq)
+    outputs = [numbers(p.w_o).T.reshape(-1, size, p.w_o.shape[0]) for p in params.layers]
+    return Facts(constants, jnp.stack(outputs)[layers])
+
+
+class Informed:
+    """An eviction method whose `priority` also sees facts about the layers, and the states of rows.
+
+    state: [n, Lg, K, *state_shape], or None.
+    """
+
+    def __init__(self, method: EvictionMethod, facts: Facts, state: jax.Array | None):
+        self._method, self._facts, self._state = method, facts, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        constants = {name: x[cached.group] for name, x in self._facts.constants.items()}
+        norms = None if self._facts.outputs is None else output_norms(cached, self._facts.outputs)
+        return self._method.priority(cached._replace(constants=constants, state=self._state, output_norms=norms), xp)
+
+
+def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
+    """Returns `Cached.output_norms`, one head of one layer at a time: a product takes [C, D]."""
+    n, num_layers, kv_heads, num_slots, _ = cached.values.shape
+    heads = outputs.shape[2]
+
+    def norms(index):
+        row, layer, head = index
+        values = cached.values[row, layer, head * kv_heads // heads].astype(jnp.float32)
+        matrix = outputs[cached.group[row], layer, head].astype(jnp.float32)
+        return jnp.abs(values @ matrix).sum(axis=-1)
+
+    indices = jnp.unravel_index(jnp.arange(n * num_layers * heads), (n, num_layers, heads))
+    return jax.lax.map(norms, indices).reshape(n, num_layers, heads, num_slots)
+
+
+def with_state(evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod) -> KVCache:
+    """Makes evictions by `evict`, whose method is told the facts and the states of the rows."""
+    leaves = dict(cache.leaves)
+    leaf = leaves.pop(STATE, None)
+    if leaf is None:
+        return evict(cache, asked, method=Informed(method, facts, None))
+    parts = leaf[asked.tables][:, :, :, 0]
+    used = jnp.arange(parts.shape[1]) * cache.block_size < asked.num_tokens[:, None]
+    state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
+    moved = evict(KVCache(leaves, cache.codec), asked, method=Informed(method, facts, state))
+    # The first block has the state of all; a row of padding keeps nothing.
+    kept = jnp.arange(parts.shape[1]) * cache.block_size < asked.num_kept[:, None]
+    targets = jnp.where(kept, asked.targets, cache.num_blocks)
+    leaf = leaf.at[targets].set(0, mode="drop")
+    leaf = leaf.at[targets[:, 0], :, 0].set(state * (not method.resets_scores), mode="drop")
+    return KVCache(moved.leaves | {STATE: leaf}, cache.codec)
