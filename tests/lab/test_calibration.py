@@ -1,5 +1,7 @@
 """`ksana calibrate`: what it measures, the file, how methods find it, and what records say of it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,9 @@ from ksana_jax.cli import main
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.core.statistics import default_file, read_statistics
+from ksana_jax.kv.codecs.registry import find_sealing
 from ksana_jax.lab.calibration import KINDS
+from ksana_jax.lab.calibration.levels import _histogram, _means
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.statistics import with_statistics
@@ -51,6 +55,7 @@ def test_the_file_says_where_its_numbers_come_from(home):
     digest = digest_of_files(model_path("ksana-tiny"))
     shapes = {
         "expected_attention": {"mean": (8, 8, 32), "covariance": (8, 8, 32, 32)},
+        "kvquant": {f"{side}{bits}": (2**bits,) for side in "kv" for bits in (2, 3, 4)},
         "qfilter": {"filters": (8, 2, 32)},
     }
     for kind in KINDS:
@@ -65,6 +70,8 @@ def test_a_method_finds_its_file_by_the_model(home, tmp_path, monkeypatch):
     config = EngineConfig(kv_eviction={"method": "criticalkv", "of": {"method": "expected_attention_stats"}})
     setting = with_statistics(config, model).kv_eviction
     assert setting["of"]["statistics"] == str(default_file("expected_attention", digest))
+    codec = {"k": "kvquant4", "v": "kvquant4", "statistics": str(default_file("kvquant", digest))}
+    assert with_statistics(EngineConfig(kv_cache_dtype=codec), model).kv_cache_dtype == codec
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"does not exist: ksana calibrate .*ksana-tiny --text TEXT --for qfilter"):
         LLM("ksana-tiny", kv_eviction={"method": "qfilter"})
@@ -97,3 +104,21 @@ def test_records_have_the_hashes_of_text_and_numbers_and_no_path(home):
     assert found.config["inputs"]["qfilter_text"] == numbers.sha256[:16]
     assert found.config["inputs"]["qfilter_numbers"] == numbers.digest
     assert found.id == named.id
+
+
+def test_fitted_levels_lose_less_than_uniform_ones():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 2, 64)).astype(np.float32)
+    uniform = find_sealing({"k": "kvquant2", "v": "kvquant2"})
+    assert uniform is not None
+    for side in "kv":
+        levels = 3 * _means(np.asarray(_histogram(x, side), np.float64), 2)
+        codec = getattr(uniform, side)
+
+        class Fitted(type(codec)):
+            _levels = levels.astype(np.float32)
+
+        fitted = Fitted(**{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)})
+        blocks = x.reshape(-1, 64, 2, 64).swapaxes(1, 2)
+        errors = [((c.decode(c.encode(blocks, np), np) - blocks) ** 2).mean() for c in (codec, fitted)]
+        assert errors[1] < 0.85 * errors[0]

@@ -5,5 +5,6 @@ A kind is a function (params, config, tokens [n, T]) -> arrays by name, with an 
 
 KINDS: dict[str, str] = {
     "expected_attention": "ksana_jax.lab.calibration.queries:expected_attention",
+    "kvquant": "ksana_jax.lab.calibration.levels:kvquant",
     "qfilter": "ksana_jax.lab.calibration.queries:qfilter",
 }

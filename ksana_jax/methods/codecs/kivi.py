@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.codecs.base import BlockCodec
@@ -49,6 +51,11 @@ class Kivi(BlockCodec):
         return {"codes": (codes, "uint8"), "scale": (groups, "float16"), "zero": (groups, "float16")}
 
     @property
+    def _levels(self) -> np.ndarray | None:
+        """Numbers of the codes, [2^bits] in units of a group's scale; None for 0, 1, 2, ..."""
+        return None
+
+    @property
     def _axis(self) -> int:
         """Axis of a group's numbers, along which its scale and zero broadcast, in blocks split into groups."""
         return -2 if self.side == "k" else -1
@@ -59,7 +66,7 @@ class Kivi(BlockCodec):
             groups = x.reshape(*others, -1, math.gcd(size, self.group), h)
         else:
             groups = x.reshape(*others, size, -1, math.gcd(h, self.group))
-        codes, scale, zero = quantised(groups, self.bits, self._axis, xp)
+        codes, scale, zero = quantised(groups, self.bits, self._axis, xp, self._levels)
         scale, zero = (a.squeeze(self._axis) for a in (scale, zero))
         return {"codes": packed(codes.reshape(x.shape), self.bits, xp), "scale": scale, "zero": zero}
 
@@ -68,7 +75,7 @@ class Kivi(BlockCodec):
         scale, zero = (xp.expand_dims(stored[name], self._axis) for name in ("scale", "zero"))
         *others, size, h = codes.shape
         split = (scale.shape[-3], -1, h) if self.side == "k" else (size, scale.shape[-2], -1)
-        return dequantised(codes.reshape(*others, *split), scale, zero, xp).reshape(codes.shape)
+        return dequantised(codes.reshape(*others, *split), scale, zero, xp, self._levels).reshape(codes.shape)
 
 
 kivi4, kivi3, kivi2 = (functools.partial(Kivi, bits=bits) for bits in (4, 3, 2))

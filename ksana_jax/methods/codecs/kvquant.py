@@ -6,6 +6,10 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+import numpy as np
+
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.statistics import read_statistics
 from ksana_jax.methods.codecs.gear import Gear
 
 
@@ -15,18 +19,34 @@ class KVQuant(Gear):
     position, so that the range of a channel is smaller; they are rotated when they are read. 1 % of the numbers of each
     vector are outliers, which are stored exactly.
 
-    Levels are uniform between a block's smallest and largest numbers, where the paper fits levels and thresholds of
-    keys to calibration data: no calibration is needed, and every block has its own levels.
+    Levels are uniform between a block's smallest and largest numbers, or as `ksana calibrate` has fitted them between
+    these: one set for the keys and one for the values of all layers. The paper fits one for each layer, weighed by
+    sensitivity, and thresholds of keys for the whole text.
 
-    Source: arXiv:2401.18079, sections 3.1 to 3.5, without non-uniform levels and normalisation of the codes.
+    Args:
+      statistics: file of `ksana calibrate --for kvquant`; None takes uniform levels.
+
+    Source: arXiv:2401.18079, sections 3.1 to 3.5, without normalisation of the codes.
     """
 
     outliers: float = 0.01
     rank: int = 0
+    statistics: str | None = None
 
     residual: ClassVar[int] = 0
     first: ClassVar[int] = 1
     unrotated_keys: ClassVar[bool] = True
+
+    @property
+    def _levels(self) -> np.ndarray | None:
+        if self.statistics is None:
+            return None
+        arrays, name = read_statistics(self.statistics, "kvquant").arrays, f"{self.side}{self.bits}"
+        if name not in arrays:
+            raise ConfigError(
+                f"kv_cache_dtype kvquant: {self.statistics} has levels of 4, 3 and 2 bits, not {self.bits}"
+            )
+        return arrays[name]
 
 
 kvquant4, kvquant3, kvquant2 = (functools.partial(KVQuant, bits=bits) for bits in (4, 3, 2))

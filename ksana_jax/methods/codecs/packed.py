@@ -49,23 +49,30 @@ class Packed:
         return dequantised(codes.reshape(*scale.shape[:-1], -1), scale, zero, xp).reshape(codes.shape)
 
 
-def quantised(x: Any, bits: int, axis: int, xp: Any) -> tuple[Any, Any, Any]:
+def quantised(x: Any, bits: int, axis: int, xp: Any, levels: Any = None) -> tuple[Any, Any, Any]:
     """Returns codes of numbers, uint8 of x's shape, and float16 scales and zeros of the groups along an axis, which
-    they keep with length 1."""
+    they keep with length 1.
+
+    Args:
+      levels: numbers [2^bits] of the codes, ascending, in units of a group's scale; None for 0, 1, 2, ...
+    """
     most = 2**bits - 1
     x = x.astype(xp.float32)
     low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
     scale, zero = ((high - low) / most).astype(xp.float16), low.astype(xp.float16)
     # Codes use the rounded scale and zero, as they will be read.
     step, first = (a.astype(xp.float32) for a in (scale, zero))
-    codes = xp.round((x - first) / xp.where(step > 0, step, xp.float32(1)))
+    codes = (x - first) / xp.where(step > 0, step, xp.float32(1))
+    if levels is not None:
+        return (codes[..., None] > (levels[1:] + levels[:-1]) / 2).sum(axis=-1, dtype=xp.uint8), scale, zero
+    codes = xp.round(codes)
     return xp.clip(codes, 0, most).astype(xp.uint8), scale, zero
 
 
-def dequantised(codes: Any, scale: Any, zero: Any, xp: Any) -> Any:
-    """Returns the numbers, in float32, of codes with scales and zeros that broadcast to them."""
+def dequantised(codes: Any, scale: Any, zero: Any, xp: Any, levels: Any = None) -> Any:
+    """Returns the numbers, in float32, of codes with scales and zeros that broadcast to them; levels as above."""
     scale, zero = (a.astype(xp.float32) for a in (scale, zero))
-    return codes.astype(xp.float32) * scale + zero
+    return (codes.astype(xp.float32) if levels is None else xp.asarray(levels)[codes]) * scale + zero
 
 
 def packed(codes: Any, bits: int, xp: Any) -> Any:
