@@ -36,10 +36,12 @@ def reference_logprobs(
     exact=None,
     unrotated=False,
     selects=None,
+    hidden=False,
 ) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
     Args:
+      pattern: one, one for each layer, or one for each kv head of each layer; None takes the model's own.
       in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
       unrotated: whether `stored` gets keys before the rotation.
@@ -47,8 +49,9 @@ def reference_logprobs(
       selects: (layer, q [T, N, H], k [T, K, H]) -> [N, T, T] bool, keys that each query reads, of those that it may; q
         and k are rotated, q is scaled. None reads all.
       attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
+      hidden: True returns the hidden states [T, D] after the last norm instead.
     """
-    patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers)
+    patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers, config.num_kv_heads)
 
     def f64(a):
         return np.asarray(a, np.float64)
@@ -57,7 +60,8 @@ def reference_logprobs(
     i, j = np.arange(t)[:, None], np.arange(t)[None, :]
     x = f64(params.embed)[np.asarray(tokens)]
     heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
-    for index, (p, pat, layer) in enumerate(zip(params.layers, patterns, config.layers, strict=True)):
+    of_layer = len(patterns) // config.num_layers
+    for index, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
         spec = layer.attention
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
@@ -73,12 +77,12 @@ def reference_logprobs(
         if selects is not None:
             turned = _rotate(q * spec.scale, np.arange(t)[:, None] + np.zeros((1, heads)), spec.rope.theta)
             chosen = selects(index, turned, exact_k[:, :: heads // kv_heads])
-        mask, stands = literal(pat, i, j)
-        if in_cache is not None:
-            mask = mask & in_cache[index]
         sink_logits = f64(p.sink_logits) if spec.sinks == "learned" else np.zeros(heads)
         out = np.zeros((t, heads, h))
         for n in range(heads):
+            mask, stands = literal(patterns[index * of_layer + n * of_layer // heads], i, j)
+            if in_cache is not None:
+                mask = mask & in_cache[index]
             q_ij = _rotate(np.broadcast_to(q[:, None, n], (t, t, h)), stands, spec.rope.theta)
             k_ij = np.where(read[:, :, None], exact_k[None, :, n], k[None, :, n])
             biases = 0 if spec.alibi is None else spec.alibi[n] * (j - stands)
@@ -96,7 +100,10 @@ def reference_logprobs(
         y = _norm(x, f64(p.mlp_norm), config.norm_eps)
         gate = y @ f64(p.w_gate).T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
-    z = _norm(x, f64(params.final_norm), config.norm_eps) @ f64(params.embed if params.head is None else params.head).T
+    x = _norm(x, f64(params.final_norm), config.norm_eps)
+    if hidden:
+        return x
+    z = x @ f64(params.embed if params.head is None else params.head).T
     z = _capped(z, config.logit_soft_cap)
     z -= z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))

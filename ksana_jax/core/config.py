@@ -381,7 +381,12 @@ class EngineConfig:
         return self.distributed["num_processes"]
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
-        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None."""
+        """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None.
+
+        Raises:
+          ConfigError: the patterns differ between the kv heads of a layer, and a setting knows whole layers only.
+        """
+        refusals.check(self.used() | {refusals.BY_HEAD: len(patterns) > model.num_layers})
         rotated = max(pattern.num_repositioned_sinks for pattern in patterns)
         return dataclasses.replace(
             self,

@@ -164,16 +164,17 @@ class AttentionPattern:
 FULL = AttentionPattern()
 
 
-def per_layer(pattern: AttentionPattern | Sequence[AttentionPattern], num_layers: int) -> tuple[AttentionPattern, ...]:
-    """Returns one pattern per layer, from one for all layers or a list.
+def per_layer(
+    pattern: AttentionPattern | Sequence[AttentionPattern], num_layers: int, num_kv_heads: int = 1
+) -> tuple[AttentionPattern, ...]:
+    """Returns one pattern per layer, from one for all layers or a list, which may have one for each of a layer's
+    num_kv_heads instead, layer by layer: then so has the result.
 
     Raises:
-      ValueError: the list does not have num_layers entries.
+      ValueError: the list has another number of entries.
     """
-    if isinstance(pattern, AttentionPattern):
-        return (pattern,) * num_layers
-    patterns = tuple(pattern)
-    if len(patterns) != num_layers:
+    patterns = (pattern,) * num_layers if isinstance(pattern, AttentionPattern) else tuple(pattern)
+    if len(patterns) not in (num_layers, num_layers * num_kv_heads):
         raise ValueError(f"{len(patterns)} attention patterns were given, the model has {num_layers} layers")
     return patterns
 

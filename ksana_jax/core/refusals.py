@@ -44,6 +44,7 @@ NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 NOT_FULL = "patterns other than full attention"
+BY_HEAD = "patterns that differ between the kv heads of a layer"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -71,6 +72,9 @@ REFUSALS = (
     Refusal("kv_selection", "disk_cache_dir", "selection from blocks that were read from disk is untested"),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
+    Refusal(BY_HEAD, "kv_eviction", "a method compares the heads of a layer, whose blocks would hold single heads"),
+    Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
+    Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),

@@ -77,7 +77,7 @@ def build_engine(
       ValueError: model, settings and tokenizer do not fit together; the message says which and why.
     """
     _check_tokenizer(model, tokenizer)
-    seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
+    seen = read_patterns(patterns, model)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     check_length(model, config)
     if executor is None:

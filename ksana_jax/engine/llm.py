@@ -199,8 +199,7 @@ class LLM(LLMFacts, Sessions, Sleeps):
           RuntimeError: requests are running.
           ValueError: the pattern has more repositioned sinks than `max_repositioned_sinks`.
         """
-        model = self.model_config
-        patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
+        patterns = read_patterns(pattern, self.model_config)
         self.runner.check_patterns(patterns)
         self.replicas.each(lambda engine: engine.set_patterns(patterns))
 

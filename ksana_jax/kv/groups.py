@@ -10,7 +10,7 @@ from ksana_jax.kv.codecs.sealing import Sealing
 
 
 class KVGroup(NamedTuple):
-    """Layers that share a block table.
+    """Layers that share a block table. Where the kv heads of a layer have different patterns, each counts as a layer.
 
     live: positions that later queries of at least one of them can see. share: of an eviction method's budget, see
     `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes

@@ -89,7 +89,7 @@ class KVLayout:
         """Returns the layout of a model's pool.
 
         Args:
-          patterns: one for each layer; None takes the model's own.
+          patterns: one for each layer, or for each kv head of each layer; None takes the model's own.
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
           as_bits: types that are stored as unsigned integers, see `devices.capabilities.stored_as_bits`.
           eviction: method by which full-attention layers evict tokens.
@@ -99,7 +99,9 @@ class KVLayout:
         Raises:
           ConfigError: no layer can evict, or see `EvictionSchedule`.
         """
-        seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers)
+        seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers, model.num_kv_heads)
+        # A place has all heads of a layer, or a single one.
+        model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
         if (sealing := find_sealing(dtype)) is not None:
             name = f"kv_cache_dtype {codec_name(dtype)}"
             used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
@@ -131,6 +133,8 @@ class KVLayout:
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks keep their
         groups; build a new engine with these patterns to hold less KV."""
+        if len(patterns) != len(self.places):
+            raise ConfigError(f"{refusals.BY_HEAD} need an engine that was made for them, and other patterns another")
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
@@ -140,9 +144,7 @@ class KVLayout:
 
         def live(group: KVGroup) -> LiveRange:
             found = LiveRange.of([patterns[layer] for layer in group.layers])
-            if not group.residual or self.sealed is None:
-                return found
-            return self.sealed.sealing.residual_live(found)
+            return self.sealed.sealing.residual_live(found) if self.sealed and group.residual else found
 
         return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))
 
@@ -179,7 +181,7 @@ class KVLayout:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Returns for each layer its group, and its index among the group's layers; of codes with a block codec."""
+        """Returns for each layer, or kv head of each layer, its group, and its index there; of codes if they are."""
         groups = [(g, group) for g, group in enumerate(self.groups) if not group.residual]
         found = {layer: (g, at) for g, group in groups for at, layer in enumerate(group.layers)}
         return tuple(found[layer] for layer in range(len(found)))
@@ -210,9 +212,7 @@ class KVLayout:
     @property
     def evicts_from(self) -> tuple[EvictionMethod | None, ...]:
         """Returns for each layer the method that evicts from it; None without eviction."""
-        if self.eviction is None:
-            return (None,) * len(self.places)
-        method = self.eviction.method.compiled
+        method = self.eviction and self.eviction.method.compiled
         return tuple(None if self.groups[g].share is None else method for g, _ in self.places)
 
     def with_eviction(self, method: EvictionMethod) -> KVLayout:

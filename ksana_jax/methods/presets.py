@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
-from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.patterns import AttentionPattern, per_layer
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.core.plugins import nearest
+from ksana_jax.methods.full_heads import read_full_heads
+
+# The field of a pattern that names kv heads.
+FULL_HEADS = "full_heads"
 
 # Fields of AttentionPattern, with the numbers of the papers; a window should not exceed the model's training context.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -19,9 +23,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window": 1020, "num_sinks": 4, "sink_position": "cache"},
     # LM-Infinite, arXiv:2308.16137: the trained context of Llama 2, and the fewest starting tokens of its "10 to 100".
     "lm_infinite": {"window": 4096, "num_sinks": 10, "sink_position": "ceiling"},
+    # DuoAttention, arXiv:2410.10819: its streaming heads; `full_heads` names the retrieval heads.
+    "duo_attention": {"window": 256, "num_sinks": 64, "sink_position": "absolute"},
 }
 
-# A preset's name, or fields of AttentionPattern, optionally with a "preset" that they override.
+# A preset's name, or fields of AttentionPattern, optionally with a "preset" that they override, and with "full_heads",
+# kv heads that keep the model's own pattern, see `methods.full_heads`.
 PatternLike: TypeAlias = AttentionPattern | str | Mapping[str, Any]
 
 _FORMS = "an AttentionPattern, a dict of its fields, the name of a preset, or a list with one of these for each layer"
@@ -47,6 +54,8 @@ def read_pattern(given: PatternLike) -> AttentionPattern:
     for name in given:
         if name not in (*names, "preset"):
             close = nearest(str(name), names, cutoff=0.0)
+            if name == FULL_HEADS:
+                raise ConfigError("pattern.full_heads names heads of all layers: one of a list of patterns has none")
             raise ConfigError(f"pattern has no field {name!r}; the nearest is {close!r}")
     preset = "full" if given.get("preset") is None else given["preset"]
     if not isinstance(preset, str) or preset not in PRESETS:
@@ -55,13 +64,48 @@ def read_pattern(given: PatternLike) -> AttentionPattern:
     return AttentionPattern(**PRESETS[preset] | {k: v for k, v in given.items() if k != "preset"})
 
 
-def read_patterns(given: PatternLike | Sequence[PatternLike], num_layers: int) -> tuple[AttentionPattern, ...]:
+def read_patterns(
+    given: PatternLike | Sequence[PatternLike] | None, model: ModelConfig
+) -> tuple[AttentionPattern, ...]:
     """Returns one attention pattern per layer, from one for all layers or a list; see `read_pattern`.
+
+    Where the kv heads of a layer have different patterns, by `full_heads` or a list that has one for each head, layer
+    by layer, there is one for each kv head of each layer.
+
+    Args:
+      given: None takes the model's own.
 
     Raises:
       ConfigError: as `read_pattern`.
-      ValueError: the list does not have num_layers entries, or a number is out of range.
+      ValueError: the list has another number of entries, or a number is out of range.
     """
-    if isinstance(given, (list, tuple)):
-        return per_layer([read_pattern(p) for p in given], num_layers)
-    return per_layer(read_pattern(given), num_layers)  # pyright: ignore[reportArgumentType]  it refuses other types
+    own, heads = per_layer(model.pattern, model.num_layers), model.num_kv_heads
+    if given is None:
+        return own
+    if names_heads(given):
+        plain = plain_pattern(given, model)
+        pattern = read_pattern({name: value for name, value in plain.items() if name != FULL_HEADS})
+        # Layers with windows of their own keep them.
+        found = [
+            own[layer] if head in kept or own[layer] != FULL else pattern
+            for layer, kept in enumerate(plain[FULL_HEADS])
+            for head in range(heads)
+        ]
+    else:
+        found = [read_pattern(p) for p in given] if isinstance(given, (list, tuple)) else read_pattern(given)  # pyright: ignore[reportArgumentType]  it refuses other types
+    patterns = per_layer(found, model.num_layers, heads)
+    if len(patterns) > model.num_layers and all(p == patterns[i - i % heads] for i, p in enumerate(patterns)):
+        return patterns[::heads]
+    return patterns
+
+
+def names_heads(given: object) -> TypeGuard[Mapping[str, Any]]:
+    """True if a pattern holds for some kv heads only, see `methods.full_heads`."""
+    return isinstance(given, Mapping) and given.get(FULL_HEADS) is not None
+
+
+def plain_pattern(given: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Returns all fields of a pattern that `names_heads`, with the heads as a list for each layer."""
+    fields = {name: value for name, value in given.items() if name != FULL_HEADS}
+    full = read_full_heads(given[FULL_HEADS], model.num_layers, model.num_kv_heads)
+    return dataclasses.asdict(read_pattern(fields)) | {FULL_HEADS: full}

@@ -59,13 +59,14 @@ class Requirements(NamedTuple):
         """Returns the requirements of a model and its pool on a device, by default jax's first one."""
         device = device or jax.local_devices()[0]
         found = getattr(device, "compute_capability", None)
+        heads = layout.num_kv_heads  # of one call: one, where the heads of a layer have patterns of their own
         mixed = any(leaf.name == EXACT for leaf in layout.leaves)
         return cls(
             platform_of(device),
             None if found is None else _version(found),
             layout.leaf("kv").dtype,
-            config.num_heads,
-            config.num_kv_heads,
+            config.num_heads * heads // config.num_kv_heads,
+            heads,
             config.head_dim,
             layout.block_size,
             num_repositioned_sinks,

@@ -25,6 +25,7 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, run_layers, sink_logits
+from ksana_jax.ops.by_head import attend_by_head
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.paged import PagedLayer, paged_attend
@@ -42,8 +43,8 @@ class Network:
 
     config: of each device's model. placement: on devices.
     ropes: of each layer.
-    places: for each layer its group and its index there, see `kv.layout.KVLayout.places`.
-    residual_places: for each layer the places of exact keys and values beside codes, or empty.
+    places: see `kv.layout.KVLayout.places`; of layers in order.
+    residual_places: for each of them the places of exact keys and values beside codes, or empty.
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform.
@@ -65,13 +66,14 @@ class Network:
     def kinds(self) -> tuple[int, ...]:
         """Returns for each layer the first one computed alike. Patterns are data and make no difference."""
         specs = [_without_pattern(spec) for spec in self.config.layers]
-        kinds = list(zip(specs, self.observers, self.selections, strict=True))
+        kinds = list(zip(specs, self.observers, self.selections))  # neither method knows places of single heads
         return tuple(map(kinds.index, kinds))
 
-    def place(self, layer: int) -> tuple[tuple[int, int], Any, int]:
-        """Returns the place of a layer, the places of its exact keys and values (or None), and the layer itself."""
-        residual = self.residual_places[layer] if self.residual_places else None
-        return self.places[layer], residual, layer
+    def placed(self, layers: range) -> list[tuple[tuple[int, int], Any, int]]:
+        """Returns the places of layers, the places of their exact keys and values (or None), and their numbers."""
+        each, residual = len(self.places) // len(self.ropes), self.residual_places
+        numbers = range(layers.start * each, layers.stop * each)
+        return [(self.places[n], residual[n] if residual else None, n) for n in numbers]
 
     def observer(self, kind: int, layer: Any) -> Observer | None:
         """Returns the observer of a layer, whose index may be traced."""
@@ -149,9 +151,6 @@ class _Run(NamedTuple):
     def of(self, params: Params) -> list[LayerParams]:
         return list(params.layers[self.layers.start : self.layers.stop])
 
-    def places(self, network: Network) -> list[Any]:
-        return [network.place(layer) for layer in self.layers]
-
     @staticmethod
     def all_of(network: Network) -> list[_Run]:
         kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
@@ -181,7 +180,7 @@ def lower_in_runs(
     runs = {}
     for run in _Run.all_of(network):
         if run.program not in runs:
-            places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), run.places(network))
+            places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.placed(run.layers))
             step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kind=run.kind)
             runs[run.program] = lower(step, run.of(params), cache, x, on_device, angles[run.rope], patterns, places)
     first, last = (
@@ -226,7 +225,7 @@ class StepInRuns:
         self.programs = (first, *runs.values(), last)
         self._first, self._last = first, last
         self._runs = [
-            (runs[run.program], run, network.placement.everywhere(jax.tree.map(np.int32, run.places(network))))
+            (runs[run.program], run, network.placement.everywhere(jax.tree.map(np.int32, network.placed(run.layers))))
             for run in _Run.all_of(network)
         ]
 
@@ -259,7 +258,7 @@ def step_whole(params, cache, arrays, patterns, *, network: Network, shape, alik
         functools.cache(arrays.of_group),
         [angles[kind] for kind in network.rope_kinds],
         patterns,
-        [network.place(layer) for layer in layers],
+        network.placed(layers),
         network=network,
         shape=shape,
         kinds=layers,
@@ -277,9 +276,8 @@ def step_first(params, vector, given, *, network: Network, packing: Packing):
 
 def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kind: int):
     """Computes layers of one kind."""
-    each = range(len(ps))
-    kinds, angles = [kind for _ in each], [angles for _ in each]
-    settings = {"network": network, "shape": shape, "kinds": kinds, "alike": each}
+    kinds, angles = [kind for _ in ps], [angles for _ in ps]
+    settings = {"network": network, "shape": shape, "kinds": kinds, "alike": range(len(places))}
     return _through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)
 
 
@@ -288,9 +286,9 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
 
     of_group: `StepArrays.of_group`. alike: for each layer the first one with the same pattern in the same group.
     """
-    layers = []
-    for p, turns, kind, schedule, ((group, at), residual, layer) in zip(ps, angles, kinds, alike, places, strict=True):
-        spec = network.config.layers[kind]
+    layers, each = [], len(places) // len(ps)
+    for n, schedule, ((group, at), residual, layer) in zip(np.arange(len(places)) // each, alike, places, strict=True):
+        p, turns, kind, spec = ps[n], angles[n], kinds[n], network.config.layers[kinds[n]]
         layers.append(
             PagedLayer(
                 spec=spec,
@@ -312,9 +310,10 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
 
         ps = [bound(p, slots) for p in ps]
     implementation, features = network.implementation.of_step(shape), network.placement.features
-    attend = paged_attend(layers, shape, network.num_repositioned_sinks, implementation, features)
+    attends = paged_attend if each == 1 else functools.partial(attend_by_head, each)
+    attend = attends(layers, shape, network.num_repositioned_sinks, implementation, features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
-    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers], operators=operators)
+    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers[::each]], operators=operators)
     return cache, x
 
 

@@ -116,6 +116,7 @@ _ALL = [
     _sees("streaming_llm", SINKS | {"sink_position": "cache"}),
     _sees("lm_infinite", SINKS | {"sink_position": "ceiling"}),
     _sees("window and full", [{"window": 18}, "full"], 2),
+    _sees("full heads", {"window": 18, "full_heads": [[1], [0]]}, 2),
     Setting("enable_prefix_caching", "cache", CACHE, keeps=True),
     Setting("host tier", "cache", CACHE | HOST, keeps=True),
     Setting("disk tier", "cache", CACHE | HOST | {"disk_cache_dir": FOLDER}, keeps=True),
@@ -224,7 +225,7 @@ class Engines:
     def _make(self, settings: Sequence[Setting], asked: SamplingParams, num_layers: int) -> LLM:
         given = functools.reduce(operator.or_, (s.engine for s in settings), {})
         model_config, weights = of_layers(num_layers, model())
-        patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), num_layers)
+        patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), model_config)
         config = engine_config(STEPS | self._with_folders(given, num_layers)).for_model(model_config, patterns)
         layout = make_layout(model_config, patterns, config)
         most = max(layout.blocks_to_finish(len(prompt) + NUM_TOKENS, len(prompt)) for prompt in PROMPTS)

@@ -134,7 +134,7 @@ def make_llm(
     """An engine with one bucket of each kind, so that it has three shapes of steps; engines that compile the same steps
     share them, unless a dict of programs is given. folder: of another model."""
     model_config, params = model() if folder is None else _stored(folder, settings.get("dtype", "f32"))
-    patterns = read_patterns(model_config.pattern if pattern is None else pattern, model_config.num_layers)
+    patterns = read_patterns(pattern, model_config)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
     key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction, config.kv_selection))

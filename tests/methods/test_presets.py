@@ -1,10 +1,14 @@
 """Default positions from which queries score sinks, and the forms in which a user may give an attention pattern."""
 
+import dataclasses
+import json
 import re
 
 import pytest
 
 from ksana_jax import AttentionPattern
+from ksana_jax.core.config import ConfigError, ModelConfig
+from ksana_jax.core.patterns import FULL
 from ksana_jax.methods.presets import PRESETS, read_pattern, read_patterns
 
 
@@ -36,6 +40,7 @@ def test_a_pattern_is_named_by_what_was_chosen():
     assert str(AttentionPattern()) == "full"
 
 
+LAYERS = {n: ModelConfig(num_layers=n, num_kv_heads=1) for n in (2, 3)}
 STREAMING = AttentionPattern(window=1020, num_sinks=4, sink_position="cache")
 
 
@@ -60,12 +65,12 @@ def test_a_pattern_may_be_given_by_name_as_fields_or_as_itself(given, pattern):
 def test_every_preset_is_a_pattern_with_room_for_its_sinks():
     patterns = [read_pattern(name) for name in PRESETS]
     assert len(set(patterns)) == len(PRESETS)
-    assert [p.sink_position for p in patterns if p.num_sinks] == ["cache", "ceiling"]
+    assert [p.sink_position for p in patterns if p.num_sinks] == ["cache", "ceiling", "absolute"]
 
 
 def test_one_form_serves_all_layers_and_a_list_one_each():
-    assert read_patterns("streaming_llm", 3) == (STREAMING,) * 3
-    assert read_patterns(["full", {"window": 8}], 2) == (AttentionPattern(), AttentionPattern(window=8))
+    assert read_patterns("streaming_llm", LAYERS[3]) == (STREAMING,) * 3
+    assert read_patterns(["full", {"window": 8}], LAYERS[2]) == (AttentionPattern(), AttentionPattern(window=8))
 
 
 @pytest.mark.parametrize(
@@ -94,5 +99,77 @@ def test_one_form_serves_all_layers_and_a_list_one_each():
 )
 def test_what_is_no_pattern_is_refused_in_one_sentence(given, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        read_patterns(given, 2)
+        read_patterns(given, LAYERS[2])
     assert "\n" not in str(raised.value)
+
+
+def _file(folder, **given):
+    path = folder / "scores.json"
+    path.write_text(json.dumps({"kind": "duoattention", "scores": [[0.1, 0.9], [0.3, 0.2]]} | given))
+    return str(path)
+
+
+NEAR = AttentionPattern(window=8)
+OF_HEADS = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        ([[1], []], (NEAR, FULL, NEAR, NEAR)),
+        ([[1, 0], [1]], (FULL, FULL, NEAR, FULL)),
+        ({"file": None, "share": 0.25}, (NEAR, FULL, NEAR, NEAR)),
+        ({"file": None, "share": 0.5}, (NEAR, FULL, FULL, NEAR)),
+        ({"file": None, "share": 0.5, "lowest": True}, (FULL, NEAR, NEAR, FULL)),
+        # All heads of each layer are alike: one pattern per layer.
+        ([[0, 1], []], (FULL, NEAR)),
+        ({"share": 0}, (NEAR, NEAR)),
+        ({"share": 1}, (FULL, FULL)),
+    ],
+)
+def test_full_heads_keep_the_models_own_pattern(heads, expected, tmp_path):
+    if isinstance(heads, dict) and "file" in heads:
+        heads |= {"file": _file(tmp_path)}
+    assert read_patterns({"window": 8, "full_heads": heads}, OF_HEADS) == expected
+    assert read_patterns(list(expected), OF_HEADS) == expected
+
+
+def test_layers_with_windows_of_their_own_keep_them_in_all_heads():
+    sliding = AttentionPattern(window=3)
+    model = dataclasses.replace(OF_HEADS, pattern=(sliding, FULL))
+    assert read_patterns({"window": 8, "full_heads": [[], [0]]}, model) == (sliding, sliding, FULL, NEAR)
+
+
+def test_a_seed_draws_a_share_of_the_heads():
+    model = ModelConfig(num_layers=4, num_kv_heads=8)
+    drawn = [read_patterns({"window": 8, "full_heads": {"share": 0.5, "seed": seed}}, model) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and [p.count(FULL) for p in drawn] == [16] * 3
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ([[0]], "must be a list with the kv heads of each of 2 layers, or {share: 0.5, file: scores.json}"),
+        ("scores.json", "must be a list with the kv heads of each of 2 layers"),
+        ([[0], [2]], "pattern.full_heads has [2], must be a list of kv heads 0 to 1"),
+        ([[0], 1], "pattern.full_heads has 1, must be a list of kv heads 0 to 1"),
+        ({"shar": 0.5}, "pattern.full_heads has no field 'shar', only share, file, lowest, seed"),
+        ({"seed": -1}, "full_heads.seed is -1, must be an integer from 0"),
+        ({"share": 1.5}, "full_heads.share is 1.5, must be a number from 0 to 1"),
+        ({"share": 0.5, "file": "/nowhere.json"}, "pattern.full_heads.file /nowhere.json: [Errno 2] No such file"),
+        ({"share": 0.5, "kind": "qfilter"}, "is no file of `ksana calibrate --for duoattention`"),
+        ({"share": 0.5, "scores": [[1.0, 2.0]]}, "has scores [1, 2], the model has 2 layers of 2 kv heads"),
+        ({"share": 0.5, "scores": "none"}, "has scores [0], the model has 2 layers of 2 kv heads"),
+    ],
+)
+def test_heads_that_a_model_does_not_have_are_refused_in_one_sentence(heads, message, tmp_path):
+    if isinstance(heads, dict) and heads.keys() & {"kind", "scores"}:
+        heads = {"share": heads.pop("share"), "file": _file(tmp_path, **heads)}
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        read_patterns({"window": 8, "full_heads": heads}, OF_HEADS)
+    assert "\n" not in str(raised.value)
+
+
+def test_one_of_a_list_of_patterns_names_no_heads():
+    with pytest.raises(ConfigError, match="one of a list of patterns has none"):
+        read_patterns(["full", {"window": 8, "full_heads": [[0], []]}], OF_HEADS)

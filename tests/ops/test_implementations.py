@@ -11,7 +11,7 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
-from ksana_jax.core.patterns import FAR
+from ksana_jax.core.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.layout import KVLayout
@@ -105,6 +105,15 @@ def test_kernels_that_lack_an_option_are_not_chosen_where_it_is_asked_for():
         capped, KVLayout.of(capped, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
     )
     assert needs.soft_cap and needs.sinks
+
+
+def test_a_layer_whose_heads_have_patterns_of_their_own_asks_for_one_kv_head_a_call():
+    config = ModelConfig(num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128)
+    layout = KVLayout.of(config, [FULL, AttentionPattern(window=64)] * 8, dtype="bf16", block_size=64)
+    needs = Requirements.of(config, layout, query_dtype="bfloat16")
+    assert (needs.num_heads, needs.num_kv_heads) == (4, 1)
+    for capability, name in (((9, 0), "hopper"), ((8, 0), "triton")):
+        assert choose(needs._replace(platform="gpu", compute_capability=capability)).name == name
 
 
 def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):

@@ -25,20 +25,18 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.core.shipped import experiment_names, experiment_path
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.layout import group_layers
 from ksana_jax.lab.experiments import dotted, text_files
 from ksana_jax.lab.experiments.identity import canonical, trial_id
-from ksana_jax.lab.experiments.models import inputs_of, mixes_patterns, num_layers
+from ksana_jax.lab.experiments.models import inputs_of, num_layers
+from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of, write_patterns
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.tasks.base import check_bounds
 from ksana_jax.lab.experiments.text_files import MissingInput
 from ksana_jax.lab.experiments.typed import explained, typed
-from ksana_jax.methods.presets import read_pattern
 
 
 @dataclasses.dataclass
@@ -53,7 +51,7 @@ class Experiment:
     load_format: "auto" reads the weights, "dummy" draws random ones.
     engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
     pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override the
-      preset; null takes the model's own.
+      preset; null takes the model's own. With `full_heads`, the kv heads that it names keep the model's own.
     layer_patterns: one pattern per layer, instead of `pattern`.
     settings: fields of the task's settings.
     variants: named rows, each {name: ..., dotted.key: value}; empty for a single row. Variants with the same settings
@@ -109,16 +107,7 @@ class Trial:
             # Where rows never hold more than a budget in tokens, the pool is as large as the budget asks for.
             sizes = method.prompts == "streamed" and isinstance(method.budget, int)
             engine["kv_eviction"] = [repr(method.compiled), method.layers, method.budget if sizes else None]
-        return canonical([self.config["model"], self.config["load_format"], engine, self.layer_groups])
-
-    @property
-    def layer_groups(self) -> list[list[int]]:
-        """The layers that share a block table, where patterns may group them otherwise than the model's own."""
-        if not self.config["layer_patterns"]:
-            is_one = self.config["pattern"] is not None and mixes_patterns(model := self.config["model"])
-            return [list(range(num_layers(model) or 0))] if is_one else []
-        groups = group_layers(patterns_of(self.config))
-        return [list(group.layers) for group in groups] if len(groups) > 1 else []
+        return canonical([self.config["model"], self.config["load_format"], engine, layer_groups(self.config)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +138,6 @@ class Plan:
         """Maximum number of repositioned sinks in any trial that shares this trial's engine."""
         patterns = [p for t in self.trials if t.engine_key == trial.engine_key for p in patterns_of(t.config)]
         return max((p.num_repositioned_sinks for p in patterns), default=0)
-
-
-def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
-    """Returns the patterns in a trial's config: none (the model's own), one for all layers, or one per layer."""
-    given = config["layer_patterns"] or ([config["pattern"]] if config["pattern"] is not None else [])
-    return [read_pattern(pattern) for pattern in given]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
@@ -261,7 +244,7 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
 def _anchored(given: Mapping[str, Any], folder: Path | None, task: str) -> dict[str, Any]:
     """Makes the input files in an experiment's settings, rows and grid relative to a folder; ~ is the home folder."""
     fields = dataclasses.fields(task_named(task).Settings)
-    keys = {f"settings.{field.name}" for field in fields if field.metadata.get("files")}
+    keys = {"pattern.full_heads.file", *(f"settings.{field.name}" for field in fields if field.metadata.get("files"))}
 
     def walk(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
@@ -331,14 +314,9 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("settings is null, must be a mapping; omit it for the defaults")
     try:
         settings = task.Settings(**config["settings"])
-        patterns = [dataclasses.asdict(pattern) for pattern in patterns_of(config)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # All fields, in whatever form they were given, so that equal patterns make equal trials.
-    if config["layer_patterns"]:
-        config["layer_patterns"] = patterns
-    elif patterns:
-        [config["pattern"]] = patterns
+    write_patterns(config)
     check_bounds(task.Settings, config["settings"])
     task.check(config)  # before EngineConfig rejects a length that follows from the settings
     if config["engine"]["max_model_len"] is None:

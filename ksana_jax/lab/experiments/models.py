@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.core import checks
-from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.patterns import per_layer
@@ -41,11 +41,17 @@ def num_layers(model: str) -> int | None:
 
 
 @functools.cache
+def model_config(model: str) -> ModelConfig:
+    """Returns the configuration of a model."""
+    return load_config(model_path(model, weights=False))
+
+
+@functools.cache
 def mixes_patterns(model: str) -> bool:
     """True if the model's own attention patterns divide its layers into several groups; False of an unusable model,
     about which its engine says more."""
     try:
-        config = load_config(model_path(model, weights=False))
+        config = model_config(model)
     except (ConfigError, LoadError):
         return False
     return len(group_layers(per_layer(config.pattern, config.num_layers))) > 1

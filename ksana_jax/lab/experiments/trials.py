@@ -15,8 +15,9 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.errors import JobError
 from ksana_jax.core.files import replacing
 from ksana_jax.core.patterns import FULL
-from ksana_jax.lab.experiments.config import Trial, patterns_of
+from ksana_jax.lab.experiments.config import Trial
 from ksana_jax.lab.experiments.environment import environment
+from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of
 from ksana_jax.lab.experiments.records import record_line
 from ksana_jax.lab.experiments.tasks import task_named
 
@@ -55,7 +56,7 @@ class EnginePool:
         llm = self._llm
         assert llm is not None
         # None is the model's own.
-        llm.set_pattern(patterns if trial.config["layer_patterns"] else next(iter(patterns), None))
+        llm.set_pattern(patterns if len(patterns) > 1 else next(iter(patterns), None))
         if (eviction := trial.config["engine"]["kv_eviction"]) is not None:
             llm.set_kv_eviction(eviction)
         llm.clear_records()
@@ -69,9 +70,10 @@ class EnginePool:
         default = dataclasses.asdict(EngineConfig())
         given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
         given.setdefault("max_repositioned_sinks", self._num_sinks(trial))
-        if trial.layer_groups:
+        if layer_groups(trial.config):
             # In one group, a pool for full attention has room for any pattern.
-            given["pattern"] = patterns_of(trial.config) if trial.config["layer_patterns"] else FULL
+            patterns = patterns_of(trial.config)
+            given["pattern"] = patterns if len(patterns) > 1 else FULL
         return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
 
 

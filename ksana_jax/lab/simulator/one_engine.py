@@ -103,7 +103,7 @@ class SimEngine:
     ):
         if config.num_blocks is None:
             raise ConfigError("a simulated engine needs num_blocks: the pool's size is part of what is simulated")
-        seen = read_patterns(model.pattern if patterns is None else patterns, model.num_layers)
+        seen = read_patterns(patterns, model)
         config = config.for_model(model, seen)
         self.events, self.timer, self.clock = events, cost.start(seed), VirtualClock(events())
         self.ended, self.answered, self.stepped = ended, answered, stepped

@@ -15,7 +15,8 @@ from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.devkit.compile_check.targets import Target, find_target
 from ksana_jax.kv.engine_layout import make_layout
-from ksana_jax.lab.experiments.config import Plan, Trial, patterns_of
+from ksana_jax.lab.experiments.config import Plan, Trial
+from ksana_jax.lab.experiments.patterns import patterns_of
 from ksana_jax.lab.trace.bundle import write_summary
 from ksana_jax.lab.trace.functions import CompilationLog, Function, name_of
 from ksana_jax.lab.trace.header import architecture
@@ -125,7 +126,7 @@ def compile_engine(
 def layer_patterns(trial: Trial, model: ModelConfig) -> tuple[AttentionPattern, ...]:
     """Returns the pattern of each layer in a trial."""
     asked = patterns_of(trial.config)  # none, one for all layers, or one for each
-    return read_patterns(asked if len(asked) > 1 else asked[0] if asked else model.pattern, model.num_layers)
+    return read_patterns(asked if len(asked) > 1 else asked[0] if asked else None, model)
 
 
 def plain_step(

@@ -91,15 +91,15 @@ def _attended(
     """Returns the operations of attention, and the tokens that tiles see, both summed over layers."""
     flops = seen = 0.0
     keys = np.arange(context)
-    counts = {}
-    for pattern, layer in zip(patterns, model.layers, strict=True):
-        spec = layer.attention
+    counts, of_layer = {}, len(patterns) // model.num_layers  # 1, or the kv heads that have patterns of their own
+    for index, pattern in enumerate(patterns):
+        spec = model.layers[index // of_layer].attention
         for count, width in shape.parts:
             if (pattern, width) not in counts:
                 visible = np.asarray(pattern.visible(np.arange(context - width, context)[:, None], keys))
                 counts[pattern, width] = int(visible.sum()), int(visible.any(axis=0).sum())
             pairs, any_seen = counts[pattern, width]
             # Two products of length head_dim for each pair of a query and a key, in each head.
-            flops += count * pairs * 4 * spec.num_heads * spec.head_dim
-            seen += count * any_seen
+            flops += count * pairs * 4 * spec.num_heads * spec.head_dim / of_layer
+            seen += count * any_seen / of_layer
     return flops, seen

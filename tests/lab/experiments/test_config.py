@@ -11,7 +11,8 @@ from ksana_jax import AttentionPattern
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.patterns import FULL
-from ksana_jax.lab.experiments.config import load, patterns_of, plan
+from ksana_jax.lab.experiments.config import load, plan
+from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of
 from ksana_jax.lab.experiments.trials import EnginePool
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -275,7 +276,27 @@ def test_layers_in_several_groups_need_an_engine_of_their_own(model):
     made = plan(small(model, variants=[*variants, {"name": "one", "pattern.window": 4}]))
     two, also_two, one, uniform = (row.trials[0] for row in made.rows)
     assert two.engine_key == also_two.engine_key != one.engine_key == uniform.engine_key
-    assert two.layer_groups == [[0], [1]] and one.layer_groups == []
+    assert layer_groups(two.config) == [[0], [1]] and layer_groups(one.config) == []
+
+
+def test_heads_are_chosen_when_the_file_is_read_and_need_an_engine_of_their_own(tmp_path):
+    heads = {"kind": "duoattention", "scores": [[0.1, 0.9], [0.2, 0.8], [0.9, 0.1], [0.3, 0.2]]}
+    (tmp_path / "heads.json").write_text(json.dumps(heads))
+    near = {"preset": "duo_attention", "window": 8, "num_sinks": 2}
+    names = {"file": {"file": "heads.json"}, "list": [[1], [1], [0], [0]], "draw": {"seed": 1}, "all": {"share": 1}}
+    variants = [{"name": name, "pattern": near | {"full_heads": heads}} for name, heads in names.items()]
+    made = plan(small("ksana-tiny", variants=[*variants, {"name": "window", "pattern": near}]), folder=tmp_path)
+    assert [row.label for row in made.rows] == ["file = list", "draw", "all", "window"]
+    chosen, drawn, whole, window = (row.trials[0] for row in made.rows)
+    assert chosen.config["pattern"]["full_heads"] == names["list"]
+    assert [p.window for p in patterns_of(chosen.config)] == [8, None, 8, None, None, 8, None, 8]
+    assert (
+        len({trial.engine_key for trial in (chosen, drawn, whole, window)}) == 3
+        and whole.engine_key == window.engine_key
+    )
+    assert layer_groups(chosen.config) == [[0, 2, 5, 7], [1, 3, 4, 6]]
+    with pytest.raises(ConfigError, match=r"pattern\.full_heads does not go with layer_patterns"):
+        plan(small("ksana-tiny", pattern=near | {"full_heads": names["list"]}, layer_patterns=[{}] * 4))
 
 
 def test_one_pattern_in_place_of_a_models_own_groups_needs_an_engine_of_its_own():
@@ -283,7 +304,7 @@ def test_one_pattern_in_place_of_a_models_own_groups_needs_an_engine_of_its_own(
     variants = [{"name": "own"}, {"name": "full", "pattern": {}}, {"name": "window", "pattern": {"window": 4}}]
     own, full, window = (row.trials[0] for row in plan(small(model, variants=variants)).rows)
     assert own.engine_key != full.engine_key == window.engine_key
-    assert own.layer_groups == [] and len(full.layer_groups) == 1
+    assert layer_groups(own.config) == [] and len(layer_groups(full.config)) == 1
     made = []
 
     def make(name, **settings):

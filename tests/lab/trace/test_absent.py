@@ -39,6 +39,8 @@ def test_bounds_are_those_of_the_definition():
     assert found.compute_s == flops / 1000 and found.memory_s == (found.weight_bytes + found.kv_bytes) / 10
     assert found.bound == "memory" and found.seconds == found.memory_s
     assert dataclasses.replace(found, compute_s=1e9).bound == "compute"
+    of_heads = [pattern for pattern in patterns for _ in range(MODEL.num_kv_heads)]
+    assert found == roofline(MODEL, shape, CHIP, of_heads, dtype="bf16", kv_token_bytes=128, context=20)
 
 
 def test_experts_are_computed_for_their_tokens_and_read_where_chosen():

@@ -76,7 +76,7 @@ def params_of(name: str):
 def make_llm(name: str = "GQA", num_devices: int = 1, pattern=None, **settings) -> LLM:
     """An engine of some devices, with one bucket of each kind."""
     model = MODELS[name]
-    patterns = read_patterns(model.pattern if pattern is None else pattern, model.num_layers)
+    patterns = read_patterns(pattern, model)
     config = engine_config(SETTINGS | {"tensor_parallel_size": num_devices} | settings).for_model(model, patterns)
     buckets = Buckets.of(config, "cpu", draft_lengths(config))
     few = dataclasses.replace(
