@@ -16,18 +16,26 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import Attend, forward, logits, sink_logits
 
 
-def dense_attend(params: Params, length: int, *, config: ModelConfig, max_len: int | None = None) -> Attend:
+def dense_attend(
+    params: Params,
+    length: int,
+    *,
+    config: ModelConfig,
+    max_len: int | None = None,
+    sees: Callable[[int], jax.Array] | None = None,
+) -> Attend:
     """Returns an `Attend` for `forward`: attention over texts [..., length] from position 0, softmax in float32.
 
     Each layer uses its own rope, pattern, scale, soft cap and sink logits.
 
     Args:
       max_len: tokens of the longest text to serve, for `make_rope`; None takes `length`.
+      sees: layer -> [K, T, T] bool, keys that each kv head sees of those that the pattern shows; None sees all.
 
     Raises:
       ValueError: the model's patterns reposition sinks.
     """
-    return _attend(params, length, config, max_len, lambda state, weights: state)
+    return _attend(params, length, config, max_len, lambda state, weights: state, sees)
 
 
 def dense_logits(params: Params, tokens: jax.Array, *, config: ModelConfig, max_len: int | None = None) -> jax.Array:
@@ -45,7 +53,12 @@ def attention_weights(params: Params, tokens: jax.Array, *, config: ModelConfig)
 
 
 def _attend(
-    params: Params, length: int, config: ModelConfig, max_len: int | None, keep: Callable[[Any, jax.Array], Any]
+    params: Params,
+    length: int,
+    config: ModelConfig,
+    max_len: int | None,
+    keep: Callable[[Any, jax.Array], Any],
+    sees: Callable[[int], jax.Array] | None = None,
 ) -> Attend:
     """Returns an `Attend` that updates its state by `keep(state, probabilities [..., N, T, T])` in each layer."""
     if any(layer.attention.pattern.num_repositioned_sinks for layer in config.layers):
@@ -62,6 +75,8 @@ def _attend(
         if spec.alibi is not None:
             scores += biases(jnp.array(spec.alibi), positions[:, None], positions[None], spec.num_kv_heads)
         visible = spec.pattern.visible(positions[:, None], positions)
+        if sees is not None:
+            visible = (visible & sees(layer))[:, None]
         scores = jnp.where(visible, soft_capped(scores, spec.soft_cap), -jnp.inf)
         weights = _softmax(scores, sink_logits(params.layers[layer], spec))
         out = jnp.einsum("...kgtc,...ckh->...tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

@@ -1,0 +1,42 @@
+"""Which heads need the whole text, against the definition in float64 that changes one head at a time."""
+
+import numpy as np
+import pytest
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.models import retrieval
+from tests.engine.small import VOCAB, model
+from tests.reference import reference_logprobs
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(retrieval, "STREAMING", AttentionPattern(window=6, num_sinks=2, sink_position="absolute"))
+    monkeypatch.setattr(retrieval, "NUM_PASSKEYS", 2)
+    monkeypatch.setattr(retrieval, "PASSKEY", 3)
+
+
+def test_a_score_is_what_one_streaming_head_changes_in_the_hidden_states_of_repeated_passkeys(short):
+    config, params = model()
+    tokens = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
+    scores = retrieval.duoattention(params, config, tokens)["scores"]
+    texts = retrieval.with_passkeys(tokens)
+    for at in range(4):
+        one = [retrieval.STREAMING if i == at else FULL for i in range(4)]
+        off = [
+            np.subtract(*(reference_logprobs(params, config, t, p, hidden=True) for p in (one, FULL))) for t in texts
+        ]
+        # float32 against float64.
+        assert scores.flat[at] == pytest.approx(np.mean(np.array(off)[:, -6:] ** 2), rel=1e-3)
+    assert (scores > 0).all()
+
+
+def test_passkeys_are_outside_the_sinks_and_the_windows_of_the_queries_that_repeat_them(short):
+    tokens = np.arange(40)[None] + 100
+    [text] = retrieval.with_passkeys(tokens)
+    end = [text[-6:-3].tolist(), text[-3:].tolist()]
+    starts = [next(i for i in range(34) if text[i : i + 3].tolist() == key) for key in end]
+    assert min(starts) == 2 and max(starts) + 3 <= 34 - 6
+    with pytest.raises(ConfigError, match="texts of 19 tokens have no room for passkeys"):
+        retrieval.with_passkeys(tokens[:, :19])
