@@ -177,6 +177,7 @@ class FakeExecutor:
         visible = pattern.visible(a.cache_positions[group][:, None], kv_positions[tile_of])
         if a.ancestors is not None:
             visible &= self._on_the_way(a, group, kv_slots)[0]
+        visible &= self._selected(layer, a, group, hidden, tile_of)
         self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
         return attend(hidden, (keys * weights)[tile_of], visible)
 
@@ -201,6 +202,10 @@ class FakeExecutor:
         """Stores hidden [T] in a layer of a group; returns what lies there at some slots."""
         self.keys[at, a.slots[group]] = hidden
         return self.keys[at, kv_slots]
+
+    def _selected(self, layer: int, a: StepArrays, group: int, hidden, tile_of: np.ndarray) -> np.ndarray | bool:
+        """Whether a token reads what is in each slot that its tile can see [T, C]."""
+        return True
 
     def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:
         """Notes what queries pay to keys; seen: keys, slots and whether they are visible, [T, C] each."""

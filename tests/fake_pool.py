@@ -70,6 +70,8 @@ class StoringExecutor(FakeExecutor):
       leaves: views of the device's blocks, [M, *shape] by name.
     """
 
+    cache = None
+
     def _allocate(self, host_slots: int) -> None:
         layout = self.layout
         blocks = np.zeros((self.num_blocks, layout.block_bytes), np.uint8)
@@ -78,6 +80,17 @@ class StoringExecutor(FakeExecutor):
         assert all(np.shares_memory(leaf, blocks) for leaf in self.leaves.values()), "views, not copies"
         self._num_exact = self.leaves[EXACT].shape[1] if EXACT in self.leaves else 0
         self._method = None if layout.eviction is None else layout.eviction.method.compiled
+
+    @property
+    def mover(self) -> StoringExecutor:
+        """What reads and writes the blocks of sessions: of the pool [n, block_bytes] at ids [n]."""
+        return self
+
+    def read(self, cache: None, ids: np.ndarray) -> np.ndarray:
+        return self._blocks[0, ids]
+
+    def write(self, cache: None, ids: np.ndarray, blocks: np.ndarray) -> None:
+        self._blocks[0, ids] = blocks
 
     def _noise(self) -> np.ndarray:
         return np.resize(np.atleast_1d(super()._noise()).view(np.uint8), self.layout.block_bytes)
@@ -188,7 +201,6 @@ class StoringExecutor(FakeExecutor):
     def check(self, step: StepInput) -> None:
         super().check(step)
         numbers = step.arrays.query_numbers
-        expected = self._method is not None and self._method.weights_queries
-        assert (numbers is not None) == expected
+        assert (numbers is not None) == (self.layout.numbers_queries is not None)
         if numbers is not None:
             assert numbers.shape == (len(self.layout.groups), step.shape.num_tokens) and numbers.dtype == np.float32

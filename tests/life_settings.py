@@ -10,7 +10,7 @@ from ksana_jax.core.refusals import REFUSALS
 
 # Names of settings as `Simulation.drawn` gives them, and what the list of refusals calls them.
 SETTINGS = {
-    "pattern": (),
+    "pattern": (refusals.NOT_FULL,),
     "prefix cache": ("enable_prefix_caching",),
     "host memory": (),
     "disk tier": ("enable_prefix_caching", "disk_cache_dir"),
@@ -28,6 +28,7 @@ SETTINGS = {
     "block codec": (refusals.WHOLE_BLOCKS,),
     "eviction": ("kv_eviction",),
     "eviction that adds up attention": ("kv_eviction", refusals.ADDS_UP_ATTENTION),
+    "selection": ("kv_selection",),
     "drafts": ("speculative_config",),
     "branches": ("speculative_config", refusals.BRANCHES),
     "draft model": ("speculative_config", refusals.DRAFT_MODEL),

@@ -15,6 +15,7 @@ import time
 
 from tests.life_settings import TRIPLES, triples
 from tests.sealing_simulation import SealingSimulation
+from tests.selecting_simulation import SelectingSimulation
 from tests.simulation import Simulation
 from tests.speculating_simulation import (
     DraftModelSimulation,
@@ -26,13 +27,14 @@ from tests.storing_simulation import StoringSimulation
 
 
 def kind_of(seed: int) -> type[Simulation]:
-    """Every third life is that of an engine that evicts tokens or stores codes, of vectors or of blocks by turns; every
-    seventh that of one that speculates, and another seventh that of one with a draft model."""
+    """Of six lives one is that of an engine that evicts tokens or stores codes, one of a block codec and one of an
+    engine that selects blocks; every seventh that of one that speculates, and another that of one with a draft model.
+    """
     if seed % 7 == 2:
         return DraftModelStoringSimulation if seed % 2 else DraftModelSimulation
     if seed % 7 == 1:
         return SpeculatingStoringSimulation if seed % 2 else SpeculatingSimulation
-    return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, Simulation)[seed % 6]
+    return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, SelectingSimulation)[seed % 6]
 
 
 def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:
@@ -41,6 +43,7 @@ def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] 
     for _ in range(8 * num_steps):
         if simulation.num_steps >= num_steps:
             break
+        simulation.meanwhile()
         kind = rng.randint(0, 99)
         if kind < 55:
             for _ in range(rng.randint(1, 6)):

@@ -15,7 +15,7 @@ from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weig
 from tests.fake_pool import digest, vectors
 from tests.fake_sealed_pool import SealingExecutor
 from tests.reference import literal
-from tests.simulation import Simulation
+from tests.saving_sessions import SavingSessions
 
 Setting = tuple[tuple[str, object], ...]
 
@@ -69,7 +69,7 @@ def written(setting: Setting, pattern: str, size: int, prompt: bytes, count: int
     return text[num_prompt:]
 
 
-class SealingSimulation(Simulation):
+class SealingSimulation(SavingSessions):
     """A `Simulation` whose pool holds codes of whole blocks, and its newest tokens exactly beside them."""
 
     def draw_storage(self) -> None:

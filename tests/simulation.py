@@ -233,6 +233,9 @@ class Simulation:
             self.engine.abort(request.request_id)
             assert request.finished
 
+    def meanwhile(self) -> None:
+        """What else befalls it, between all that is drawn; see `tests.saving_sessions`."""
+
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:

@@ -21,8 +21,10 @@ from ksana_jax.kv.layout import STATE
 from tests.expected import LONGEST, PATTERNS, beams_by
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, informed, mass, queries, rounded, vectors
+from tests.methods.selection import definition
+from tests.methods.selection.definition import blocks_read
 from tests.reference import literal
-from tests.simulation import Simulation
+from tests.saving_sessions import SavingSessions
 from tests.statistics_files import setting_of
 
 # An oracle serves one text, that it has seen before.
@@ -35,21 +37,32 @@ ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 DRAWN = ("f32", *(name for name in CODECS if name[-1] == "4" or not name.startswith(("hadamard", "turboquant"))))
 
 
+SCORES = {"quest": definition.quest, "rocketkv": functools.partial(definition.rocketkv, top_r=HEAD_DIM // 2)}
+
+
+def queries(hidden: np.ndarray) -> np.ndarray:
+    """Two queries [..., 2, 8] of hashes [...], float64 and so small that no weight of a softmax over keys is 0."""
+    return np.stack([x.astype(np.float64) for x in vectors(hidden)], axis=-2) / 2**12
+
+
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How an engine stores keys and values. eviction: items of `kv_eviction`; empty evicts nothing."""
+    """How an engine stores keys and values. eviction, selection: items of `kv_eviction` and `kv_selection`; empty
+    evicts nothing, and reads all."""
 
     pattern: str
     block_size: int
     codec: str = "f32"
     exact: tuple[int, ...] = ()
     eviction: tuple[tuple[str, Any], ...] = ()
+    selection: tuple[tuple[str, Any], ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
         found: dict[str, Any] = {"kv_cache_dtype": self.codec, "kv_full_precision_layers": self.exact}
-        return found | ({"kv_eviction": dict(self.eviction)} if self.eviction else {})
+        found |= {"kv_eviction": dict(self.eviction)} if self.eviction else {}
+        return found | ({"kv_selection": dict(self.selection)} if self.selection else {})
 
     @property
     def method(self) -> EvictionMethod | None:
@@ -127,6 +140,7 @@ class Text:
             seen = self.digests[layer, kept]
             if self.layout.groups[group].share is None:
                 visible, _ = literal(self.patterns[layer], np.array([[t]]), kept[None])
+                visible = visible & self.selected(layer, hidden)
             else:
                 visible = np.ones((1, len(kept)), bool)
                 if self.states is not None and self.method is not None:
@@ -140,6 +154,15 @@ class Text:
             if self.length in counts.evictions:
                 self.evict(group, counts)
         return hidden
+
+    def selected(self, layer: int, hidden: np.ndarray) -> np.ndarray | bool:
+        """Whether the newest token reads each one [1, T]."""
+        given, t, size = dict(self.storage.selection), self.length, self.layout.block_size
+        if not given or layer < given["full_layers"] or (given["prompts"] == "whole" and t < self.num_prompt):
+            return True
+        scores = SCORES[given["method"]]
+        blocks = blocks_read(scores, queries(hidden)[0], self.keys[layer].astype(np.float64), t, size, given["budget"])
+        return np.isin(np.arange(t + 1) // size, list(blocks))[None]
 
     def number(self, group: int) -> np.ndarray | None:
         assert self.method is not None
@@ -185,8 +208,10 @@ def written(storage: Storage, prompt: bytes, count: int, seed: int | None) -> tu
     return text[num_prompt:], np.concatenate(hidden)
 
 
-class StoringSimulation(Simulation):
+class StoringSimulation(SavingSessions):
     """A `Simulation` whose pool holds codes, or whose rows evict tokens, or both."""
+
+    executor: type[StoringExecutor] = StoringExecutor
 
     def draw_storage(self) -> None:
         rng, codec = self.rng, self.rng.choice(DRAWN)
@@ -250,7 +275,7 @@ class StoringSimulation(Simulation):
         return found
 
     def start(self) -> None:
-        self.settings |= {"stored": self.storage.settings, "make_executor": StoringExecutor}
+        self.settings |= {"stored": self.storage.settings, "make_executor": self.executor}
         super().start()
         for name in ("method", "prompts", "layers"):
             if self.storage.eviction:

@@ -13,14 +13,18 @@ from hypothesis import strategies as st
 from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.layout import SUMMARY, KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
+from ksana_jax.kv.selection import SELECTION_METHODS
+from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler import row_eviction
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
 from tests.sealing_simulation import SealingSimulation
+from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
 from tests.simulation import Simulation
 from tests.speculating_simulation import (
     DraftModelSimulation,
@@ -48,9 +52,9 @@ def test_every_life_with_evictions_and_codecs_ends_well(rng):
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
-@given(st.randoms(use_true_random=False))
-def test_every_life_with_block_codecs_ends_well(rng):
-    live_a_life(rng, num_steps=30, kind=SealingSimulation)
+@given(st.randoms(use_true_random=False), st.sampled_from([SealingSimulation, SelectingSimulation]))
+def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
+    live_a_life(rng, num_steps=30, kind=kind)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
@@ -97,6 +101,15 @@ def test_lives_meet_every_method_and_codec():
     for seed in range(150):
         if unseen:
             unseen -= (+live_a_life(random.Random(seed), kind=StoringSimulation).seen).keys()
+    assert not unseen
+
+
+def test_lives_meet_every_selection_and_continue_sessions():
+    unseen = {f"engines with {name}" for name in (*SELECTION_METHODS, "whole", "streamed")}
+    unseen |= {"hits_device", "hits_host", "preemptions", "changes refused", "sessions restored", "sessions refused"}
+    for seed in range(40):
+        if unseen:
+            unseen -= (+live_a_life(random.Random(seed), kind=SelectingSimulation).seen).keys()
     assert not unseen
 
 
@@ -183,9 +196,34 @@ def copied_at_once(monkeypatch):
     monkeypatch.setattr(DeviceTier, "copy", copy)
 
 
+def a_summary_left_behind(monkeypatch):
+    """Blocks come back from the host without their summaries."""
+    move = SelectingExecutor.move
+
+    def forgetful(executor, moves):
+        move(executor, moves)
+        executor.leaves[SUMMARY][moves.loads[:, 1]] = 0
+
+    monkeypatch.setattr(SelectingExecutor, "move", forgetful)
+
+
+def the_last_of_a_prompt(monkeypatch):
+    """The last token of a prompt selects as a generated one does."""
+    monkeypatch.setattr(SelectionMethod, "query_numbers", lambda method, until, outputs: (outputs >= 0).astype("f4"))
+
+
+def other_blocks(monkeypatch):
+    """A session's blocks return in another order."""
+    write = StoringExecutor.write
+    monkeypatch.setattr(StoringExecutor, "write", lambda pool, cache, ids, new: write(pool, cache, ids[::-1], new))
+
+
 PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
 PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
 PLANTED += [(plant, SnapshotSimulation, range(33, 43)) for plant in (scores_in_snapshots, any_prompt, copied_at_once)]
+PLANTED += [(plant, SelectingSimulation, range(40)) for plant in (a_summary_left_behind, the_last_of_a_prompt)]
+PLANTED += [(other_blocks, SelectingSimulation, range(40))]
+PLANTED += [pytest.param(other_blocks, StoringSimulation, range(40), marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize(("plant", "kind", "seeds"), PLANTED)

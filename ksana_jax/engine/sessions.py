@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -137,13 +138,12 @@ def _copied(engine: Engine, request: RequestOutput | str) -> Session | None:
 
 def _read(engine: Engine, nodes: list[Node]) -> np.ndarray:
     """Returns the bytes of cached blocks, wherever they are stored: [n, block_bytes]."""
-    memory, runner = engine.memory, engine.executor
-    assert isinstance(runner, Runner)
+    memory, runner = engine.memory, cast(Runner, engine.executor)
     on_device, on_host = (np.array([node.at[tier] for node in nodes], np.int32) for tier in (DEVICE, HOST))
     blocks, here = np.empty((len(nodes), engine.scheduler.layout.block_bytes), np.uint8), on_device >= 0
     blocks[here] = runner.mover.read(runner.cache, on_device[here])
     if memory.host is not None:
-        blocks[~here] = memory.host.data[on_host[~here]]
+        blocks[~here] = memory.host.data[on_host[~here]].reshape(-1, blocks.shape[1])
     return blocks
 
 
@@ -175,8 +175,7 @@ def _waiting(engine: Engine, request: RequestOutput | str) -> Sequence:
 
 
 def _restore(engine: Engine, session: Session, folder: Path) -> None:
-    memory, runner = engine.memory, engine.executor
-    assert isinstance(runner, Runner)
+    memory, runner = engine.memory, cast(Runner, engine.executor)
     device, count, state = memory.device, len(session.blocks), KVState(session.salt)
     if count > device.num_available:
         total = device.pool.num_blocks

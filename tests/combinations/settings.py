@@ -21,6 +21,7 @@ from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS
+from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.loading.export import export_hf
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.scheduler.speculative import PROPOSERS, draft_lengths, draws_trees
@@ -72,6 +73,12 @@ def _evicts(method: str, name: str = "", num_layers: int = 1, **given: Any) -> S
     return Setting(name or f"kv_eviction {method}", "eviction", {"kv_eviction": settings}, layers=num_layers)
 
 
+def _selects(method: str) -> Setting:
+    # Two blocks of up to four.
+    given = {"method": method, "budget": 2 * BLOCK_SIZE, "full_layers": 0}
+    return Setting(f"kv_selection {method}", "selection", {"kv_selection": given})
+
+
 def _stores(codec: str) -> Setting:
     return Setting(f"kv_cache_dtype {codec}", "codec", {"kv_cache_dtype": codec})
 
@@ -92,8 +99,6 @@ HOST, CACHE = {"host_cache_bytes": 1 << 18}, {"enable_prefix_caching": True}
 _OTHERS = [name for name in CODECS if name != "f32" and not name.startswith(("hadamard", "turboquant"))]
 CODES = (*_OTHERS, "hadamard4", "turboquant4", "kivi4", "gear4", "gear_l4", "kvquant4")
 PYRAMID = {"budget": 0.9, "prompts": "whole", "recent": 4, "layers": "pyramid"}
-# Two blocks of up to four.
-QUEST = {"method": "quest", "budget": 2 * BLOCK_SIZE, "full_layers": 0}
 SINKS = {"window": 18, "num_sinks": 4}
 # `Engines` replaces these by folders.
 FOLDER, DRAFTER = "folder", "draft model"
@@ -107,7 +112,7 @@ _ALL = [
     *(_evicts(name) for name in EVICTION_METHODS if name != "oracle"),  # it scores texts, and cannot generate
     _evicts("h2o", "kv_eviction once", prompts="once"),
     _evicts("snapkv", "kv_eviction pyramid", 2, **PYRAMID),
-    Setting("kv_selection quest", "selection", {"kv_selection": QUEST}),
+    *map(_selects, SELECTION_METHODS),
     *map(_stores, CODES),
     Setting("kv_full_precision_layers", "codec", {"kv_cache_dtype": "int8", "kv_full_precision_layers": [0]}, layers=2),
     _sees("window", {"window": 18}),

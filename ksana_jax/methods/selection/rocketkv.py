@@ -41,9 +41,8 @@ class RocketKV(Quest):
     def scores(self, q: Array, summaries: Array, visible: Array, xp: Any) -> Array:
         count = self.top_r if isinstance(self.top_r, int) else round(self.top_r * q.shape[-1])
         size = xp.abs(q)
-        mean = size.mean(axis=3, keepdims=True)
-        least = xp.sort(mean, axis=-1)[..., -max(count, 1) :][..., :1]
-        scored = xp.where(mean >= least, q, 0)
+        order = xp.argsort(-size.mean(axis=3, keepdims=True), axis=-1, stable=True)
+        scored = xp.where(xp.argsort(order, axis=-1) < max(count, 1), q, 0)
         rises = scored.sum(axis=3, keepdims=True) > 0
         signed = xp.concatenate([xp.where(rises, 0, scored), xp.where(rises, scored, 0)], axis=-1)
         bounds = summaries.reshape(*summaries.shape[:-2], -1)

@@ -12,11 +12,7 @@ Scores = Callable[[np.ndarray, Sequence[np.ndarray]], Sequence[float]]
 
 def quest(q, blocks) -> list[float]:
     """Algorithm 1 of arXiv:2406.10774, and the highest bound of any head."""
-    bounds = [(keys.min(axis=0), keys.max(axis=0)) for keys in blocks]
-    return [
-        max(sum(max(x * a, x * b) for x, a, b in zip(one, least, most, strict=True)) for one in q)
-        for least, most in bounds
-    ]
+    return [max(np.maximum(one * keys.min(axis=0), one * keys.max(axis=0)).sum() for one in q) for keys in blocks]
 
 
 def rocketkv(q, blocks, top_r: int) -> np.ndarray:
@@ -25,10 +21,10 @@ def rocketkv(q, blocks, top_r: int) -> np.ndarray:
     chosen = sorted(range(len(mean)), key=lambda d: -mean[d])[:top_r]
     weights = np.zeros((len(q), len(blocks)))
     for head, one in enumerate(q):
-        temperature = np.sqrt(sum(abs(one[d]) for d in chosen) / np.abs(one).sum())
+        temperature = np.sqrt(np.abs(one[chosen]).sum() / np.abs(one).sum())
         for block, keys in enumerate(blocks):
-            picked = {d: keys[:, d].max() if q[:, d].sum() > 0 else keys[:, d].min() for d in chosen}
-            weights[head, block] = np.exp(sum(one[d] * picked[d] for d in chosen) / temperature)
+            picked = np.where(q.sum(axis=0) > 0, keys.max(axis=0), keys.min(axis=0))
+            weights[head, block] = np.exp((one * picked)[chosen].sum() / temperature)
     return (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
 
 
