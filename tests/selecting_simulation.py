@@ -10,7 +10,7 @@ from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.scheduler.step.types import StepArrays
 from tests.expected import LONGEST, PATTERNS
 from tests.fake_pool import StoringExecutor
-from tests.storing_simulation import DRAWN, Storage, StoringSimulation, queries
+from tests.storing_simulation import DRAWN, Storage, StoringSimulation, block_queries
 
 
 class SelectingExecutor(StoringExecutor):
@@ -36,7 +36,7 @@ class SelectingExecutor(StoringExecutor):
         summaries = self.leaves[SUMMARY][tables, at, 0].swapaxes(1, 2)
         whole = starts <= position - size
         with np.errstate(all="ignore"):
-            q = queries(hidden)[:, None, None]
+            q = block_queries(hidden)[:, None, None]
             [scores] = method.scores(q, summaries.astype(np.float64), whole[:, None, None], np).transpose(1, 2, 0, 3)[0]
         scores = np.where(starts > position, -np.inf, np.where((starts == 0) | ~whole, np.inf, scores))
         chosen = np.zeros(starts.shape, bool)

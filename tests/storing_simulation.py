@@ -40,7 +40,7 @@ DRAWN = ("f32", *(name for name in CODECS if name[-1] == "4" or not name.startsw
 SCORES = {"quest": definition.quest, "rocketkv": functools.partial(definition.rocketkv, top_r=HEAD_DIM // 2)}
 
 
-def queries(hidden: np.ndarray) -> np.ndarray:
+def block_queries(hidden: np.ndarray) -> np.ndarray:
     """Two queries [..., 2, 8] of hashes [...], float64 and so small that no weight of a softmax over keys is 0."""
     return np.stack([x.astype(np.float64) for x in vectors(hidden)], axis=-2) / 2**12
 
@@ -161,7 +161,9 @@ class Text:
         if not given or layer < given["full_layers"] or (given["prompts"] == "whole" and t < self.num_prompt):
             return True
         scores = SCORES[given["method"]]
-        blocks = blocks_read(scores, queries(hidden)[0], self.keys[layer].astype(np.float64), t, size, given["budget"])
+        blocks = blocks_read(
+            scores, block_queries(hidden)[0], self.keys[layer].astype(np.float64), t, size, given["budget"]
+        )
         return np.isin(np.arange(t + 1) // size, list(blocks))[None]
 
     def number(self, group: int) -> np.ndarray | None:
