@@ -16,7 +16,10 @@ def calibrate(
         str, typer.Option(help="a file, a folder, a pattern, file.jsonl#field, or a text's name", show_default=False)
     ],
     use: Annotated[
-        str, typer.Option("--for", help="expected_attention, kvquant, qfilter", metavar="METHOD", show_default=False)
+        str,
+        typer.Option(
+            "--for", help="duoattention, expected_attention, kvquant, qfilter", metavar="METHOD", show_default=False
+        ),
     ],
     num_texts: Annotated[int, typer.Option(help="maximum pieces of the text to compute, from its beginning")] = 16,
     num_tokens: Annotated[int, typer.Option(help="tokens of a piece")] = 1024,

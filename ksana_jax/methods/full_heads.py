@@ -6,7 +6,6 @@ Source: DuoAttention, arXiv:2410.10819: retrieval heads keep all tokens, streami
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.statistics import read_statistics
 
 KIND = "duoattention"
 # For each layer its heads, counted from 0; or fields of `Chosen`.
@@ -27,14 +27,14 @@ class Chosen:
 
     Args:
       share: of all kv heads, from 0 to 1; the paper's for models with grouped queries.
-      file: a file of `ksana calibrate --for duoattention`, whose scores say which heads need the whole text; None
-        draws heads by the seed.
+      statistics: a file of `ksana calibrate --for duoattention`, whose scores say which heads need the whole text;
+        None draws heads by the seed.
       lowest: True takes the heads with the lowest scores, as a control.
       seed: of the draw.
     """
 
     share: float = 0.5
-    file: str | None = None
+    statistics: str | None = None
     lowest: bool = False
     seed: int = 0
 
@@ -46,10 +46,10 @@ class Chosen:
         """
         problems = checks.number("full_heads.share", self.share, 0, 1), checks.integer("full_heads.seed", self.seed, 0)
         checks.require(*problems, error=ConfigError)
-        if self.file is None:
+        if self.statistics is None:
             scores = np.random.default_rng(self.seed).random((num_layers, num_kv_heads))
         else:
-            scores = read_scores(self.file, num_layers, num_kv_heads)
+            scores = read_scores(self.statistics, num_layers, num_kv_heads)
         order = np.argsort(scores if self.lowest else -scores, axis=None, kind="stable")
         chosen = np.zeros(scores.size, bool)
         chosen[order[: round(self.share * scores.size)]] = True
@@ -70,7 +70,7 @@ def read_full_heads(given: FullHeads, num_layers: int, num_kv_heads: int) -> lis
     if not isinstance(given, (list, tuple)) or len(given) != num_layers:
         raise ConfigError(
             f"pattern.full_heads is {given!r:.60}, must be a list with the kv heads of each of {num_layers} layers, or "
-            "{share: 0.5, file: scores.json}"
+            "{share: 0.5, statistics: heads.npz}"
         )
     for heads in given:
         if not isinstance(heads, (list, tuple)) or any(checks.integer("", n, 0, num_kv_heads - 1) for n in heads):
@@ -81,24 +81,15 @@ def read_full_heads(given: FullHeads, num_layers: int, num_kv_heads: int) -> lis
 
 
 def read_scores(path: str | Path, num_layers: int, num_kv_heads: int) -> np.ndarray:
-    """Returns the scores [L, K] of a file {"kind": "duoattention", "scores": [[score of each kv head] of each layer]}.
+    """Returns the scores [L, K] of a file of `ksana calibrate --for duoattention`.
 
     Raises:
       ConfigError: there is no such file, or it has scores of another kind or shape.
     """
-    try:
-        found = json.loads(Path(path).expanduser().read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"pattern.full_heads.file {path}: {error}") from error
-    if not isinstance(found, dict) or found.get("kind") != KIND:
-        raise ConfigError(f"pattern.full_heads.file {path} is no file of `ksana calibrate --for {KIND}`")
-    try:
-        scores = np.array(found.get("scores"), np.float64)
-    except (TypeError, ValueError):
-        scores = np.zeros(0)
-    if scores.shape != (num_layers, num_kv_heads) or not np.isfinite(scores).all():
+    scores = read_statistics(Path(path).expanduser(), KIND).arrays["scores"]
+    if scores.shape != (num_layers, num_kv_heads):
         raise ConfigError(
-            f"pattern.full_heads.file {path} has scores {list(scores.shape)}, the model has {num_layers} layers of "
-            f"{num_kv_heads} kv heads"
+            f"statistics {path} have scores {list(scores.shape)}, the model has {num_layers} layers of {num_kv_heads} "
+            "kv heads"
         )
     return scores

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.core.plugins import nearest
-from ksana_jax.methods.full_heads import read_full_heads
+from ksana_jax.methods.full_heads import Chosen, read_full_heads
 
 # The field of a pattern that names kv heads.
 FULL_HEADS = "full_heads"
@@ -83,12 +83,12 @@ def read_patterns(
     if given is None:
         return own
     if names_heads(given):
-        plain = plain_pattern(given, model)
-        pattern = read_pattern({name: value for name, value in plain.items() if name != FULL_HEADS})
+        pattern = read_pattern({name: value for name, value in given.items() if name != FULL_HEADS})
+        full = read_full_heads(given[FULL_HEADS], model.num_layers, heads)
         # Layers with windows of their own keep them.
         found = [
             own[layer] if head in kept or own[layer] != FULL else pattern
-            for layer, kept in enumerate(plain[FULL_HEADS])
+            for layer, kept in enumerate(full)
             for head in range(heads)
         ]
     else:
@@ -105,7 +105,9 @@ def names_heads(given: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def plain_pattern(given: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Returns all fields of a pattern that `names_heads`, with the heads as a list for each layer."""
-    fields = {name: value for name, value in given.items() if name != FULL_HEADS}
-    full = read_full_heads(given[FULL_HEADS], model.num_layers, model.num_kv_heads)
+    """Returns all fields of a pattern that `names_heads`, also of how it names them."""
+    fields, heads = {name: value for name, value in given.items() if name != FULL_HEADS}, given[FULL_HEADS]
+    full = read_full_heads(heads, model.num_layers, model.num_kv_heads)
+    if isinstance(heads, Mapping):
+        full = dataclasses.asdict(Chosen(**heads))
     return dataclasses.asdict(read_pattern(fields)) | {FULL_HEADS: full}

@@ -1,14 +1,15 @@
 """Default positions from which queries score sinks, and the forms in which a user may give an attention pattern."""
 
 import dataclasses
-import json
 import re
 
+import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL
+from ksana_jax.core.statistics import Statistics
 from ksana_jax.methods.presets import PRESETS, read_pattern, read_patterns
 
 
@@ -104,8 +105,9 @@ def test_what_is_no_pattern_is_refused_in_one_sentence(given, message):
 
 
 def _file(folder, **given):
-    path = folder / "scores.json"
-    path.write_text(json.dumps({"kind": "duoattention", "scores": [[0.1, 0.9], [0.3, 0.2]]} | given))
+    fields = {"kind": "duoattention", "scores": [[0.1, 0.9], [0.3, 0.2]]} | given
+    path, scores = folder / "scores.npz", np.array(fields["scores"])
+    Statistics(fields["kind"], "a model", "a text", "its hash", 0, {}, {"scores": scores}).write(path)
     return str(path)
 
 
@@ -118,9 +120,9 @@ OF_HEADS = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2)
     [
         ([[1], []], (NEAR, FULL, NEAR, NEAR)),
         ([[1, 0], [1]], (FULL, FULL, NEAR, FULL)),
-        ({"file": None, "share": 0.25}, (NEAR, FULL, NEAR, NEAR)),
-        ({"file": None, "share": 0.5}, (NEAR, FULL, FULL, NEAR)),
-        ({"file": None, "share": 0.5, "lowest": True}, (FULL, NEAR, NEAR, FULL)),
+        ({"statistics": None, "share": 0.25}, (NEAR, FULL, NEAR, NEAR)),
+        ({"statistics": None, "share": 0.5}, (NEAR, FULL, FULL, NEAR)),
+        ({"statistics": None, "share": 0.5, "lowest": True}, (FULL, NEAR, NEAR, FULL)),
         # All heads of each layer are alike: one pattern per layer.
         ([[0, 1], []], (FULL, NEAR)),
         ({"share": 0}, (NEAR, NEAR)),
@@ -128,8 +130,8 @@ OF_HEADS = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2)
     ],
 )
 def test_full_heads_keep_the_models_own_pattern(heads, expected, tmp_path):
-    if isinstance(heads, dict) and "file" in heads:
-        heads |= {"file": _file(tmp_path)}
+    if isinstance(heads, dict) and "statistics" in heads:
+        heads |= {"statistics": _file(tmp_path)}
     assert read_patterns({"window": 8, "full_heads": heads}, OF_HEADS) == expected
     assert read_patterns(list(expected), OF_HEADS) == expected
 
@@ -149,22 +151,21 @@ def test_a_seed_draws_a_share_of_the_heads():
 @pytest.mark.parametrize(
     ("heads", "message"),
     [
-        ([[0]], "must be a list with the kv heads of each of 2 layers, or {share: 0.5, file: scores.json}"),
+        ([[0]], "must be a list with the kv heads of each of 2 layers, or {share: 0.5, statistics: heads.npz}"),
         ("scores.json", "must be a list with the kv heads of each of 2 layers"),
         ([[0], [2]], "pattern.full_heads has [2], must be a list of kv heads 0 to 1"),
         ([[0], 1], "pattern.full_heads has 1, must be a list of kv heads 0 to 1"),
-        ({"shar": 0.5}, "pattern.full_heads has no field 'shar', only share, file, lowest, seed"),
+        ({"shar": 0.5}, "pattern.full_heads has no field 'shar', only share, statistics, lowest, seed"),
         ({"seed": -1}, "full_heads.seed is -1, must be an integer from 0"),
         ({"share": 1.5}, "full_heads.share is 1.5, must be a number from 0 to 1"),
-        ({"share": 0.5, "file": "/nowhere.json"}, "pattern.full_heads.file /nowhere.json: [Errno 2] No such file"),
-        ({"share": 0.5, "kind": "qfilter"}, "is no file of `ksana calibrate --for duoattention`"),
-        ({"share": 0.5, "scores": [[1.0, 2.0]]}, "has scores [1, 2], the model has 2 layers of 2 kv heads"),
-        ({"share": 0.5, "scores": "none"}, "has scores [0], the model has 2 layers of 2 kv heads"),
+        ({"share": 0.5, "statistics": "/nowhere.npz"}, "statistics /nowhere.npz: no such file; ksana calibrate"),
+        ({"share": 0.5, "kind": "qfilter"}, "are for qfilter, and duoattention is needed"),
+        ({"share": 0.5, "scores": [[1.0, 2.0]]}, "have scores [1, 2], the model has 2 layers of 2 kv heads"),
     ],
 )
 def test_heads_that_a_model_does_not_have_are_refused_in_one_sentence(heads, message, tmp_path):
     if isinstance(heads, dict) and heads.keys() & {"kind", "scores"}:
-        heads = {"share": heads.pop("share"), "file": _file(tmp_path, **heads)}
+        heads = {"share": heads.pop("share"), "statistics": _file(tmp_path, **heads)}
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         read_patterns({"window": 8, "full_heads": heads}, OF_HEADS)
     assert "\n" not in str(raised.value)

@@ -244,7 +244,10 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
 def _anchored(given: Mapping[str, Any], folder: Path | None, task: str) -> dict[str, Any]:
     """Makes the input files in an experiment's settings, rows and grid relative to a folder; ~ is the home folder."""
     fields = dataclasses.fields(task_named(task).Settings)
-    keys = {"pattern.full_heads.file", *(f"settings.{field.name}" for field in fields if field.metadata.get("files"))}
+    keys = {
+        "pattern.full_heads.statistics",
+        *(f"settings.{field.name}" for field in fields if field.metadata.get("files")),
+    }
 
     def walk(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):

@@ -130,4 +130,6 @@ def _pattern(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not fields.get("num_sinks"):
         # Without sinks, their position has no effect, whatever the current default.
         found = {k: v for k, v in found.items() if k not in ("sink_position", "sink_ceiling")}
+    if isinstance(heads := found.get("full_heads"), Mapping):
+        found["full_heads"] = _without_files(heads)
     return found

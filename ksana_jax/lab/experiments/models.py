@@ -13,11 +13,13 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import commit_of, model_path
+from ksana_jax.core.statistics import read_statistics
 from ksana_jax.kv.layout import group_layers
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
 from ksana_jax.loading.statistics import statistics_inputs
+from ksana_jax.methods.full_heads import KIND
 from ksana_jax.models.families import FAMILIES
 
 # Suffix of inputs that record the origin of others, and do not define a trial.
@@ -94,4 +96,12 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns digests of a trial's model, and of the numbers about it that its methods read: see `ksana calibrate`."""
     model, load_format = config["model"], config["load_format"]
     path = model_path(model, weights=load_format != "dummy")
-    return {**fingerprint(model, load_format), **statistics_inputs(EngineConfig(**config["engine"]), path, load_format)}
+    found = {
+        **fingerprint(model, load_format),
+        **statistics_inputs(EngineConfig(**config["engine"]), path, load_format),
+    }
+    heads = (config["pattern"] or {}).get("full_heads")
+    if isinstance(heads, Mapping) and heads["statistics"] is not None:
+        statistics = read_statistics(heads["statistics"], KIND, digest_of_files(path, load_format))
+        found |= {f"{KIND}_text": statistics.sha256[:16], f"{KIND}_numbers": statistics.digest}
+    return found

@@ -5,15 +5,19 @@ import re
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ksana_jax import AttentionPattern
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.patterns import FULL
+from ksana_jax.core.sources import model_path
+from ksana_jax.core.statistics import Statistics
 from ksana_jax.lab.experiments.config import load, plan
 from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of
 from ksana_jax.lab.experiments.trials import EnginePool
+from ksana_jax.loading.digest import digest_of_files
 
 pytestmark = pytest.mark.usefixtures("fake")
 
@@ -279,22 +283,24 @@ def test_layers_in_several_groups_need_an_engine_of_their_own(model):
     assert layer_groups(two.config) == [[0], [1]] and layer_groups(one.config) == []
 
 
-def test_heads_are_chosen_when_the_file_is_read_and_need_an_engine_of_their_own(tmp_path):
-    heads = {"kind": "duoattention", "scores": [[0.1, 0.9], [0.2, 0.8], [0.9, 0.1], [0.3, 0.2]]}
-    (tmp_path / "heads.json").write_text(json.dumps(heads))
+def test_heads_are_chosen_by_a_file_of_the_model_and_need_an_engine_of_their_own(tmp_path):
+    scores = np.array([[0.1, 0.9], [0.2, 0.8], [0.9, 0.1], [0.3, 0.2]])
+    digest = digest_of_files(model_path("ksana-tiny"))
+    for name, of, sha in (("heads", digest, "a" * 20), ("same", digest, "a" * 20), ("other", "another", "b" * 20)):
+        Statistics("duoattention", of, "a text", sha, 0, {}, {"scores": scores}).write(tmp_path / f"{name}.npz")
     near = {"preset": "duo_attention", "window": 8, "num_sinks": 2}
-    names = {"file": {"file": "heads.json"}, "list": [[1], [1], [0], [0]], "draw": {"seed": 1}, "all": {"share": 1}}
+    names = {"file": {"statistics": "heads.npz"}, "same": {"statistics": "same.npz"}, "list": [[1], [1], [0], [0]]}
+    names |= {"draw": {"seed": 1}, "all": {"share": 1}}
     variants = [{"name": name, "pattern": near | {"full_heads": heads}} for name, heads in names.items()]
     made = plan(small("ksana-tiny", variants=[*variants, {"name": "window", "pattern": near}]), folder=tmp_path)
-    assert [row.label for row in made.rows] == ["file = list", "draw", "all", "window"]
-    chosen, drawn, whole, window = (row.trials[0] for row in made.rows)
-    assert chosen.config["pattern"]["full_heads"] == names["list"]
+    assert [row.label for row in made.rows] == ["file = same", "list", "draw", "all", "window"]
+    chosen, listed, drawn, whole, window = (row.trials[0] for row in made.rows)
+    assert chosen.config["inputs"]["duoattention_text"] == "a" * 16
     assert [p.window for p in patterns_of(chosen.config)] == [8, None, 8, None, None, 8, None, 8]
-    assert (
-        len({trial.engine_key for trial in (chosen, drawn, whole, window)}) == 3
-        and whole.engine_key == window.engine_key
-    )
+    assert chosen.engine_key == listed.engine_key != drawn.engine_key != whole.engine_key == window.engine_key
     assert layer_groups(chosen.config) == [[0, 2, 5, 7], [1, 3, 4, 6]]
+    with pytest.raises(ConfigError, match="are of a model with the digest another"):
+        plan(small("ksana-tiny", pattern=near | {"full_heads": {"statistics": "other.npz"}}), folder=tmp_path)
     with pytest.raises(ConfigError, match=r"pattern\.full_heads does not go with layer_patterns"):
         plan(small("ksana-tiny", pattern=near | {"full_heads": names["list"]}, layer_patterns=[{}] * 4))
 
