@@ -1,4 +1,4 @@
-"""Which kv heads of a model see the whole text, while the others follow a pattern: the field `full_heads` of a pattern.
+"""The field `full_heads` of a pattern: kv heads that see the whole text, while the others follow the pattern.
 
 Source: DuoAttention, arXiv:2410.10819: retrieval heads keep all tokens, streaming heads sinks and recent ones.
 """

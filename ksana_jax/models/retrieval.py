@@ -67,7 +67,7 @@ def with_passkeys(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
     least = STREAMING.num_sinks + (STREAMING.window or 0) + 2 * NUM_PASSKEYS * PASSKEY
     if length < least:
         raise ConfigError(f"texts of {length:,} tokens have no room for passkeys, {least:,} have")
-    # Of the queries that repeat a passkey, none has it in its window.
+    # No query that repeats a passkey has it in its window.
     last = length - (STREAMING.window or 0) - (NUM_PASSKEYS + 1) * PASSKEY
     places = np.linspace(STREAMING.num_sinks, last, NUM_PASSKEYS).astype(int)
     for text in found:
