@@ -21,7 +21,7 @@ from ksana_jax.ops.pool import KVCache
 
 
 class Facts(NamedTuple):
-    """What a method reads about layers. constants: [Gk, Lg, ...] by name. outputs: [Gk, Lg, N, H, D], or None."""
+    """Facts about layers that a method reads. constants: [Gk, Lg, ...] by name. outputs: [Gk, Lg, N, H, D], or None."""
 
     constants: Mapping[str, Any]
     outputs: Any = None

@@ -13,7 +13,7 @@ from ksana_jax.models.dense import dense_attend
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import forward
 
-# Of each text; their queries and keys are outliers, and sinks stay cached.
+# First tokens of each text; their queries and keys are outliers, and sinks stay cached.
 NUM_SKIPPED = 4
 
 
