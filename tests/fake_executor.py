@@ -178,6 +178,7 @@ class FakeExecutor:
         if a.ancestors is not None:
             visible &= self._on_the_way(a, group, kv_slots)[0]
         visible &= self._selected(layer, a, group, hidden, tile_of)
+        visible &= ~self._hidden(at, group, kv_slots)[tile_of]
         self._observe(at, a, group, hidden, (keys[tile_of], kv_slots[tile_of], visible))
         return attend(hidden, (keys * weights)[tile_of], visible)
 
@@ -206,6 +207,10 @@ class FakeExecutor:
     def _selected(self, layer: int, a: StepArrays, group: int, hidden, tile_of: np.ndarray) -> np.ndarray | bool:
         """Whether a token reads what is in each slot that its tile can see [T, C]."""
         return True
+
+    def _hidden(self, at: int, group: int, kv_slots: np.ndarray) -> np.ndarray:
+        """Whether what is at some slots is hidden from queries."""
+        return np.zeros(kv_slots.shape, bool)
 
     def _observe(self, at: int, a: StepArrays, group: int, hidden, seen: tuple) -> None:
         """Notes what queries pay to keys; seen: keys, slots and whether they are visible, [T, C] each."""

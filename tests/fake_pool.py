@@ -13,7 +13,7 @@ import numpy as np
 
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import EXACT, SCORE, STATE, TEXT_POSITION
+from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, STATE, TEXT_POSITION
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.scheduler.step.types import StepArrays, StepInput
 from tests.fake_network import HEAD_DIM, mix
@@ -113,7 +113,7 @@ class StoringExecutor(FakeExecutor):
                 is_bits = leaves[name].dtype.kind == "u"
                 leaves[name][block, layer, index, 0, offset] = part.view(leaves[name].dtype) if is_bits else part
         if self._evicts(group):
-            for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real])):
+            for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False)):
                 if name in self.leaves:
                     self.leaves[name][block, at, 0, 0, offset] = new
             if STATE in self.leaves:
@@ -125,6 +125,12 @@ class StoringExecutor(FakeExecutor):
         block, offset = np.divmod(kv_slots, self.block_size)
         with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
             return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
+
+    def _hidden(self, at: int, group: int, kv_slots: np.ndarray) -> np.ndarray:
+        if HIDDEN not in self.leaves or not self._evicts(group):
+            return super()._hidden(at, group, kv_slots)
+        block, offset = np.divmod(kv_slots, self.block_size)
+        return self.leaves[HIDDEN][block, at, 0, 0, offset]
 
     def _move_slots(self, sources: np.ndarray, targets: np.ndarray) -> None:
         (block, offset), (to_block, to_offset) = (np.divmod(slots, self.block_size) for slots in (sources, targets))
@@ -151,7 +157,8 @@ class StoringExecutor(FakeExecutor):
             self._save(moves.saves[moves.num_early[nth - 1] if nth else 0 : moves.num_early[nth]])
             assert all(x.dtype == np.int32 for x in asked[:-1]) and asked.given is None
             for row in range(len(asked.tables)):
-                self._evict(Evictions(*(x[row : row + 1] for x in asked[:-1])))
+                of_row = Evictions(*(x[row : row + 1] for x in asked[:-1]))
+                (self._hide if HIDDEN in self.leaves else self._evict)(of_row)
         super().move(moves)
 
     def _evict(self, asked: Evictions) -> None:
@@ -189,14 +196,48 @@ class StoringExecutor(FakeExecutor):
         for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
             source = np.sort(np.lexsort((-wanted, ~stays))[:kept])
             _, leaves, layer = self._part(at)
-            others = (EXACT, SCORE, TEXT_POSITION, STATE)
+            others = (EXACT, *OF_TOKENS, STATE)
             moved = [(leaf, layer) for name, leaf in leaves.items() if name not in others]
-            moved += [(leaf, at) for name, leaf in self.leaves.items() if name in (SCORE, TEXT_POSITION)]
+            moved += [(leaf, at) for name, leaf in self.leaves.items() if name in OF_TOKENS]
             for leaf, index in moved:
                 tokens = leaf[block[source], index, :, 0, offset[source]]
                 leaf[to_block[:kept], index, :, 0, offset[:kept]] = tokens
             if self._method.resets_scores:
                 self.leaves[SCORE][to_block[:kept], at, 0, 0, offset[:kept]] = 0
+
+    def _hide(self, asked: Evictions) -> None:
+        """Hides what goes of one row in one group of layers."""
+        [group], [kept], [count], [length] = asked.group, asked.num_kept, asked.num_tokens, asked.length
+        assert self._method is not None and self._evicts(group) and 0 < kept < count <= length
+        used = -(-length // self.block_size)
+        blocks, targets = asked.tables[0, :used], asked.targets[0, :used]
+        for leaf in self.leaves.values():
+            leaf[targets] = leaf[blocks]
+        layers = range(len(self.layout.groups[group].layers))
+        block, offset = targets[np.arange(length) // self.block_size], np.arange(length) % self.block_size
+        seen = np.array([np.flatnonzero(~self.leaves[HIDDEN][block, at, 0, 0, offset]) for at in layers])
+        assert seen.shape == (len(layers), count), "hidden tokens are miscounted"
+
+        def of_layer(at):
+            return lambda leaf, layer, index: leaf[block[seen[at]], layer, index, 0, offset[seen[at]]]
+
+        def stacked(name):
+            if name not in self.leaves:
+                return None
+            return np.array([of_layer(at)(self.leaves[name], at, 0) for at in layers])[None, :, None]
+
+        keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(at, of_layer(at)) for at in layers)))
+        numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
+        more = None, asked.num_kept, asked.num_sinks
+        cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, *more)
+        priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
+        place = np.arange(count)
+        stays = (place < asked.num_sinks) | (place >= count - asked.num_recent)
+        for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
+            gone = seen[at][np.lexsort((-wanted, ~stays))[kept:]]
+            self.leaves[HIDDEN][block[gone], at, 0, 0, offset[gone]] = True
+            if self._method.resets_scores:
+                self.leaves[SCORE][block, at, 0, 0, offset] = 0
 
     def check(self, step: StepInput) -> None:
         super().check(step)

@@ -30,7 +30,7 @@ from tests.statistics_files import setting_of
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
 # They observe by a window of recent tokens.
-WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv")
+WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv")
 # They compare rotated queries and keys.
 ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 # Rotated codes of 3 and 2 bits are packed like int3's and int2's.
@@ -43,6 +43,11 @@ SCORES = {"quest": definition.quest, "rocketkv": functools.partial(definition.ro
 def block_queries(hidden: np.ndarray) -> np.ndarray:
     """Two queries [..., 2, 8] of hashes [...], float64 and so small that no weight of a softmax over keys is 0."""
     return np.stack([x.astype(np.float64) for x in vectors(hidden)], axis=-2) / 2**12
+
+
+def plain(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Returns `kv_eviction` from its items, in which `of` is a tuple of items too."""
+    return {name: dict(value) if name == "of" else value for name, value in items}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +66,12 @@ class Storage:
     def settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
         found: dict[str, Any] = {"kv_cache_dtype": self.codec, "kv_full_precision_layers": self.exact}
-        found |= {"kv_eviction": dict(self.eviction)} if self.eviction else {}
+        found |= {"kv_eviction": plain(self.eviction)} if self.eviction else {}
         return found | ({"kv_selection": dict(self.selection)} if self.selection else {})
 
     @property
     def method(self) -> EvictionMethod | None:
-        return read_eviction(dict(self.eviction) or None)
+        return read_eviction(plain(self.eviction) or None)
 
     @functools.cached_property
     def layout(self):
@@ -148,7 +153,8 @@ class Text:
                     self.states[layer] += self.method.observe(q, np.array([t]), np)[0]
                 if self.method is not None and self.method.observes:
                     self.scores[layer, kept] += mass(self.method, hidden, seen, self.number(group))
-            hidden = attend(hidden, (seen * weights_of(np.arange(len(kept))))[None], visible)
+            hides = self.method is not None and self.method.hides and self.layout.groups[group].share is not None
+            hidden = attend(hidden, (seen * weights_of(kept if hides else np.arange(len(kept))))[None], visible)
         self.length += 1
         for group, counts in enumerate(self.counts):
             if self.length in counts.evictions:
@@ -257,7 +263,12 @@ class StoringSimulation(SavingSessions):
         found |= setting_of(name, (len(PATTERNS[self.pattern]), heads, 1, HEAD_DIM))
         if pyramid:
             found["beta"] = rng.choice([2, 20, 2.5])
+        if name == "adakv" or (name != "keyformer" and rng.random() < 0.3):
+            found |= {"memory": "simulated", "positions": "absolute"}
+        if name == "adakv":
+            found["prompts"] = "once"
         own = {
+            "adakv": {"of": (("method", rng.choice(["snapkv", "knorm", "h2o"])),), "alpha": rng.choice([0, 0.2, 1])},
             "h2o": {"normalised": rng.random() < 0.5},
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
             "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
@@ -297,14 +308,14 @@ class StoringSimulation(SavingSessions):
         before, rng = self.engine.scheduler.layout, self.rng
         setting = dict(self.storage.eviction) | {
             "budget": rng.choice([0.1, 0.3, 0.7]),
-            "prompts": rng.choice(["whole", "once", "streamed"]),
+            "prompts": "once" if before.eviction.method.per_head else rng.choice(["whole", "once", "streamed"]),
         }
         other = dict(self.draw_eviction())
-        method = read_eviction(setting)
+        method = read_eviction(plain(tuple(setting.items())))
         assert method is not None
         if other["method"] != setting["method"]:
             for change in (
-                lambda: self.engine.set_eviction(read_eviction(other)),
+                lambda: self.engine.set_eviction(read_eviction(plain(tuple(other.items())))),
                 lambda: self.engine.set_patterns(PATTERNS["sink"]),
             ):
                 try:
@@ -349,7 +360,8 @@ class StoringSimulation(SavingSessions):
 
     def starts_of(self, group: int, row: int) -> list[int]:
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
-        if scheduler.layout.groups[group].share is None:
+        method = self.storage.method
+        if scheduler.layout.groups[group].share is None or method is None or method.hides:
             return super().starts_of(group, row)
         done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
         counts = counted(self.storage, group, int(rows.num_prompt[row])).cached
@@ -366,7 +378,7 @@ class SnapshotSimulation(StoringSimulation):
         return True
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
-        while not read_eviction(dict(found := super().draw_eviction())).adds_up:  # type: ignore[union-attr]  # never None
+        while not read_eviction(plain(found := super().draw_eviction())).adds_up:  # type: ignore[union-attr]  # never None
             pass
         return found
 

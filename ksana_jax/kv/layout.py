@@ -29,8 +29,9 @@ from ksana_jax.kv.selection.base import SelectionMethod
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 # Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
 EXACT = "exact"
-# Leaves that methods add: [Lg, 1, K, B] or [Lg, 1, K, *shape], see `kv.eviction.base` and `kv.selection.base`.
-SCORE, TEXT_POSITION, SUMMARY, STATE = "score", "text_position", "summary", "state"
+# Leaves that methods add: [Lg, 1, K, B] of `kv.eviction.base`, and [Lg, 1, K, *shape] of it and of `kv.selection.base`.
+OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN = "score", "text_position", "hidden"
+STATE, SUMMARY = "state", "summary"
 # Axis of kv heads in the shape of each leaf, after layers and keys or values.
 KV_HEADS = 2
 
@@ -91,9 +92,8 @@ class KVLayout:
         Args:
           patterns: one for each layer, or for each kv head of each layer; None takes the model's own.
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
-          as_bits: types that are stored as unsigned integers, see `devices.capabilities.stored_as_bits`.
-          eviction: method by which full-attention layers evict tokens.
-          selection: method by which queries select the blocks that they read.
+          as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
+          eviction, selection: how full-attention layers evict tokens, and how queries select the blocks that they read.
           exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
         Raises:
@@ -127,12 +127,12 @@ class KVLayout:
         leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
         if (state := eviction.state_shape(model.num_heads // heads, model.head_dim)) is not None:
             leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
+        leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
         schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
         return cls(groups, block_size, tuple(leaves), dtype, schedule)
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
-        """Returns this layout under other patterns. A group keeps what any of its layers sees: blocks keep their
-        groups; build a new engine with these patterns to hold less KV."""
+        """Returns this layout under other patterns, with the same groups: each keeps what any of its layers sees."""
         if len(patterns) != len(self.places):
             raise ConfigError(f"{refusals.BY_HEAD} need an engine that was made for them, and other patterns another")
         for group in self.groups:
@@ -173,7 +173,7 @@ class KVLayout:
         order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in self.groups]
         groups = (group._replace(layers=layers) for layers, group in zip(order, self.groups, strict=True))
         leaves = (
-            leaf if leaf.name in (SCORE, TEXT_POSITION, STATE) else leaf._replace(shape=(num_coded, *leaf.shape[1:]))
+            leaf if leaf.name in (*OF_TOKENS, STATE) else leaf._replace(shape=(num_coded, *leaf.shape[1:]))
             for leaf in self.leaves
         )
         exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)

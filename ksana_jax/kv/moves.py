@@ -16,7 +16,8 @@ _NO_PAIRS = np.zeros((0, 2), np.int32)
 class Evictions(NamedTuple):
     """Evictions of n rows, each in one group of layers: int32 arrays [n], and block tables [n, P].
 
-    The kept tokens move to a row's first slots, each layer and head choosing its own; see `kv.eviction`.
+    The kept tokens move to a row's first slots, each layer and head choosing its own; see `kv.eviction`. Or they stay
+    where they are, in the first `length` slots, and the others are hidden (`EvictionMethod.hides`).
 
     tables: blocks of the row before; any valid id beyond them. targets: blocks of its first slots afterwards, [n, P],
     which are those in `tables` unless others read them too. num_tokens: cached before. num_kept: afterwards.

@@ -1,8 +1,10 @@
-"""The bytes of KV that a query reads. Knows the layout of blocks; no requests."""
+"""The bytes of KV that a query reads, and that hidden tokens would free. Knows the layout of blocks; no requests."""
 
 from __future__ import annotations
 
-from ksana_jax.kv.layout import SUMMARY, KVLayout
+import numpy as np
+
+from ksana_jax.kv.layout import HIDDEN, SUMMARY, KVLayout
 
 
 def read_bytes(layout: KVLayout, num_blocks: int) -> int:
@@ -16,3 +18,21 @@ def read_bytes(layout: KVLayout, num_blocks: int) -> int:
     selecting = num_layers - layout.selects_in.count(None)
     of_selecting = chosen * whole + num_blocks * summary
     return (of_selecting * selecting + num_blocks * whole * (num_layers - selecting)) // num_layers
+
+
+def simulated_bytes(layout: KVLayout, length: int, num_context: int) -> int:
+    """Returns the bytes of the blocks that a row of length tokens would hold if the memory of its hidden tokens were
+    freed; heads that keep different numbers count as if each kept the mean.
+
+    Args:
+      num_context: tokens of its prompt before a question.
+    """
+    assert layout.eviction is not None
+    evicted = layout.eviction.num_evicted(np.array([length]), np.array([num_context]))[:, 0].tolist()
+    of_block = sum(leaf.nbytes for leaf in layout.leaves if leaf.name != HIDDEN)
+    size = layout.block_size
+    held = (
+        group.live.num_live_blocks(size, length) if group.share is None else -(-(length - gone) // size)
+        for group, gone in zip(layout.groups, evicted, strict=True)
+    )
+    return of_block * sum(held)

@@ -268,9 +268,9 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
     if observer is not None and observer.method.observes:
 
         def scores_of(i):
-            k, _, kv_pos = read(i)
+            k, _, kv_pos, hidden = read(i)
             k = k.astype(_wide_enough(k.dtype, q_SKRH.dtype))
-            return _scores(q_SKRH, k, kv_pos, tiles, source, context), kv_pos
+            return _scores(q_SKRH, k, kv_pos, hidden, tiles, source, context), kv_pos
 
         log_total = state.top + jnp.log(state.total)
         if context.sink_logits is not None:
@@ -303,10 +303,13 @@ def _slot_positions(starts_SP, block_size: int):
 
 
 def _read(tiles: _Tiles, tables, starts, source: Source, context: AttentionContext):
-    """Returns keys, rotated, and values [S, K, P*B, H] of blocks, and the positions [S, P*B] of their slots."""
+    """Returns keys, rotated, and values [S, K, P*B, H] of blocks, the positions [S, P*B] of their slots, and which are
+    hidden [S, K, P*B], None if none are."""
     k, v = source.read(tables)
     slot_pos = _slot_positions(starts, source.block_size)
-    return _rotated(k, tiles.key_positions(slot_pos), context.rope) if source.unrotated_keys else k, v, slot_pos
+    hidden = None if source.hidden is None else source.hidden(tables)
+    k = _rotated(k, tiles.key_positions(slot_pos), context.rope) if source.unrotated_keys else k
+    return k, v, slot_pos, hidden
 
 
 def _absorb_sinks(
@@ -314,11 +317,11 @@ def _absorb_sinks(
 ) -> PartialAttention:
     """Adds the repositioned sinks, which are in the first blocks of a table."""
     first, rope = slice(-(-context.num_repositioned_sinks // source.block_size)), context.rope
-    k, v, slot_pos_SC = _read(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
+    k, v, slot_pos_SC, hidden_SKC = _read(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
     # "ceiling" needs one distance for all sinks: their keys are rotated back to position 0.
     back = jnp.where(context.pattern.sink_position == CEILING, -tiles.key_positions(slot_pos_SC), 0)
     k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
-    return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, tiles, source, context, sinks=True)
+    return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, hidden_SKC, tiles, source, context, sinks=True)
 
 
 def _absorb(
@@ -327,6 +330,7 @@ def _absorb(
     k_SKCH,
     v_SKCH,
     slot_pos_SC,
+    hidden_SKC,
     tiles: _Tiles,
     source: Source,
     context: AttentionContext,
@@ -339,7 +343,7 @@ def _absorb(
     end_S = tiles.slots_end(source.end)
     v_SKCH = jnp.where((slot_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles, source, context, sinks)
+    scores = _scores(q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles, source, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
@@ -349,7 +353,9 @@ def _absorb(
     return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
 
 
-def _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False):
+def _scores(
+    q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False
+):
     """Returns scores [S, K, R, C] in float32; -inf for keys that are not visible, or not repositioned sinks."""
     q_pos, kv_pos = tiles.positions[:, :, None], tiles.key_positions(slot_pos_SC)[:, None, :]
     chosen_SQC = context.pattern.visible(q_pos, kv_pos)
@@ -361,11 +367,13 @@ def _scores(q_SKRH, k_SKCH, slot_pos_SC, tiles: _Tiles, source: Source, context:
         repositioned = context.pattern.repositioned(q_pos, kv_pos)
         chosen_SQC &= repositioned if sinks else ~repositioned
     group = q_SKRH.shape[2] // chosen_SQC.shape[1]
-    chosen_SRC = jnp.tile(chosen_SQC, (1, group, 1))
+    chosen_SKRC = jnp.tile(chosen_SQC, (1, group, 1))[:, None]
+    if hidden_SKC is not None:
+        chosen_SKRC &= ~hidden_SKC[:, :, None]
     scores = jnp.einsum("SKRH,SKCH->SKRC", q_SKRH.astype(k_SKCH.dtype), k_SKCH, preferred_element_type=jnp.float32)
     if context.alibi is not None:
         if sinks:  # from the position at which queries look at sink 0; with "ceiling", its key counts as there
             at_ceiling = context.pattern.sink_position == CEILING
             kv_pos, q_pos = jnp.where(at_ceiling, 0, kv_pos), sink_query_position(context.pattern, q_pos, 0)
         scores += biases(context.alibi, q_pos, kv_pos, scores.shape[1]).reshape(scores.shape)
-    return jnp.where(chosen_SRC[:, None], soft_capped(scores, context.soft_cap), -jnp.inf)
+    return jnp.where(chosen_SKRC, soft_capped(scores, context.soft_cap), -jnp.inf)

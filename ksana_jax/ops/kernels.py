@@ -25,16 +25,14 @@ PREFILL_ROWS = 128  # of the tiles of Hopper's prefill
 # Codecs whose leaves are a `contract.Pool`: numbers, or codes with scales.
 FLOATS, CODES = ("f32", "bf16", "f16"), ("int8", "fp8_e4m3")
 
-# The kernels' `Pattern.sink_position` counts in the same order.
-assert SINK_POSITIONS == ("absolute", "cache", "ceiling")
+assert SINK_POSITIONS == ("absolute", "cache", "ceiling")  # the kernels' `Pattern` counts in this order
 
 
 class Kernels(NamedTuple):
     """The kernels that together serve a step.
 
-    decode, ragged: for tiles of one query and of more.
+    decode, ragged: for tiles of one query and of more. kv_write: of keys and values; None writes with XLA.
     prefill: for tiles of PREFILL_ROWS and more rows, queries x query heads of a group, where it takes them.
-    kv_write: of keys and values; None writes with XLA.
     """
 
     decode: Kernel[Result]
@@ -224,6 +222,8 @@ def lacks(kernels: Kernels, needs: Requirements) -> str | None:
         name = f"kv_eviction {type(method).__name__}"
         if method.positions == "cache":
             return f"{name} stores keys unrotated, and the kernels read rotated ones"
+        if method.hides:
+            return f"{name} hides tokens (memory simulated), and the kernels read all"
         if method.custom_logits:
             return f"{name} observes other weights than those of the attention, which the kernels return"
     for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ksana_jax.kv.layout import HIDDEN
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
@@ -31,6 +32,7 @@ class Source(NamedTuple):
     unrotated_keys: whether keys must be rotated.
     end: position of each tile's newest token [S] -> the positions from which on none of its queries reads.
     has: (positions of queries, positions of keys) -> whether it has the keys for the queries; None where it has all.
+    hidden: blocks [..., P] -> whether slots [..., K, P*B] hold tokens that no query sees; None if there are none.
     """
 
     num_kv_heads: int
@@ -41,6 +43,7 @@ class Source(NamedTuple):
     unrotated_keys: bool
     end: Callable[[jax.Array], jax.Array]
     has: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    hidden: Callable[[jax.Array], jax.Array] | None = None
 
 
 def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
@@ -53,7 +56,9 @@ def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
     tables = Tables(batch.block_tables, batch.block_starts), Tables(batch.shared_tables, batch.shared_starts)
     if not isinstance(cache, SealedCache):
         unrotated = observer is not None and observer.unrotated_keys
-        return (Source(heads, cache.block_size, lambda ids: cache.read(context.layer, ids), *tables, unrotated, after),)
+        source = Source(heads, cache.block_size, lambda ids: cache.read(context.layer, ids), *tables, unrotated, after)
+        hides = observer is not None and observer.method.hides
+        return (source._replace(hidden=lambda ids: _hidden(cache, context.layer, ids)) if hides else source,)
     size, sealing = cache.size, cache.blocks.sealing
     assert context.residual is not None
     (k_at, k_batch), (v_at, v_batch) = context.residual
@@ -86,3 +91,9 @@ def sources(cache: KVCache, context: AttentionContext) -> tuple[Source, ...]:
     )
     exact = Source(*common, read_exact, *exact_tables, cache.unrotated_keys, after, lambda q, kv: ~reads_codes(q, kv))
     return codes, exact
+
+
+def _hidden(cache: KVCache, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
+    """Returns whether tokens in slots [..., K, P*B] of blocks [..., P] are hidden in one layer."""
+    found = jnp.moveaxis(cache.leaves[HIDDEN][block_ids, layer, 0], -2, -3)
+    return found.reshape(*found.shape[:-2], -1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
-from ksana_jax.kv.layout import EXACT, SCORE, TEXT_POSITION, KVLayout
+from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
@@ -116,27 +116,56 @@ class Evictor:
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
-    """Moves the tokens that a method keeps to the first slots of their rows, in the text's order.
+    """Moves the tokens that a method keeps to the first slots of their rows, in the text's order, or hides the others.
 
     Args:
       asked: n rows, each in one group of layers.
     """
-    tables, num_kept = asked.tables, asked.num_kept
+    tables = asked.tables
     rows = {name: _by_slot(leaf[tables]) for name, leaf in cache.leaves.items()}
-    source = kept_slots(_cached(cache, rows, asked), asked, method)
-    blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_kept[:, None]
+    if method.hides:
+        num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
+    else:
+        num_slots = asked.num_kept
+        new = _moved(cache, rows, kept_slots(_cached(cache, rows, asked), asked, method))
+    if method.resets_scores:
+        new[SCORE] = jnp.zeros_like(new[SCORE])
+    blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_slots[:, None]
     targets = jnp.where(blocks, asked.targets, cache.num_blocks)
-    leaves, num_exact = {}, _num_exact(cache)
-    for name, leaf in cache.leaves.items():
-        x, of_layers = rows[name], source
-        if name not in (SCORE, TEXT_POSITION):
+    return KVCache(
+        {
+            name: leaf.at[targets].set(_by_block(new[name], cache.block_size), mode="drop")
+            for name, leaf in cache.leaves.items()
+        },
+        cache.codec,
+    )
+
+
+def _moved(cache: KVCache, rows: dict[str, jax.Array], source: jax.Array) -> dict[str, jax.Array]:
+    """Returns rows whose tokens come from other slots, [n, Lg, K, C]."""
+    found, num_exact = {}, _num_exact(cache)
+    for name, x in rows.items():
+        of_layers = source
+        if name not in OF_TOKENS:
             of_layers = source[:, :num_exact] if name == EXACT else source[:, num_exact:]
-        index = jnp.expand_dims(of_layers, (2, *range(5, x.ndim)))
-        moved = jnp.take_along_axis(x, index, axis=4)
-        if name == SCORE and method.resets_scores:
-            moved = jnp.zeros_like(moved)
-        leaves[name] = leaf.at[targets].set(_by_block(moved, cache.block_size), mode="drop")
-    return KVCache(leaves, cache.codec)
+        found[name] = jnp.take_along_axis(x, jnp.expand_dims(of_layers, (2, *range(5, x.ndim))), axis=4)
+    return found
+
+
+def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod) -> jax.Array:
+    """Returns the leaf HIDDEN after an eviction.
+
+    The method sees the tokens that are not hidden as if they had moved together.
+    """
+    slots = jnp.arange(rows[HIDDEN].shape[4])
+    hidden = rows[HIDDEN][:, :, 0] | (slots >= asked.length[:, None, None, None])
+    seen_first = jnp.argsort(hidden, axis=-1)  # stable
+    order = _order(_cached(cache, _moved(cache, rows, seen_first), asked), asked, method)
+    heads = order.shape[-1] // len(slots)  # that share a budget
+    goes = jnp.argsort(order, axis=-1) >= (heads * asked.num_kept)[:, None, None, None]
+    if method.per_head:
+        goes = jnp.swapaxes(goes.reshape(*goes.shape[:2], -1, heads), 2, 3)
+    return jnp.take_along_axis(goes, jnp.argsort(seen_first, axis=-1), axis=-1)[:, :, None]
 
 
 def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cached:
@@ -167,22 +196,32 @@ def _decoded(cache: KVCache, parts: dict[str, jax.Array]) -> jax.Array:
 
 
 def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
-    """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any.
+    """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any."""
+    num_slots = cached.keys.shape[3]
+    stays = jnp.arange(num_slots) < asked.num_kept[:, None, None, None]
+    order = _order(cached, asked, method)
+    return jnp.minimum(jnp.sort(jnp.where(stays, order, num_slots)), num_slots - 1)
+
+
+def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
+    """Returns the slots [n, Lg, K, C] of each head in the order in which their tokens stay; with `per_head` those of
+    all heads together, [n, Lg, 1, C * K], where slot and head are a number slot * K + head.
 
     Among equals, older tokens stay.
     """
-    num_slots = cached.keys.shape[3]
-    slots = jnp.arange(num_slots)
-    num_tokens, num_kept, num_sinks, num_recent = (
-        x[:, None, None, None] for x in (asked.num_tokens, asked.num_kept, asked.num_sinks, asked.num_recent)
+    slots = jnp.arange(cached.keys.shape[3])
+    num_tokens, num_sinks, num_recent = (
+        x[:, None, None, None] for x in (asked.num_tokens, asked.num_sinks, asked.num_recent)
     )
     priority = jnp.broadcast_to(method.priority(cached, jnp), cached.keys.shape[:-1]).astype(jnp.float32)
     priority = jnp.where(jnp.isnan(priority), -jnp.inf, priority)
     stays = (slots < num_sinks) | (slots >= num_tokens - num_recent)
     # Above all others, and below all others.
     classes = jnp.where(slots >= num_tokens, 2, jnp.where(stays, 0, 1))
-    order = jnp.lexsort((-priority, jnp.broadcast_to(classes, priority.shape)))
-    return jnp.minimum(jnp.sort(jnp.where(slots < num_kept, order, num_slots)), num_slots - 1)
+    keys = -priority, jnp.broadcast_to(classes, priority.shape)
+    if method.per_head:
+        keys = (jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], 1, -1) for x in keys)
+    return jnp.lexsort(tuple(keys))
 
 
 def _by_slot(x: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ class RowBlocks:
             r.evict_at[:, row] = self._eviction.next_at(np.array([held.num_computed]), prompt)[:, 0]
             r.budgets[:, row] = budgets = self._eviction.budgets(prompt)[:, 0]
             r.num_recent[:, row] = self._eviction.num_recent(budgets)
-            seq.kv.cacheable &= not self._eviction.method.adds_up
+            seq.kv.cacheable &= not self._eviction.method.marks_blocks
         r.forked[row] = forked
         if self.memory.prefixes.enabled and seq.kv.cacheable:
             r.index_at[row] = (seq.kv.num_indexed + 1) * self._size

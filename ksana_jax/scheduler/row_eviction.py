@@ -96,12 +96,21 @@ class RowEviction:
         return np.logical_or.reduce(r.num_computed[rows] >= r.evict_at.take(rows, axis=1))
 
     def _kept(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for rows that evict now the number of tokens that each group keeps, and of blocks (0: no eviction):
-        [Gk, n] each."""
+        """Returns for rows that evict now the number of tokens that each group keeps, and of blocks that it writes to
+        (0: no eviction): [Gk, n] each."""
         r, size = self.row_blocks.rows, self.row_blocks.memory.block_size
         length = r.num_computed[rows]
         kept = length - self.schedule.evictions(length, r.budgets.take(rows, axis=1))[0]
-        return kept, np.where(kept < length - r.num_evicted.take(rows, axis=1), -(-kept // size), 0)
+        written = length if self.schedule.method.hides else kept
+        return kept, np.where(kept < length - self._evicted(rows), -(-written // size), 0)
+
+    def _evicted(self, rows: np.ndarray) -> np.ndarray:
+        """Returns how many tokens each group has evicted from rows that evict now: [Gk, n]."""
+        r = self.row_blocks.rows
+        if not self.schedule.method.hides:
+            return r.num_evicted.take(rows, axis=1)
+        contexts = [seq.num_context for row in rows.tolist() if (seq := r.seqs[row]) is not None]
+        return self.schedule.num_evicted(r.num_computed[rows] - 1, np.array(contexts, np.int32))
 
     def _record(self, rows: np.ndarray, tables: np.ndarray) -> None:
         """Records evictions from rows for the device.
@@ -114,7 +123,7 @@ class RowEviction:
             return
         length, num_sinks = r.num_computed[rows], schedule.method.sinks
         evicted, following = schedule.evictions(length, r.budgets.take(rows, axis=1))
-        before, kept = length - r.num_evicted.take(rows, axis=1), length - evicted
+        before, kept = length - self._evicted(rows), length - evicted
         sinks = np.full(len(rows), num_sinks, np.int32)
         recent = np.minimum(r.num_recent.take(rows, axis=1), kept - num_sinks)
         width = int(r.num_blocks.take(rows, axis=1).max())
@@ -128,7 +137,10 @@ class RowEviction:
                 sources, targets = tables[group, some, :width], r.block_tables[group, rows[some], :width]
                 given = schedule.method.given(group, length[some])
                 self.row_blocks.memory.moves.evict(Evictions(sources, targets, *columns, given=given))
-        compact(self.row_blocks, rows, kept)
+        if schedule.method.hides:
+            r.num_rewrites += 1
+        else:
+            compact(self.row_blocks, rows, kept)
         r.evict_at[:, rows] = following
 
     def _fork(self, rows: np.ndarray) -> list[np.ndarray]:

@@ -49,7 +49,7 @@ class RowSnapshots:
         seq, schedule = r.seqs[row], self.snapshots.schedule
         assert seq is not None
         at = min(seq.num_context, seq.num_prompt - 1)
-        if at > r.num_computed[row] and (schedule.method.adds_up or self._evicted(seq, at).any()):
+        if at > r.num_computed[row] and (schedule.method.marks_blocks or self._evicted(seq, at).any()):
             r.snapshot_at[row] = at
 
     def _evicted(self, seq: Sequence, length: int) -> np.ndarray:
@@ -87,8 +87,11 @@ class RowSnapshots:
         r, memory = self.row_blocks.rows, self.row_blocks.memory
         seq = r.seqs[row]
         assert seq is not None
-        evicted = r.num_evicted[:, row]
-        if not (self.snapshots.schedule.method.adds_up or evicted.any()) or length > self._most(seq, length):
+        method, evicted = self.snapshots.schedule.method, r.num_evicted[:, row]
+        if method.hides:  # a row whose next eviction is due has made those before
+            waits = (r.num_computed[row] >= r.evict_at[:, row]).any()
+            evicted = self._evicted(seq, int(r.num_computed[row]) - waits)
+        if not (method.marks_blocks or evicted.any()) or length > self._most(seq, length):
             return False  # the first is a matter of the prefix index
         if length < 1 or (evicted != self._evicted(seq, length)).any():
             return False

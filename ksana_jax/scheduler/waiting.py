@@ -213,7 +213,7 @@ class Admission:
             if eviction.snapshots is not None and (hit := eviction.snapshots.pin(seq, prefixes)):
                 return hit
             schedule = eviction.schedule
-            most = 0 if schedule.method.adds_up else min(most, schedule.first_at(seq.num_context) - 1)
+            most = 0 if schedule.method.marks_blocks else min(most, schedule.first_at(seq.num_context) - 1)
         return prefixes.pin(seq.kv, seq.token_ids, most)
 
     def _num_copies(self, shared: HeldBlocks | None, hit: Hit | None, inside: bool) -> int:

@@ -109,7 +109,10 @@ OF_PROPOSERS = {
 }
 
 _ALL = [
-    *(_evicts(name) for name in EVICTION_METHODS if name != "oracle"),  # it scores texts, and cannot generate
+    # The oracle scores texts, and cannot generate.
+    *(_evicts(name) for name in EVICTION_METHODS if name not in ("oracle", "adakv")),
+    _evicts("adakv", prompts="once", recent=4),
+    _evicts("h2o", "kv_eviction simulated", memory="simulated"),
     _evicts("h2o", "kv_eviction once", prompts="once"),
     _evicts("snapkv", "kv_eviction pyramid", 2, **PYRAMID),
     *map(_selects, SELECTION_METHODS),

@@ -38,6 +38,7 @@ LEAST_LOGIT_GAP = 0.01  # between the two best tokens
 # The classes of kvpress that choose as one of our methods does, or nearly.
 COMPARED = (
     "SnapKVPress",
+    "AdaKVPress",
     "PyramidKVPress",
     "ChunkKVPress",
     "KnormPress",
@@ -66,6 +67,9 @@ EXPECTED = ((0.5, 32, 4, True, True, 0.0), (0.75, 512, 4, True, True, 0.02), (0.
 EXPECTED += ((0.25, 64, 0, True, False, 0.0),)
 # (ratio, window, kernel, first stage's part, epsilon) of CriticalKV around SnapKV.
 CRITICAL = ((0.5, 4, 5, 0.5, 1e-4), (0.75, 4, 7, 0.5, 1e-2), (0.5, 3, 1, 0.25, 1e-4))
+# (length, ratio, share, SnapKV's window and kernel; KnormPress without them)
+SHARES = ((96, 0.75, 0.2, 4, 5), (96, 0.5, 0.9, 6, 7), (61, 0.75, 0.0, 2, 1), (61, 0.9, 0.2, 3, 3))
+OF_KEYS = ((96, 0.75, 0.2), (61, 0.5, 0.5))
 # A prompt is reduced to TARGET tokens, and the cache again after so many tokens. StreamingLLMPress is not among these
 # presses: it goes by a token's place in the cache, where kvpress leaves what it kept in the order of the scores.
 DECODING = tuple(itertools.product(("KnormPress", "KeyDiffPress", "TOVAPress"), (1, 4, 8)))
@@ -103,17 +107,22 @@ def asked() -> Iterator[KVPressCase]:
     names = "compression_ratio window_size kernel_size first_stage_ratio epsilon".split()
     for length, values in itertools.product(LENGTHS, CRITICAL):
         yield KVPressCase("CriticalKVPress", dict(zip(names, values)), length, 0, [], [])
+    for length, ratio, share, window, kernel in SHARES:
+        settings = {"compression_ratio": ratio, "window_size": window, "kernel_size": kernel}
+        yield KVPressCase("AdaKVPress", settings | {"alpha_safeguard": share}, length, 0, [], [])
+    for length, ratio, share in OF_KEYS:
+        yield KVPressCase("AdaKVPress", {"compression_ratio": ratio, "alpha_safeguard": share}, length, 0, [], [])
     for press, interval in DECODING:
         settings = {"compression_interval": interval, "target_size": TARGET}
         yield KVPressCase(press, settings, 2 * TARGET, 0, [], [])
 
 
 @functools.cache
-def model():
+def model(attention: str = "eager"):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         save_file(weights(), Path(folder, "model.safetensors"), metadata={"format": "pt"})
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 class NearlyTied(Exception):
@@ -237,6 +246,43 @@ def watched_chunks(press: kvpress.ChunkKVPress) -> kvpress.ChunkKVPress:
     return press
 
 
+def watched_shares(press: kvpress.AdaKVPress) -> kvpress.AdaKVPress:
+    """Has it raise `NearlyTied` where two scores are that, of a head or of all heads that share a budget."""
+    compress, score, scores = press.compress, press.press.score, []
+
+    def remembered(*args):
+        scores.append(score(*args))
+        return scores[-1].clone()  # it overwrites them
+
+    def checked(*args):
+        args = (*args[:4], None, *args[5:])
+        keys, values = compress(*args)
+        found, window = scores.pop()[0], getattr(press.press, "window_size", 0)
+        num_kept = found.shape[1] - len(args[0].masked_key_indices[0]) // len(found)
+        safe = max(int(num_kept * press.alpha_safeguard), press.alpha_safeguard > 0)
+        by_head = found.sort(-1, descending=True).values[:, window:]
+        if safe > window:
+            require_gap(by_head, safe - window)
+        by_head[:, : max(safe - window, 0)] = torch.inf
+        ordered = by_head.flatten().sort(descending=True).values
+        require_gap(ordered[None], (num_kept - window) * len(found))
+        return keys, values
+
+    press.press.score, press.compress = remembered, checked
+    return press
+
+
+def not_masked(length: int) -> list[list[list[int]]]:
+    """Returns the text positions [L][K] that a press has not masked in the model with fused attention."""
+    found = []
+    for layer in model("sdpa").model.layers:
+        _, heads, positions = (x.tolist() for x in layer.self_attn.masked_key_indices)
+        masked = set(zip(heads, positions, strict=True))
+        heads = range(CONFIG["num_key_value_heads"])
+        found.append([[at for at in range(length) if (head, at) not in masked] for head in heads])
+    return found
+
+
 def forward(tokens: list[int], start: int, cache: Cache) -> torch.Tensor:
     """Runs tokens at their text positions; returns the logits after the last."""
     at = torch.arange(start, start + len(tokens))
@@ -253,6 +299,13 @@ def make(case: KVPressCase) -> KVPressCase:
     kind, settings, cache, tokens = getattr(kvpress, case.press), dict(case.settings), Cache(), []
     names = ("compression_interval", "target_size")
     decoding = {name: settings.pop(name) for name in names if name in settings}
+    if case.press == "AdaKVPress":
+        share = settings.pop("alpha_safeguard")
+        inner = kvpress.SnapKVPress if "window_size" in settings else kvpress.KnormPress
+        network = model("sdpa")
+        with watched_shares(kvpress.AdaKVPress(inner(**settings), share))(network):
+            network(torch.tensor([case.prompt]), past_key_values=cache, use_cache=True)
+        return case._replace(kept=not_masked(case.length))
     if not decoding:
         if case.press == "ChunkKVPress":
             chunk = settings.pop("chunk_length")
@@ -314,7 +367,7 @@ def main() -> None:
     cases = [of_some_prompt(case) for case in asked()]
     lines = [json.dumps(case._asdict(), separators=(",", ":")) for case in cases]
     (FOLDER / "kept.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    # ChunkKVPress has the ratio of the press that it is given.
+    # ChunkKVPress and AdaKVPress have the ratio of the press that they are given.
     defaults = {name: {"compression_ratio": kvpress.ScorerPress.compression_ratio} for name in COMPARED}
     for name, found in defaults.items():
         arguments = inspect.signature(getattr(kvpress, name)).parameters.values()

@@ -19,6 +19,7 @@ EVICTION_METHODS: dict[str, str] = {
     "h2o": "ksana_jax.methods.eviction.h2o:H2O",
     "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
+    "adakv": "ksana_jax.methods.eviction.adakv:AdaKV",
     "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",
     "rkv": "ksana_jax.methods.eviction.rkv:RKV",
     "tova": "ksana_jax.methods.eviction.tova:TOVA",

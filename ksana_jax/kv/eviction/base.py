@@ -33,7 +33,7 @@ class Cached(NamedTuple):
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
-    num_kept: [n] tokens that a head keeps.
+    num_kept: [n] tokens that a head keeps; with `per_head`, the mean over the heads of a layer.
     num_sinks: [n] first tokens that stay, whatever their priority.
     constants: [n, Lg, ...] by name, of `EvictionMethod.constants`, those of each layer.
     output_norms: [n, Lg, N, C] float32, L1 norms of values that each query head's part of the layer's output matrix has
@@ -102,6 +102,8 @@ class EvictionMethod:
         of the mean and the first 2 - 1/beta. If the budget is a fraction of the prompt, or the method evicts once, no
         layer gets more than the prompt, and the line is that much less steep.
       positions: "absolute" leaves keys at their text positions; "cache" rotates a key by its index in the cache.
+      memory: "freed" returns the memory of evicted tokens. "simulated" leaves it as it is and hides the tokens from all
+        queries, to study quality alone: the same tokens, nothing is saved, and results are marked as simulated.
     """
 
     budget: float | int = 0.2
@@ -112,6 +114,7 @@ class EvictionMethod:
     layers: Literal["uniform", "pyramid"] = "uniform"
     beta: float = 20
     positions: Literal["absolute", "cache"] = "absolute"
+    memory: Literal["freed", "simulated"] = "freed"
 
     # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
@@ -125,6 +128,9 @@ class EvictionMethod:
     reads_outputs: ClassVar[bool] = False
     # True if it needs the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
     needs_full_text: ClassVar[bool] = False
+    # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a
+    # head keeps depends on data, so memory is simulated.
+    per_head: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -149,8 +155,32 @@ class EvictionMethod:
             if self.layers == "uniform" and self.beta != EvictionMethod.beta
             else None,
             checks.one_of(f"{name}: positions", self.positions, ("absolute", "cache")),
+            checks.one_of(f"{name}: memory", self.memory, ("freed", "simulated")),
+            *(f"{name}: {problem}" for problem in self._problems_of_memory()),
             error=ConfigError,
         )
+
+    def _problems_of_memory(self) -> list[str]:
+        hides, found = self.hides, []
+        if self.per_head and not hides:
+            found.append('memory is "freed", but its heads keep different numbers of tokens: set it to "simulated"')
+        if self.per_head and not self.once:
+            found.append(f"prompts is {self.prompts!r}, must be 'once': another eviction would compare unequal heads")
+        if hides and self.positions == "cache":
+            found.append('positions "cache" need memory "freed": hidden tokens keep their places in the cache')
+        if hides and self.custom_logits:
+            found.append('memory is "simulated", but its logits depend on a token\'s place in the cache')
+        return found
+
+    @property
+    def hides(self) -> bool:
+        """True if evicted tokens keep their memory and no query sees them."""
+        return self.memory == "simulated"
+
+    @property
+    def marks_blocks(self) -> bool:
+        """True if blocks hold more than keys and values: sums over queries, or which tokens are hidden."""
+        return self.adds_up or self.hides
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         """Returns [n, Lg, K, C]: the highest stay, among tokens that are neither sinks nor recent.
@@ -173,7 +203,7 @@ class EvictionMethod:
     @property
     def stored(self) -> str:
         """Describes how blocks differ from an engine's without eviction; equal descriptions can share blocks."""
-        return f"{self.positions} positions" + ", text positions" * self.needs_text_positions
+        return f"{self.positions} positions" + ", text positions" * self.needs_text_positions + ", masks" * self.hides
 
     @property
     def num_known(self) -> int:
@@ -258,7 +288,7 @@ class EvictionMethod:
     @property
     def compiled(self) -> EvictionMethod:
         """The method without the numbers that only the host reads: equal methods need the same compiled programs."""
-        of_host = {f.name for f in dataclasses.fields(EvictionMethod)} - {"positions"}
+        of_host = {f.name for f in dataclasses.fields(EvictionMethod)} - {"positions", "memory"}
         return dataclasses.replace(self, **{f.name: f.default for f in dataclasses.fields(self) if f.name in of_host})
 
     def shares(self, num_layers: int) -> tuple[float, ...]:

@@ -91,7 +91,8 @@ class EvictionSchedule:
         return evicted, np.minimum(evicted + budgets + 1, FAR)
 
     def num_evicted(self, length: np.ndarray, num_prompt: np.ndarray) -> np.ndarray:
-        """Returns how many tokens each group has evicted of rows that have computed length [n] tokens: [Gk, n]."""
+        """Returns how many tokens each group has evicted of rows that have computed length [n] tokens: [Gk, n]. Hidden
+        tokens count too, although their memory is not freed."""
         if self.method.once:
             length = np.where(length < num_prompt, 0, num_prompt)
         elif self.method.prompts == "whole":
@@ -134,6 +135,8 @@ class EvictionSchedule:
         Args:
           num_prompt: of the row; None assumes the worst.
         """
+        if self.method.hides:
+            return max_tokens
         whole = self.method.prompts == "whole" or self.method.once
         prompt = np.array([max_tokens if num_prompt is None else num_prompt])
         after = int(self.budgets(prompt)[group, 0]) + 1

@@ -41,11 +41,13 @@ class EvictionWrapper(EvictionMethod):
     layers: Any = None
     beta: Any = None
     positions: Any = None
+    memory: Any = None
 
     observes: ClassVar[Any] = _inside("observes")
     resets_scores: ClassVar[Any] = _inside("resets_scores")
     custom_logits: ClassVar[Any] = _inside("custom_logits")
     needs_full_text: ClassVar[Any] = _inside("needs_full_text")
+    per_head: ClassVar[Any] = _inside("per_head")
     priority: ClassVar[Any] = _inside("priority")
     once: ClassVar[Any] = _inside("once")
     needs_text_positions: ClassVar[Any] = _inside("needs_text_positions")
@@ -89,6 +91,8 @@ class EvictionWrapper(EvictionMethod):
     def compiled(self) -> EvictionMethod:
         inner = self.inner.compiled
         common = {name: getattr(inner, name) for name in COMMON}
+        if self.per_head:  # with any other it is refused
+            common["prompts"] = self.prompts
         return dataclasses.replace(self, of=dataclasses.replace(inner, **_defaults(inner)), **common)
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, deviation, mean
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, deviation, mean, ranked
 
 NUM_DEVIATIONS = 2
 SIGNIFICANT = 0.05  # level of the paired test
@@ -62,9 +62,9 @@ def paired_p(differences: Sequence[float]) -> float | None:
 def leaders(rows: Sequence[ResultRow], column: Column) -> list[ResultRow]:
     """Returns the rows whose value is set in bold: the best and any displayed equally, if all others differ from it.
 
-    For exact counts, any displayed difference suffices. Rows with NaN are left out.
+    For exact counts, any displayed difference suffices. Rows with NaN, and of simulated memory, are left out.
     """
-    measured = [r for r in rows if (value := r.mean(column.key)) is not None and not math.isnan(value)]
+    measured = [r for r in ranked(rows) if (value := r.mean(column.key)) is not None and not math.isnan(value)]
     if column.best is None or not measured:
         return []
     first = (min if column.best == "min" else max)(measured, key=lambda r: r.mean(column.key) or 0.0)

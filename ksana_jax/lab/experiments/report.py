@@ -17,6 +17,7 @@ from ksana_jax.lab.experiments.identity import recorded_config
 from ksana_jax.lab.experiments.records import Records, read
 from ksana_jax.lab.experiments.tasks import results_named
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
+from ksana_jax.lab.experiments.tasks.compression import marked, simulated_note
 
 FIGURE_INCHES = 3.9
 
@@ -75,7 +76,7 @@ def report_of_rows(
 ) -> Report:
     """Returns the report of rows, with the given notes followed by those on the numbers."""
     columns = task.columns(rows)
-    said = [*notes, *task.notes(rows), *noise.notes(rows, columns)]
+    said = [*notes, *task.notes(rows), *simulated_note(rows), *noise.notes(rows, columns)]
     return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed)
 
 
@@ -117,7 +118,7 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
         samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, Own) for s in found)}
         config = recorded_config(records.starts[done[0]]) if done else {}
         trials = [records.done[trial] for trial in done]
-        rows.append(ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config))
+        rows.append(marked(ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)))
     return rows
 
 

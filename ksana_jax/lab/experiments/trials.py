@@ -20,6 +20,7 @@ from ksana_jax.lab.experiments.environment import environment
 from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of
 from ksana_jax.lab.experiments.records import record_line
 from ksana_jax.lab.experiments.tasks import task_named
+from ksana_jax.lab.experiments.tasks.compression import simulates
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -120,6 +121,8 @@ def attempt(context: Context, debug: bool = False) -> Iterator[Record]:
     """
     trial, count = context.trial, 0
     start = {"label": trial.label, "seed": trial.seed, "config": trial.config, "time": time.time()}
+    if simulates(trial.config):
+        start["memory"] = "simulated"
     yield "start", {**start, "environment": environment()}
     began = time.perf_counter()
     try:

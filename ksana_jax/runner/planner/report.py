@@ -16,6 +16,7 @@ from rich.table import Table
 from ksana_jax.core.config import MAX_TOKENS, ConfigError
 from ksana_jax.core.units import byte_size
 from ksana_jax.devices.platforms import platform_of
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.runner.planner.devices import compile_target, find_device
 from ksana_jax.runner.planner.solve import Plan, plan, read_model
 from ksana_jax.runner.planner.step_memory import step_bytes
@@ -60,6 +61,8 @@ def show(found: Plan, console: Console) -> None:
     pattern = f"window {asked.window:,} + {asked.num_sinks} sinks" if asked.window else "the model's attention pattern"
     evicts = "".join(f", {key} {value}" for key, value in (asked.kv_eviction or {}).items())
     pattern += evicts and f", kv_eviction{evicts[1:]}"
+    if (method := read_eviction(asked.kv_eviction)) is not None and method.hides:
+        pattern += " (memory simulated: evicted tokens stay)"
     device, n = found.device, asked.tensor_parallel_size
     if n > 1:
         device = f"each of {n} x {device}, which divide the model"

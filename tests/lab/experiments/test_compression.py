@@ -1,11 +1,24 @@
 """The rows that count as full cache, and the one that a compressed row is compared with."""
 
+import dataclasses
+
 import pytest
 
+from ksana_jax.lab.experiments import noise, tables
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.identity import defining
 from ksana_jax.lab.experiments.tasks.base import ResultRow
-from ksana_jax.lab.experiments.tasks.compression import foresees, full_row, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.compression import (
+    best_and_full,
+    foresees,
+    full_row,
+    is_compressed,
+    kv_said,
+    marked,
+    simulated_note,
+)
+from ksana_jax.lab.experiments.tasks.perplexity_report import PerplexityResults
+from ksana_jax.lab.experiments.tasks.results import extremes
 
 WINDOW = {"pattern": {"window": 8}}
 
@@ -68,3 +81,37 @@ def test_the_share_of_the_full_cache_is_said_where_both_were_measured(model):
     assert kv_said(window, full) == ", with 1 KiB of KV, 25.0% of what 'full' holds"
     assert kv_said(window) == ", with 1 KiB of KV"
     assert kv_said(ResultRow("x", {}, 1, [[]], {}), full) == ""
+
+
+@pytest.mark.parametrize(
+    "setting", [{"method": "adakv", "of": {"method": "knorm"}}, {"method": "h2o", "memory": "simulated"}]
+)
+def test_simulated_memory_shares_no_column_of_bytes_and_no_rank(model, setting):
+    def measured(label, ppl, **fields):
+        made = row(model, label, 1024.0, task="perplexity", settings={"num_tokens": 16, "context_tokens": 8}, **fields)
+        values = {f"{kind}_kv_bytes": [1024.0] for kind in ("live", "peak")} | {
+            "ppl_0_16": ppl,
+            "kv_token_bytes": [8.0],
+        }
+        return marked(dataclasses.replace(made, values=values, trials=[[]]))
+
+    full, freed = measured("full", [4.0, 4.1]), measured("freed", [5.0, 5.1], engine={"kv_eviction": {"method": "h2o"}})
+    better = measured("better", [4.5, 4.6], engine={"kv_eviction": setting})
+    better.values["simulated_kv_bytes"] = [512.0]  # type: ignore[index]
+    rows = [better, freed, full]
+    assert better.label == better.name == "better (simulated memory)"
+    columns = PerplexityResults().columns(rows)
+    heads, texts, bold = tables.grid(rows, columns)
+    of_bytes = [i for i, head in enumerate(heads) if "KV" in head and "simulated" not in head]
+    assert of_bytes and all(texts[0][i] == tables.MISSING for i in of_bytes)
+    simulated = heads.index("simulated KV, KiB")
+    assert [line[simulated] for line in texts] == ["0.5", tables.MISSING, tables.MISSING]
+    assert not any(bold[0]) and better not in [r for c in columns for r in noise.leaders(rows, c)]
+    assert best_and_full(rows, lambda r: r.mean("ppl_0_16")) == (freed, full)
+    assert [r.label for _, r in extremes([better, freed], "ppl_0_16")] == ["freed", "freed"]
+    assert (
+        "better" not in PerplexityResults().conclusion(rows) and simulated_note(rows) and not simulated_note(rows[1:])
+    )
+    assert kv_said(better, full) == ", with simulated memory"
+    # Among themselves they are compared.
+    assert best_and_full([better], lambda r: r.mean("ppl_0_16"))[0] is better

@@ -15,7 +15,7 @@ from ksana_jax.core.plugins import resolve
 from ksana_jax.core.statistics import Statistics
 from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.layout import TEXT_POSITION
+from ksana_jax.kv.layout import HIDDEN, TEXT_POSITION
 from ksana_jax.lab.calibration.queries import expected_attention, qfilter
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.load import load_model
@@ -27,7 +27,7 @@ COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "la
 # Arguments of ExpectedAttentionPress, and our names of them.
 EXPECTED = {"n_future_positions": "future", "n_sink": "sinks", "use_covariance": "covariance"}
 EXPECTED |= {"use_vnorm": "value_norms", "epsilon": "epsilon"}
-COMPILED += (*EXPECTED.values(), "of", "first_stage")
+COMPILED += (*EXPECTED.values(), "of", "first_stage", "alpha")
 
 
 def pyramid(case: KVPressCase) -> dict[str, Any]:
@@ -64,6 +64,11 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             return common | {"method": "h2o", "normalised": True, "recent": 0}
         case "StreamingLLMPress":  # leaves keys rotated as they are
             return common | {"method": "streaming_llm", "sinks": given["n_sink"], "positions": "absolute"}
+        case "AdaKVPress":  # of SnapKVPress or KnormPress
+            inner = {"method": "knorm"}
+            if "window_size" in given:
+                common["recent"], inner = given["window_size"], {"method": "snapkv", "kernel": given["kernel_size"]}
+            return common | {"method": "adakv", "of": inner, "alpha": given["alpha_safeguard"]}
         case "ChunkKVPress":  # of SnapKVPress; keeps whole chunks
             size = given["chunk_length"]
             num_kept = int(-(-case.length // size) * (1 - given["compression_ratio"]))
@@ -149,7 +154,9 @@ def kept(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], list[
             leaf = np.asarray(llm.runner.cache.leaves[TEXT_POSITION])  # [P, Lg, 1, K, 1]
             for group, at in llm.runner.layout.places:
                 blocks = rows.block_tables[group, row][: length - rows.num_evicted[group, row]]
-                found.append(leaf[blocks, at, 0, :, 0].T.tolist())
+                hidden = llm.runner.cache.leaves.get(HIDDEN, np.zeros(leaf.shape, bool))
+                pairs = zip(leaf[blocks, at, 0, :, 0].T, np.asarray(hidden)[blocks, at, 0, :, 0].T, strict=True)
+                found.append([head[~gone].tolist() for head, gone in pairs])
     return request.output().outputs[0].token_ids[:num_tokens], found
 
 

@@ -3,12 +3,14 @@ bytes, no quality."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.lab.experiments.tasks.results import ResultRow, kib
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.lab.experiments.tasks.results import SIMULATED, ResultRow, kib, ranked
 
 # Keys that must be equal for rows to differ by their cache alone; the engine's settings should differ little.
 _SAME = ("model", "load_format", "settings", "inputs")
@@ -32,11 +34,41 @@ def _evicts(setting: Mapping[str, Any] | None) -> bool:
 
 def foresees(row: ResultRow) -> bool:
     """True if a row's eviction method must know the text beforehand: an upper bound, not a usable cache."""
-    try:
-        method = read_eviction(row.config.get("engine", {}).get("kv_eviction"))
-    except ValueError:  # a setting of an earlier version, or a class that is not here
-        return False
+    method = _method(row.config)
     return method is not None and method.needs_full_text
+
+
+def _method(config: Mapping[str, Any]) -> EvictionMethod | None:
+    try:
+        return read_eviction(config.get("engine", {}).get("kv_eviction"))
+    except ValueError:  # a setting of an earlier version, or a class that is not here
+        return None
+
+
+def simulates(config: Mapping[str, Any]) -> bool:
+    """True if trials of this config hide evicted tokens: their memory is simulated."""
+    method = _method(config)
+    return method is not None and method.hides
+
+
+def marked(row: ResultRow) -> ResultRow:
+    """Returns a row; one of simulated memory with a mark, and without the bytes of KV that it really held."""
+    if not simulates(row.config):
+        return row
+
+    def is_held(key: str) -> bool:
+        return "kv" in key and key.endswith("bytes") and not key.startswith("simulated_")
+
+    values = {key: found for key, found in row.values.items() if not is_held(key)}
+    return dataclasses.replace(row, label=(row.label + SIMULATED).lstrip(), values=values, simulated=True)
+
+
+def simulated_note(rows: Sequence[ResultRow]) -> list[str]:
+    """Returns a note if memory of a row is simulated."""
+    said = (
+        "Simulated memory: evicted tokens are hidden and not freed. Such rows have no bytes and no rank beside others."
+    )
+    return [said] * any(row.simulated for row in rows)
 
 
 def full_row(row: ResultRow, rows: Iterable[ResultRow]) -> ResultRow | None:
@@ -56,6 +88,7 @@ def best_and_full(
     Args:
       rows: at least one. rank: a key by which the best row is the smallest.
     """
+    rows = ranked(rows)
     best = min(filter(compressed, rows), key=rank, default=None)
     full = None if best is None else full_row(best, rows)
     return (min(rows, key=rank), None) if best is None or full is None else (best, full)
@@ -64,7 +97,7 @@ def best_and_full(
 def kv_said(row: ResultRow, full: ResultRow | None = None) -> str:
     """Describes a row's live KV, and its fraction of the full cache's; empty if it was not measured."""
     if (mine := row.mean("live_kv_bytes")) is None:
-        return ""
+        return ", with simulated memory" * row.simulated
     said = f", with {kib(mine)} KiB of KV"
     whole = None if full is None else full.mean("live_kv_bytes")
     return f"{said}, {mine / whole:.1%} of what {full.name!r} holds" if full is not None and whole else said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -180,9 +181,8 @@ class Generate(BaseTask):
         for index, row in enumerate(r for r in rows if r.trials):
             kv = next(m for m in row.trials[0] if m["metric"] == "kv")
             scale = kv["block_bytes"] / size
-            above.step(
-                kv["time_s"], [b * scale for b in kv["live_blocks"]], where="post", label=row.name, **line_style(index)
-            )
+            held = [math.nan if row.simulated else b * scale for b in kv["live_blocks"]]
+            above.step(kv["time_s"], held, where="post", label=row.name, **line_style(index))
             below.step(kv["time_s"], kv["num_running"], where="post", **line_style(index))
         above.set_ylabel(f"live KV ({unit})")
         below.set_ylabel("requests running")

@@ -23,7 +23,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.reading import read_bytes
+from ksana_jax.kv.reading import read_bytes, simulated_bytes
 from ksana_jax.kv.selection import read_selection
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.asking import run_warm, token_scores
@@ -287,8 +287,11 @@ def _kv_alone(
     if len(group) > 1:
         llm.clear_records()
         _stream(llm, [ids], trial.config["settings"]["context_tokens"])
-    held = _blocks_over_text(llm)
-    read = read_bytes(llm.engine.scheduler.layout, int(llm.records[-1].live_blocks))
+    held, layout = _blocks_over_text(llm), llm.engine.scheduler.layout
+    if layout.eviction is not None and layout.eviction.method.hides:
+        num_context = trial.config["settings"]["context_tokens"] or len(ids)
+        held["simulated_bytes"] = simulated_bytes(layout, held["position"][-1], num_context)
+    read = read_bytes(layout, int(llm.records[-1].live_blocks))
     return {"method": method, **_kv(llm, len(ids)), **held, "read_bytes": read}
 
 

@@ -153,7 +153,7 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
             nll = bucket_nll(row, "all")
             # A text that fits one step is a point at its end.
             end = next(m["text_tokens"] for m in row.trials[0] if m["metric"] == "nll")
-            held = [b * scale for b in live_blocks(curve)]
+            held = [math.nan if row.simulated else b * scale for b in live_blocks(curve)]
             below.plot(curve["position"] or [end], held, marker="" if len(held) > 1 else "o", **style)
         buckets = sorted(nll)
         label = row.name + (" (sampled)" if method(row) == "recompute" else "")

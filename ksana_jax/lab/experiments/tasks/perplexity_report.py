@@ -23,7 +23,8 @@ class PerplexityResults(Results):
         """Computes one trial's summary.
 
         ppl, sampled_ppl: over all positions, over the sample. ppl_LOW_HIGH, sampled_ppl_LOW_HIGH: over a span of them.
-        live_kv_bytes: held of a text after its last token. kv_read_bytes: that a query reads of them. peak_kv_bytes:
+        live_kv_bytes: held of a text after its last token. simulated_kv_bytes: that it would then hold if the memory of
+        hidden tokens were freed. kv_read_bytes: that a query reads of them. peak_kv_bytes:
         maximum within a step. kv_token_bytes: of one token in all layers. weight_bytes: of the weights in memory.
         tokens_per_s: tokens scored per second, without compilation.
         """
@@ -54,6 +55,8 @@ class PerplexityResults(Results):
         # Recomputation holds nothing between two tokens; its cost is its peak.
         if streamed := [m for m in kv if m["method"] == "stream"]:
             result["live_kv_bytes"] = max(held_blocks(m) * m["block_bytes"] for m in streamed)
+            if "simulated_bytes" in streamed[0]:
+                result["simulated_kv_bytes"] = max(m["simulated_bytes"] for m in streamed)
             if "read_bytes" in streamed[0]:
                 result["kv_read_bytes"] = max(m["read_bytes"] for m in streamed)
         return result
@@ -72,6 +75,8 @@ class PerplexityResults(Results):
             shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
         shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
         shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+        if any(row.simulated for row in rows):
+            shown.append(Column("simulated_kv_bytes", "simulated KV, KiB", kib, exact=True))
         if any(row.config.get("engine", {}).get("kv_selection") for row in rows):
             shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True))
         if differ(rows, "kv_token_bytes"):
@@ -196,6 +201,10 @@ def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[st
             "Live KV: maximum held of one text between steps, without its last chunk, as earlier versions recorded it; "
             "of a text of one step, its peak KV. Peak KV: maximum held within a step, including its chunk."
         ]
+    if any(c.key == "simulated_kv_bytes" for c in shown):
+        said.append(
+            "Simulated KV: what a text would hold after its last token if the memory of hidden tokens were freed."
+        )
     if any(c.key == "kv_read_bytes" for c in shown):
         said.append("KV read/token: by a query after a text's last token; with kv_selection, summaries included.")
     if any(c.key == "kv_token_bytes" for c in shown):
@@ -222,7 +231,7 @@ def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
 
     By means alone, as displayed; of rows that are equal in both, the first.
     """
-    measured = [row for row in rows if row.trials]
+    measured = [row for row in rows if row.trials and not row.simulated]
     if not is_labelled_grid(measured) or not (found := spans(measured, "ppl_")):
         return []
     key = "ppl_{}_{}".format(*found[-1])
@@ -265,7 +274,7 @@ _two = number(2)
 
 
 def _is_usable(row: ResultRow) -> bool:
-    return is_compressed(row) and not foresees(row)
+    return is_compressed(row) and not foresees(row) and not row.simulated
 
 
 def _rank(key: str) -> Callable[[ResultRow], tuple[bool, float, float]]:

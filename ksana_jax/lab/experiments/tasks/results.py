@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 Measurement = dict[str, Any]
+SIMULATED = " (simulated memory)"  # ends the label of a row of simulated memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ class ResultRow:
     values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
     samples: {summary key: the sample of each value}; see `Results.sample`.
     config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
+    simulated: whether its memory is simulated, see `compression.marked`: it has no bytes and no rank beside others.
     """
 
     label: str
@@ -103,6 +105,7 @@ class ResultRow:
     values: Mapping[str, Sequence[float]]
     samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    simulated: bool = False
 
     @property
     def name(self) -> str:
@@ -126,9 +129,14 @@ def of_metric(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:
     return [m for row in rows for trial in row.trials for m in trial if m["metric"] == metric]
 
 
+def ranked(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Returns the rows that are compared with each other: without rows of simulated memory, unless all are."""
+    return [row for row in rows if not row.simulated] or list(rows)
+
+
 def extremes(rows: Sequence[ResultRow], key: str) -> list[tuple[float, ResultRow]]:
     """Returns the lowest and the highest mean of a summary key, each with its row; empty if no row has one."""
-    found = [(value, row) for row in rows if (value := row.mean(key)) is not None]
+    found = [(value, row) for row in ranked(rows) if (value := row.mean(key)) is not None]
     return [choose(found, key=lambda pair: pair[0]) for choose in (min, max)] if found else []
 
 

@@ -1,0 +1,48 @@
+"""AdaKV: heads that attend widely keep more tokens (Feng et al., arXiv:2407.11550, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.kv.eviction.base import Array, Cached
+from ksana_jax.kv.eviction.wrapper import EvictionWrapper
+from ksana_jax.methods.eviction.snapkv import SnapKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaKV(EvictionWrapper):
+    """Keeps the tokens with the highest priorities of a layer, whichever KV head they are in, and a share in each head.
+
+    Another method gives the priorities, which must be comparable among heads. The budget is a head's on average: a
+    layer with K heads keeps K times as many. Sinks and recent tokens stay in each head.
+
+    Args:
+      alpha: share of the budget that each head keeps by its own priorities, a token at least unless it is 0; as in
+        kvpress. The authors' code mixes the split with an equal one, half and half.
+    """
+
+    of: Any = dataclasses.field(default_factory=SnapKV)
+    prompts: Any = "once"
+    memory: Any = "simulated"
+    alpha: float = 0.2
+
+    per_head: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        checks.require(checks.number("kv_eviction AdaKV: alpha", self.alpha, 0, 1), error=ConfigError)
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        priority = xp.broadcast_to(self.inner.priority(cached, xp), cached.keys.shape[:-1])
+        num_tokens, num_recent, num_kept, num_sinks = (
+            x[:, None, None, None] for x in (cached.num_tokens, cached.num_recent, cached.num_kept, cached.num_sinks)
+        )
+        slots = xp.arange(priority.shape[-1])
+        stays = (slots < num_sinks) | (slots >= num_tokens - num_recent)
+        ordered = xp.where(slots < num_tokens, xp.where(stays, -xp.inf, -priority), xp.inf)
+        rank = xp.argsort(xp.argsort(ordered, axis=-1, stable=True), axis=-1, stable=True)
+        safe = xp.maximum(xp.floor(self.alpha * num_kept), self.alpha > 0)
+        return xp.where(rank < safe, xp.inf, priority)
