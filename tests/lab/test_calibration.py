@@ -27,21 +27,10 @@ def folder(tmp_path_factory):
     (found / "text.txt").write_text(TEXT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(found))
+        sizes = "--num-tokens", "128", "--num-texts", "1"
         for kind in KINDS:
-            main(
-                [
-                    "calibrate",
-                    "ksana-tiny",
-                    "--text",
-                    str(found / "text.txt"),
-                    "--for",
-                    kind,
-                    "--num-tokens",
-                    "128",
-                    "--num-texts",
-                    "1",
-                ]
-            )
+            with pytest.raises(SystemExit, match=r"^0$"):
+                main(["calibrate", "ksana-tiny", "--text", str(found / "text.txt"), "--for", kind, *sizes])
     return found
 
 
