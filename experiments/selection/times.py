@@ -1,6 +1,6 @@
-"""python -m experiments.selection.times [MODEL]: times a decode step that reads all blocks, and one with Quest.
+"""python -m experiments.selection.times [MODEL]: times a decode step that reads all blocks, and one with each method.
 
-Both engines are in one process and take turns. Keys are random and blocks scattered; lengths are in tokens.
+The engines are in one process and take turns. Keys are random and blocks scattered; lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax import LLM
+from ksana_jax.kv.reading import read_bytes
+from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import Part, StepArrays, StepInput, StepShape
@@ -56,19 +58,21 @@ def decode(length: int, selects: bool) -> StepInput:
 
 
 def main(model: str = "smollm2") -> None:
-    runners = {"all blocks": make(model, None), "quest": make(model, {"method": "quest", "budget": BUDGET})}
-    print("tokens  ms a step, median (fastest)")
+    runners = {"all blocks": make(model, None)}
+    runners |= {name: make(model, {"method": name, "budget": BUDGET}) for name in SELECTION_METHODS}
+    print("tokens  KiB of KV read, ms a step: median (fastest)")
     for length in LENGTHS:
         times: dict[str, list[float]] = {name: [] for name in runners}
         for turn in range(STEPS + 2):
             for name, runner in runners.items():
-                step, began = decode(length, name == "quest"), time.perf_counter()
+                step, began = decode(length, runner.layout.selection is not None), time.perf_counter()
                 runner.submit(step).result()
                 jax.block_until_ready(runner.cache.leaves["kv"])
                 if turn >= 2:  # the first ones compile
                     times[name].append(1e3 * (time.perf_counter() - began))
-        found = (f"{name} {statistics.median(ms):.1f} ({min(ms):.1f})" for name, ms in times.items())
-        print(f"{length:6}  {', '.join(found)}", flush=True)
+        read = {name: read_bytes(runner.layout, length // BLOCK) // 1024 for name, runner in runners.items()}
+        found = (f"{name} {read[name]:,}, {statistics.median(ms):.1f} ({min(ms):.1f})" for name, ms in times.items())
+        print(f"{length:6}  {'; '.join(found)}", flush=True)
 
 
 if __name__ == "__main__":
