@@ -228,8 +228,15 @@ class StoringExecutor(FakeExecutor):
 
         keys, values = (np.stack(x)[None, :, None] for x in zip(*(self._decoded(at, of_layer(at)) for at in layers)))
         numbers = asked.num_tokens, asked.num_recent, asked.length, asked.group
-        more = None, asked.num_kept, asked.num_sinks
-        cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, *more)
+        state = None
+        if (leaf := self.leaves.get(STATE)) is not None:
+            state = leaf[targets, :, 0].sum(axis=0)
+            leaf[targets] = 0
+            leaf[targets[0], :, 0] = state
+        more = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks}
+        more |= {"state": None if state is None else state[None]}
+        cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, **more)
+        cached = informed(cached, self._method, self.layout.groups[group].layers)
         priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
         place = np.arange(count)
         stays = (place < asked.num_sinks) | (place >= count - asked.num_recent)

@@ -97,12 +97,13 @@ def with_state(evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, me
     if leaf is None:
         return evict(cache, asked, method=Informed(method, facts, None))
     parts = leaf[asked.tables][:, :, :, 0]
-    used = jnp.arange(parts.shape[1]) * cache.block_size < asked.num_tokens[:, None]
+    starts = jnp.arange(parts.shape[1]) * cache.block_size
+    num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
+    used = starts < num_before[:, None]
     state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
     moved = evict(KVCache(leaves, cache.codec), asked, method=Informed(method, facts, state))
     # The first block has the state of all; a row of padding keeps nothing.
-    kept = jnp.arange(parts.shape[1]) * cache.block_size < asked.num_kept[:, None]
-    targets = jnp.where(kept, asked.targets, cache.num_blocks)
+    targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
     leaf = leaf.at[targets[:, 0], :, 0].set(state * (not method.resets_scores), mode="drop")
     return KVCache(moved.leaves | {STATE: leaf}, cache.codec)

@@ -37,6 +37,13 @@ CASES = {
     "vatp": {"method": "vatp", "budget": 12, "sinks": 2, "recent": 2, "prompts": "once"},
     "random": {"method": "random", "budget": 8, "recent": 2, "prompts": "streamed"},
     "window": {"method": "window", "budget": 8, "interval": 1, "prompts": "streamed"},
+    "expected_attention": {
+        "method": "expected_attention",
+        "budget": 9,
+        "sinks": 1,
+        "interval": 3,
+        "prompts": "streamed",
+    },
 }
 
 
@@ -48,7 +55,7 @@ def written(setting, **given):
     return tokens, np.array([[step[i].logprob for step, i in zip(o.logprobs, o.token_ids)] for o in outputs])
 
 
-@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("h2o", "pyramidkv"), CASES))
+@pytest.mark.parametrize("name", soak_unless(lambda name: name in ("h2o", "expected_attention"), CASES))
 def test_hidden_tokens_give_the_text_that_evicted_ones_give(name):
     (freed, expected), (hidden, found) = written(CASES[name]), written(CASES[name] | SIMULATED)
     assert hidden == freed
