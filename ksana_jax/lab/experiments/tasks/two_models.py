@@ -35,10 +35,13 @@ class TwoModelsSettings:
     pool_share: a model's smaller pool as a fraction of its larger one; both sizes together are the budget. 1: one model
       has all blocks while the other one sleeps.
     swing: fraction of a phase's chats with the model that it favours, the first one in the first phase.
-    num_phases: phases, one after the other, after `gap_s` seconds without requests.
+    num_phases: phases, one after the other.
+    gap_s: seconds without requests before each of them.
     num_chats: chats of a phase, all at once, which later phases do not continue.
     num_turns: of a chat. A turn sends the chat so far and more tokens.
-    prompt_tokens: of the first turn. more_tokens: of each later one. output_tokens: of each answer, regardless of EOS.
+    prompt_tokens: of the first turn.
+    more_tokens: of each later one.
+    output_tokens: of each answer, regardless of EOS.
     sleep_after: seconds without a request after which a model sleeps.
     num_pairs: timed runs of each side.
     """
