@@ -194,8 +194,9 @@ class TrainConfig:
         given = dataclasses.asdict(self.model) if self.model != ModelShape() else {}
         if self.vocab_size != TrainConfig.vocab_size:
             given["vocab_size"] = self.vocab_size
-        theta = given.pop("rope_theta", model.rope.theta)
-        own = {name: getattr(model, name) for name in given} | {"rope_theta": model.rope.theta}
+        own_theta = model.layers[0].attention.rope.theta
+        theta = given.pop("rope_theta", own_theta)
+        own = {name: getattr(model, name) for name in given} | {"rope_theta": own_theta}
         for name, value in (given | {"rope_theta": theta}).items():
             if value != own[name]:
                 found.append(f"init_from: {self.init_from} has {name} {own[name]!r}, not {value!r}")

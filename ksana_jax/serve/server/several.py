@@ -85,7 +85,7 @@ class Several:
         budget = self.settings.device_memory_bytes
         residents, host = None, self.settings.host_memory_bytes
         if budget is not None:
-            room = None if host is None else host_room([one.llm for one in llms], host)
+            room = None if host is None else host_room([one.llm for one in llms if one.llm is not None], host)
             residents = Residents(budget, self.settings.pool_share, host_bytes=room)
         for serving, llm in zip(self.models, llms, strict=True):
             serving.lag, serving.residents = self.lag, residents
