@@ -19,6 +19,9 @@ from ksana_jax.loading.statistics import with_statistics
 
 TEXT = "def lines(path):\n    with open(path) as file:\n        return [line.strip() for line in file]\n" * 20
 
+# Scores of heads need longer texts, see tests/models/test_retrieval.py.
+MEASURED = sorted(KINDS.keys() - {"duoattention"})
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -28,7 +31,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(found))
         sizes = "--num-tokens", "128", "--num-texts", "1"
-        for kind in KINDS:
+        for kind in MEASURED:
             with pytest.raises(SystemExit, match=r"^0$"):
                 main(["calibrate", "ksana-tiny", "--text", str(found / "text.txt"), "--for", kind, *sizes])
     return found
@@ -47,7 +50,7 @@ def test_the_file_says_where_its_numbers_come_from(home):
         "kvquant": {f"{side}{bits}": (2**bits,) for side in "kv" for bits in (2, 3, 4)},
         "qfilter": {"filters": (8, 2, 32)},
     }
-    for kind in KINDS:
+    for kind in MEASURED:
         found = read_statistics(default_file(kind, digest), kind, digest)
         assert (found.model, found.num_tokens % 128, len(found.sha256)) == (digest, 0, 64) and "jax" in found.versions
         assert {name: x.ndim for name, x in found.arrays.items()} == {n: len(s) for n, s in shapes[kind].items()}

@@ -96,10 +96,8 @@ def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns digests of a trial's model, and of the numbers about it that its methods read: see `ksana calibrate`."""
     model, load_format = config["model"], config["load_format"]
     path = model_path(model, weights=load_format != "dummy")
-    found = {
-        **fingerprint(model, load_format),
-        **statistics_inputs(EngineConfig(**config["engine"]), path, load_format),
-    }
+    methods = EngineConfig(**{name: config["engine"][name] for name in ("kv_eviction", "kv_cache_dtype")})
+    found = {**fingerprint(model, load_format), **statistics_inputs(methods, path, load_format)}
     heads = (config["pattern"] or {}).get("full_heads")
     if isinstance(heads, Mapping) and heads["statistics"] is not None:
         statistics = read_statistics(heads["statistics"], KIND, digest_of_files(path, load_format))
