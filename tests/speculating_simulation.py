@@ -12,7 +12,7 @@ from tests.fakes import FakeExecutor
 from tests.guessing import ANSWERS, GUESSES
 from tests.simulated_requests import Expected
 from tests.simulation import Simulation
-from tests.storing_simulation import StoringSimulation
+from tests.storing_simulation import StoringSimulation, plain
 
 
 class Speculating(Simulation):
@@ -120,8 +120,8 @@ class SpeculatingStoringSimulation(Speculating, StoringSimulation):
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
         while True:
             found = super().draw_eviction()
-            method = read_eviction(dict(found))
-            if method is not None and not method.observes:
+            method = read_eviction(plain(found))
+            if method is not None and not method.adds_up:
                 return found
 
 
