@@ -36,9 +36,8 @@ class Cached(NamedTuple):
     num_kept: [n] tokens that a head keeps; with `per_head`, the mean over the heads of a layer.
     num_sinks: [n] first tokens that stay, whatever their priority.
     constants: [n, Lg, ...] by name, of `EvictionMethod.constants`, those of each layer.
-    output_norms: [n, Lg, N, C] float32, L1 norms of values that each query head's part of the layer's output matrix has
-      multiplied; None unless the method asks for them.
-    state: [n, Lg, K, *`EvictionMethod.state_shape`] float32, what the text's queries have added; None without.
+    output_norms: [n, Lg, N, C] float32, L1 norms of values after a head's output matrix; None unless asked for.
+    state: [n, Lg, K, ...] float32, what the text's queries have added, see `EvictionMethod.state_shape`; or None.
     """
 
     keys: Array
@@ -231,7 +230,7 @@ class EvictionMethod:
         return None
 
     def observe(self, q: Array, text_positions: Array, xp: Any) -> Array:
-        """Returns what queries add to the state of their rows, [T, K, *state_shape].
+        """Returns what queries add to the state of their rows, [T, K, ...] with `state_shape` at the end.
 
         Args:
           q: [T, K, G, H] float32, before the rotation, scaled. text_positions: [T].
