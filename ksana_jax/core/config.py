@@ -263,9 +263,8 @@ class EngineConfig:
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
-        host_cache_bytes is per process. Process 0 has the requests. The others compute for it (`ksana worker`): an
-        `LLM` that one of them makes serves until process 0 ends, and then ends its process. It stands for the whole
-        process and comes before jax's first use.
+        host_cache_bytes is per process. Process 0 has the requests; an `LLM` in another one computes for it
+        (`ksana worker`) and ends with it. It must come before jax's first use.
     """
 
     dtype: str = "f32"

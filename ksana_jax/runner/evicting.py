@@ -204,8 +204,8 @@ def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.
 
 
 def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
-    """Returns the slots [n, Lg, K, C] of each head in the order in which their tokens stay; with `per_head` those of
-    all heads together, [n, Lg, 1, C * K], where slot and head are a number slot * K + head.
+    """Returns the slots [n, Lg, K, C] of each head in the order in which their tokens stay; with `per_head` the slots
+    of all heads together, [n, Lg, 1, C * K], where slot and head are a number slot * K + head.
 
     Among equals, older tokens stay.
     """

@@ -13,27 +13,13 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout, group_layers
 from ksana_jax.models.params import init_params
-from tests.engine.small import VOCAB, assert_idle, model, tokens_of
+from tests.engine.small import assert_idle, model, tokens_of
+from tests.engine.two_texts import BLOCK, GREEDY, LONGEST, PROMPTS, SETTINGS, TEXT, dense_greedy
 from tests.reference import reference_logprobs
 
 WINDOW = 12
 SLIDING = AttentionPattern(window=WINDOW)
 PATTERN = (SLIDING, FULL, SLIDING, FULL)
-# 8 windows of text.
-LONGEST = 8 * WINDOW
-BLOCK = 4
-SETTINGS = {
-    "block_size": BLOCK,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 8,
-    "query_tile": 8,
-    "max_model_len": LONGEST,
-}
-RNG = np.random.default_rng(2)
-TEXT = RNG.integers(2, VOCAB, LONGEST)
-# Two texts with 40 tokens in common.
-PROMPTS = [TEXT[:60].tolist(), TEXT[:40].tolist() + RNG.integers(2, VOCAB, 12).tolist()]
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
 
 @functools.cache
@@ -56,15 +42,7 @@ def make(**settings) -> LLM:
 
 @functools.cache
 def expected(count: int = 16) -> list[list[int]]:
-    """Greedy tokens of the dense model."""
-    config, params = alternating()
-    found = []
-    for prompt in PROMPTS:
-        text = list(prompt)
-        for _ in range(count):
-            text.append(int(reference_logprobs(params, config, np.array(text), PATTERN)[-1].argmax()))
-        found.append(text[len(prompt) :])
-    return found
+    return dense_greedy(*alternating(), PATTERN, count)
 
 
 def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_of_full_and_window():
