@@ -1,6 +1,6 @@
 """Builds the documentation as HTML, offline: python docs/build.py [OUT]. Warnings are errors. `make docs` runs it.
 
-Pages are plain Markdown that can also be read on a code host: those of docs/ and Markdown files elsewhere in the
+Pages are plain Markdown that can also be read on a code host: in docs/ and Markdown files elsewhere in the
 repository, which link to each other by path. They are copied into one tree, and their links are adapted to it.
 """
 

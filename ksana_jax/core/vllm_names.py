@@ -103,7 +103,7 @@ give prompt_token_ids and detokenize=False; the tokenizer is then not used
     skip_tokenizer_init = False | True
 up to 20 log-probabilities per token
     max_logprobs = 0..20 | 20; 50
-speculative_config= has all settings, with "method" and those of that method
+speculative_config= has all settings, with "method" and the settings of that method
     speculative_model = None | "ngram"
     num_speculative_tokens = None | 4
 no guided decoding yet; allowed_token_ids is in SamplingParams

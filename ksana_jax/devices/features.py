@@ -37,7 +37,7 @@ class Features:
         if not self.branches:
             lines.append("no branches: sampling also computes what no request asks for")
         if self.generator == RBG:
-            lines.append("random numbers are the device's own (rbg): sampled tokens are not those of other devices")
+            lines.append("random numbers are the device's own (rbg): other devices sample other tokens")
         return lines
 
     def loop(self, count: Any, most: int, body: Callable[[Any, Any], Any], state: Any) -> Any:

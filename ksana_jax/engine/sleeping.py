@@ -74,7 +74,7 @@ class Sleeps:
     def resize_pool(self, num_blocks: int) -> None:
         """Moves to an empty pool of another size, awake or asleep; prefixes move to the host tier as in `sleep`.
 
-        Programs of the old size stay for later; those of a new one are compiled when they are needed, or by `warm_up`.
+        Programs of the old size stay for later; a new size compiles its own when they are needed, or in `warm_up`.
 
         Raises:
           RuntimeError: requests are running. ConfigError: this engine cannot sleep, and cannot move either.

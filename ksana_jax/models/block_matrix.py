@@ -232,9 +232,9 @@ def packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:
       codes: uint8 [..., 32], from 0 to 2 ** bits - 1.
 
     Returns:
-      uint8 [..., 4 * bits]. The low half of byte i < 16 has the four lowest bits of code i, its high half those of code
-      i + 16. Bits above them follow, 1 or 2 of each code: byte 16 + b, starting at its lowest bits, has those of codes
-      b, b + 4 and so on; with 2 bits, up to code b + 12, and byte 20 + b has the others.
+      uint8 [..., 4 * bits]. Byte i < 16 has the four lowest bits of code i in its low half and of code i + 16 in its
+      high one. Bits above them follow, 1 or 2 of each code: byte 16 + b, starting at its lowest bits, has the bits of
+      codes b, b + 4 and so on; with 2 bits, up to code b + 12, and byte 20 + b has the others.
     """
     low, more = codes[..., : BLOCK // 2] & 15 | codes[..., BLOCK // 2 :] << 4, bits - 4
     if not more:

@@ -1,4 +1,4 @@
-"""Adapters of a call's packed matrices, as C++ reads them: of each row, those of its slot alone."""
+"""Adapters of a call's packed matrices, as C++ reads them: of each row, only its slot's."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Bild(DraftModel):
         assert self.fallback_threshold is not None and self.rollback_threshold is not None
         if self.rollback_threshold:
             logger.warning(
-                "speculative_config: bild is lossy: greedy texts are not those of the model alone; with "
+                "speculative_config: bild is lossy: greedy texts differ from the model's own; with "
                 "rollback_threshold 0 they are"
             )
         model, length = self.small_model(context), self.num_speculative_tokens

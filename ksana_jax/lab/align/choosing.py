@@ -128,7 +128,7 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     config, folder = engine_config(settings), model_path(name)
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: verdicts are those of one device"
+            f"tensor_parallel_size is {config.tensor_parallel_size}, must be 1: verdicts hold for one device"
         )
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=auto_dtype(folder))

@@ -95,7 +95,7 @@ def recorded_config(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Returns the values that differ from a dataclass's defaults, including those of nested dataclasses."""
+    """Returns the values that differ from a dataclass's defaults, including values in nested dataclasses."""
     found = dict(values)
     for field in dataclasses.fields(kind):
         if field.name not in found:

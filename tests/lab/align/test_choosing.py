@@ -137,5 +137,5 @@ def test_what_does_not_go_with_choose_is_refused(capsys, words, message):
 
 
 def test_verdicts_are_not_measured_on_several_devices():
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, must be 1: verdicts are those of one device"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, must be 1: verdicts hold for one device"):
         choosing.choose("tensor_parallel_size=2", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")

@@ -146,7 +146,7 @@ class SinkStrength(BaseTask):
                 "the first."
             )
         if len({m["begins_with_bos"] for m in about}) > 1:
-            said.append("NOT COMPARABLE: the texts of some models begin with BOS, those of others do not.")
+            said.append("NOT COMPARABLE: the texts of some models begin with BOS, of others not.")
         elif about:
             said.append(f"Position 1 is {'BOS' if about[0]['begins_with_bos'] else 'the first token of the text'}.")
         return said
