@@ -177,7 +177,7 @@ def add_prompt_scores(
     where = {row: i for i, row in enumerate(batch.rows.tolist()) if row not in batch.gone}
     for completion, row in rows_of.items():
         seq, count = completion.seq, completion.seq.params.prompt_logprobs
-        if count is None or row not in where:
+        if count is None or row not in where or row in rows.probes:
             continue
         i = where[row]
         computed = int(batch.num_per_row[i])

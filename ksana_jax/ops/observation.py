@@ -59,8 +59,8 @@ class Pieces(NamedTuple):
 
 
 def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Callable, pieces: Pieces) -> jax.Array:
-    """Returns the weight [S, K, pieces.most * pieces.num_tokens] of each slot, summed over the queries of a tile
-    and the query heads of a kv head, in float32.
+    """Returns the weight [S, K, pieces.most * pieces.num_tokens] of each slot, the sum or the largest of the queries of
+    a tile and the query heads of a kv head, in float32.
 
     Args:
       scores_of: piece -> (scores [S, K, R, C], -inf where not visible; cache positions [S, C] of its slots).
@@ -92,7 +92,7 @@ def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Calla
     factor = 1.0 if numbers is None else method.query_factor(numbers)
 
     def weigh(i, mass):
-        weights = (jnp.exp(logits_of(i) - base) * factor).sum(axis=2)
+        weights = getattr(jnp.exp(logits_of(i) - base) * factor, method.score_reduction)(axis=2)
         return jax.lax.dynamic_update_slice_in_dim(mass, weights, i * pieces.num_tokens, axis=2)
 
     mass = jnp.zeros((s, kv_heads, pieces.most * pieces.num_tokens), jnp.float32)

@@ -97,7 +97,8 @@ def paged_attend(
             else:
                 out, masses = attend_selected(layer.selection, implementation, queries, cache, context)
         for (_, _, tiles), mass in zip(shape.places(), masses):
-            cache = cache.add_scores(at, context.batch.block_tables[tiles], mass)
+            assert observer is not None, "only an observer is given masses"
+            cache = cache.add_scores(at, context.batch.block_tables[tiles], mass, observer.method.score_reduction)
         return out.astype(q.dtype), cache
 
     return attend

@@ -15,6 +15,7 @@ from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.kv.state import Origin
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_probes import turn
 from ksana_jax.scheduler.row_snapshots import RowSnapshots
 from ksana_jax.scheduler.running import Running
 from ksana_jax.scheduler.step.types import ScheduledBatch
@@ -55,10 +56,10 @@ class RowEviction:
     def evict(self, rows: np.ndarray) -> None:
         """Evicts tokens from the rows whose budget is full, and releases the blocks that this empties.
 
-        Rows that share blocks, or that fill the prefix cache, wait for `evict_shared`.
+        Rows that share blocks, that fill the prefix cache, or that begin or end a probe wait for `evict_shared`.
         """
         r = self.row_blocks.rows
-        if len(due := rows[self._is_due(rows)]):
+        if not self.schedule.method.probes and len(due := rows[self._is_due(rows)]):
             _, counts = self._kept(due)
             due = due[(r.index_at[due] == FAR) & ~self._shared(due, counts).any(axis=(0, 2))]
             self._record(due, r.block_tables.take(due, axis=1))
@@ -66,10 +67,13 @@ class RowEviction:
             self.snapshots.take_due(rows)
 
     def evict_shared(self) -> None:
-        """Evicts tokens from all rows that have waited for it. Only between two steps: it may preempt rows."""
+        """Evicts tokens from all rows that have waited for it, or begins their probes. Only between two steps: it may
+        preempt rows."""
         r, device = self.row_blocks.rows, self.row_blocks.memory.device
         rows = self.running.order
         if not len(rows := rows[self._is_due(rows)]):
+            return
+        if self.schedule.method.probes and not len(rows := turn(self.row_blocks, rows)):
             return
         tables = r.block_tables.take(rows, axis=1)
         replaced = self._fork(rows)

@@ -73,7 +73,7 @@ class RowSnapshots:
         for row in rows.tolist():
             seq = r.seqs[row]
             assert seq is not None
-            if seq.is_beam or seq.kv.swapped is not None or seq.finish_reason is FinishReason.ERROR:
+            if seq.is_beam or seq.kv.swapped is not None or seq.finish_reason is FinishReason.ERROR or row in r.probes:
                 continue
             computed = int(r.num_computed[row])
             if self.snapshots.schedule.method.adds_up:  # what a step adds to scores stays

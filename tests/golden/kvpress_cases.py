@@ -59,6 +59,11 @@ class KVPressCase(NamedTuple):
         return np.argsort(np.random.RandomState(self.seed).random_sample(CONFIG["vocab_size"]))[: self.length].tolist()
 
 
+def encode(text: str) -> list[int]:
+    """Made-up token ids of a text: one for each of its words."""
+    return [sum(map(ord, word)) % CONFIG["vocab_size"] for word in text.split(" ")] if text else []
+
+
 def kvpress_cases() -> list[KVPressCase]:
     """All cases, in the order in which they were made."""
     return [KVPressCase(**json.loads(line)) for line in (FOLDER / "kept.jsonl").read_text().splitlines()]

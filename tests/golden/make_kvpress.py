@@ -24,12 +24,13 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import kvpress
 import torch
-from kvpress_cases import CONFIG, FOLDER, KVPressCase, statistics, weights
+from kvpress_cases import CONFIG, FOLDER, KVPressCase, encode, statistics, weights
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 LEAST_GAP = 1e-4  # far above rounding in float32, through four layers
@@ -52,6 +53,7 @@ COMPARED = (
     "ExpectedAttentionPress",
     "ExpectedAttentionStatsPress",
     "CriticalKVPress",
+    "KVzipPress",
 )
 LENGTHS, RATIOS = (96, 61), (0.25, 0.5, 0.75, 0.9)
 WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
@@ -67,6 +69,8 @@ EXPECTED = ((0.5, 32, 4, True, True, 0.0), (0.75, 512, 4, True, True, 0.02), (0.
 EXPECTED += ((0.25, 64, 0, True, False, 0.0),)
 # (ratio, window, kernel, first stage's part, epsilon) of CriticalKV around SnapKV.
 CRITICAL = ((0.5, 4, 5, 0.5, 1e-4), (0.75, 4, 7, 0.5, 1e-2), (0.5, 3, 1, 0.25, 1e-4))
+# (length, sinks, tokens that a head keeps on average) of KVzip: a context of one chunk, and its repetition.
+REPEATED = ((61, 4, 15), (61, 0, 30), (61, 4, 46), (40, 1, 6))
 # (length, ratio, share, SnapKV's window and kernel; KnormPress without them)
 SHARES = ((96, 0.75, 0.2, 4, 5), (96, 0.5, 0.9, 6, 7), (61, 0.75, 0.0, 2, 1), (61, 0.9, 0.2, 3, 3))
 OF_KEYS = ((96, 0.75, 0.2), (61, 0.5, 0.5))
@@ -112,6 +116,10 @@ def asked() -> Iterator[KVPressCase]:
         yield KVPressCase("AdaKVPress", settings | {"alpha_safeguard": share}, length, 0, [], [])
     for length, ratio, share in OF_KEYS:
         yield KVPressCase("AdaKVPress", {"compression_ratio": ratio, "alpha_safeguard": share}, length, 0, [], [])
+    for length, num_sinks, num_kept in REPEATED:
+        # A quarter of a token less: kvpress rounds down what goes.
+        settings = {"compression_ratio": 1 - (num_kept - 0.25) / length, "layerwise": True, "n_sink": num_sinks}
+        yield KVPressCase("KVzipPress", settings, length, 0, [], [])
     for press, interval in DECODING:
         settings = {"compression_interval": interval, "target_size": TARGET}
         yield KVPressCase(press, settings, 2 * TARGET, 0, [], [])
@@ -272,6 +280,35 @@ def watched_shares(press: kvpress.AdaKVPress) -> kvpress.AdaKVPress:
     return press
 
 
+class Encoder:
+    """Takes the place of a tokenizer without a chat template."""
+
+    chat_template = None
+
+    @staticmethod
+    def encode(text: str, **given) -> torch.Tensor:
+        return torch.tensor([encode(text)], dtype=torch.int64)
+
+
+def repeated(settings: dict, prompt: list[int], cache: Cache) -> None:
+    """Runs a prompt and KVzip's second pass.
+
+    Raises:
+      NearlyTied: rounding could decide which pairs of a layer stay.
+    """
+    press = kvpress.KVzipPress(**settings)
+    compress_post = press.compress_post
+
+    def checked(network):
+        ordered = press.score_val.flatten(1).sort(-1, descending=True).values
+        require_gap(ordered, ordered.shape[1] - int(ordered.shape[1] * press.compression_ratio))
+        compress_post(network)
+
+    press.compress_post, network = checked, model("sdpa")
+    with mock.patch.object(AutoTokenizer, "from_pretrained", lambda name: Encoder), press(network):
+        network(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+
+
 def not_masked(length: int) -> list[list[list[int]]]:
     """Returns the text positions [L][K] that a press has not masked in the model with fused attention."""
     found = []
@@ -305,6 +342,9 @@ def make(case: KVPressCase) -> KVPressCase:
         network = model("sdpa")
         with watched_shares(kvpress.AdaKVPress(inner(**settings), share))(network):
             network(torch.tensor([case.prompt]), past_key_values=cache, use_cache=True)
+        return case._replace(kept=not_masked(case.length))
+    if case.press == "KVzipPress":
+        repeated(settings, case.prompt, cache)
         return case._replace(kept=not_masked(case.length))
     if not decoding:
         if case.press == "ChunkKVPress":

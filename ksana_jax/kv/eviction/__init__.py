@@ -22,6 +22,7 @@ EVICTION_METHODS: dict[str, str] = {
     "adakv": "ksana_jax.methods.eviction.adakv:AdaKV",
     "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",
     "rkv": "ksana_jax.methods.eviction.rkv:RKV",
+    "kvzip": "ksana_jax.methods.eviction.kvzip:KVzip",
     "tova": "ksana_jax.methods.eviction.tova:TOVA",
     "knorm": "ksana_jax.methods.eviction.knorm:KNorm",
     "keydiff": "ksana_jax.methods.eviction.keydiff:KeyDiff",

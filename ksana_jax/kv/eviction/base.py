@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +26,8 @@ class Cached(NamedTuple):
     """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
     keys, values: [n, Lg, K, C, H]. Keys are rotated at their text positions, or not at all with positions "cache".
-    scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
+    scores: [n, Lg, K, C] float32, attention weight that each token has received, see `EvictionMethod.score_reduction`;
+      None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots beyond them are undefined.
     num_recent: [n] newest tokens that stay, whatever their priority.
@@ -117,6 +118,10 @@ class EvictionMethod:
 
     # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
+    # "max" has the largest weight in place of the sum.
+    score_reduction: ClassVar[Literal["sum", "max"]] = "sum"
+    # True if a row computes the tokens of `probe` before it evicts.
+    probes: ClassVar[bool] = False
     # True if each eviction resets the sums, and the state, to zero.
     resets_scores: ClassVar[bool] = False
     # True if `observed_logits` replaces the attention scores before the softmax.
@@ -252,7 +257,8 @@ class EvictionMethod:
         None, the default, counts all queries alike.
 
         Args:
-          until_eviction: [Gk, T] number of queries up to the row's next eviction, this one included.
+          until_eviction: [Gk, T] number of queries up to the row's next eviction, this one included. If the method
+            probes, FAR for queries outside of a probe.
           num_outputs: [T] tokens generated up to this one; 0 or less in a prompt.
 
         Returns:
@@ -278,6 +284,20 @@ class EvictionMethod:
     def observed_logits(self, logits: Array, seen: Observation, xp: Any) -> Array:
         """Returns the scores whose softmax is observed, [S, K, R, C]; only with `custom_logits`."""
         return logits
+
+    def probe(self, context: np.ndarray, encode: Callable[[str], list[int]] | None) -> np.ndarray:
+        """Returns the token ids that a row computes after its context and before it evicts; only with `probes`.
+
+        Their keys and values are dropped, and the text goes on after the context. A prompt without a question ends its
+        context one token early, so that a token follows.
+
+        Args:
+          context: [n] token ids. encode: of the engine's tokenizer; None without one.
+
+        Raises:
+          ValueError: it needs a tokenizer.
+        """
+        raise NotImplementedError
 
     @property
     def setting(self) -> dict[str, Any]:

@@ -44,6 +44,9 @@ class EvictionWrapper(EvictionMethod):
     memory: Any = None
 
     observes: ClassVar[Any] = _inside("observes")
+    score_reduction: ClassVar[Any] = _inside("score_reduction")
+    probes: ClassVar[Any] = _inside("probes")
+    probe: ClassVar[Any] = _inside("probe")
     resets_scores: ClassVar[Any] = _inside("resets_scores")
     custom_logits: ClassVar[Any] = _inside("custom_logits")
     needs_full_text: ClassVar[Any] = _inside("needs_full_text")

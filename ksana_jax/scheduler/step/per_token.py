@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
@@ -20,9 +21,12 @@ def query_numbers(
     counts = batch.num_per_row
     row, nth = np.repeat(batch.rows, counts), _nth(counts)
     position = rows.num_computed[row] + nth
+    until = rows.evict_at.take(row, axis=1) - position
+    if isinstance(method, EvictionMethod) and method.probes:
+        until = np.where([one in rows.probes for one in row.tolist()], until, FAR)
     found = np.zeros((rows.num_groups, shape.num_tokens), np.float32)
     found[:, np.repeat(ends + 1 - counts, counts) + nth] = method.query_numbers(
-        rows.evict_at.take(row, axis=1) - position, position + 1 - rows.num_prompt[row]
+        until, position + 1 - rows.num_prompt[row]
     )
     return found
 

@@ -20,7 +20,7 @@ from ksana_jax.lab.calibration.queries import expected_attention, qfilter
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.load import load_model
 from ksana_jax.methods.eviction.h2o import H2O
-from tests.golden.kvpress_cases import CONFIG, SCALE, KVPressCase, kvpress_cases, queries, statistics, weights
+from tests.golden.kvpress_cases import CONFIG, SCALE, KVPressCase, encode, kvpress_cases, queries, statistics, weights
 
 # What an engine is made for; the other settings can change.
 COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "lag_size", "sinks", "chunk_size")
@@ -69,6 +69,10 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             if "window_size" in given:
                 common["recent"], inner = given["window_size"], {"method": "snapkv", "kernel": given["kernel_size"]}
             return common | {"method": "adakv", "of": inner, "alpha": given["alpha_safeguard"]}
+        case "KVzipPress":
+            common["budget"] = round(case.length * (1 - given["compression_ratio"]))
+            inner = {"method": "kvzip", "instruction": encode("\n\nRepeat the previous context exactly.") + encode("\n")}
+            return common | {"method": "adakv", "of": inner, "alpha": 0, "sinks": given["n_sink"]}
         case "ChunkKVPress":  # of SnapKVPress; keeps whole chunks
             size = given["chunk_length"]
             num_kept = int(-(-case.length // size) * (1 - given["compression_ratio"]))
@@ -170,9 +174,10 @@ def by_engine(case: KVPressCase) -> str:
     ids=lambda case: case.name,
 )
 def test_each_head_keeps_the_tokens_that_kvpress_keeps(case, engine_of):
-    tokens, found = kept(engine_of(settings_of(case)), case.prompt, len(case.tokens))
+    prompt = case.prompt + [5] * (case.press == "KVzipPress")  # evicts before a prompt's last token
+    tokens, found = kept(engine_of(settings_of(case)), prompt, len(case.tokens))
     assert tokens == case.tokens
-    assert found == case.kept
+    assert [[head[: len(head) - len(prompt) + case.length] for head in layer] for layer in found] == case.kept
 
 
 def test_measured_queries_are_those_of_kvpress_and_of_the_authors_code(folder):

@@ -1,0 +1,78 @@
+"""KVzip: keeps the tokens that the model needs to repeat the context (Kim et al., arXiv:2505.23416, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzip(EvictionMethod):
+    """Keeps the tokens with the largest attention weight that any query pays to them as the model repeats the context.
+
+    After a context the model reads an instruction to repeat it, and the context again. A token's score is the maximum
+    over these queries and over the query heads of a kv head. What is read then leaves no other trace: it takes the
+    time of a second prefill and, until it ends, the memory of twice the context, for which max_model_len must have room.
+
+    The authors and kvpress repeat longer contexts than 2,000 tokens in chunks, and scores are of a softmax over sinks,
+    this chunk and what was read of it again; here one pass and one softmax have all. Each kv head keeps equally many tokens ("uniform" in the authors' code).
+    AdaKV around this method, with alpha 0, divides them among the heads of a layer, as kvpress with layerwise=True.
+    A budget that layers share, the default of both, is not built.
+
+    Args:
+      sinks: first tokens, such as a system prompt, which are kept; the authors do not repeat them, kvpress does.
+      instruction: text before the repeated context, or its token ids for an engine without a tokenizer. Chat models
+        need their template's end of a turn here, and the beginning of the answer.
+    """
+
+    recent: float | int = 0
+    prompts: Literal["whole", "once", "streamed"] = "once"
+    instruction: str | tuple[int, ...] = "\n\nRepeat the previous context exactly.\n"
+
+    observes: ClassVar[bool] = True
+    score_reduction: ClassVar[Literal["sum", "max"]] = "max"
+    probes: ClassVar[bool] = True
+
+    def __post_init__(self):
+        name, given = f"kv_eviction {type(self).__name__}", self.instruction
+        if not isinstance(given, str):
+            is_list = isinstance(given, (list, tuple)) and all(isinstance(i, int) and i >= 0 for i in given)
+            checks.require(
+                None if is_list else f"{name}: instruction is {given!r:.80}, must be a text or a list of token ids",
+                error=ConfigError,
+            )
+            object.__setattr__(self, "instruction", tuple(given))
+        super().__post_init__()
+        checks.require(
+            None if self.once else f"{name}: prompts is {self.prompts!r}, must be 'once': it repeats a whole context",
+            error=ConfigError,
+        )
+
+    @property
+    def compiled(self) -> EvictionMethod:
+        return dataclasses.replace(super().compiled, instruction=KVzip.instruction)
+
+    def probe(self, context: np.ndarray, encode: Callable[[str], list[int]] | None) -> np.ndarray:
+        ids = self.instruction
+        if isinstance(ids, str):
+            if encode is None:
+                raise ValueError(
+                    f"kv_eviction {type(self).__name__}: instruction is a text, and the engine has no tokenizer: give "
+                    "its token ids"
+                )
+            ids = encode(ids)
+        return np.array([*ids, *context], np.int32)
+
+    def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray:
+        return (until_eviction < FAR).astype(np.float32)
+
+    def priority(self, cached: Cached, xp: Any) -> Array:
+        return cached.scores
