@@ -150,7 +150,8 @@ class StoringExecutor(FakeExecutor):
         numbers = None if a.query_numbers is None else a.query_numbers[group][:, None]
         block, offset = np.divmod(slots[visible], self.block_size)
         paid = np.broadcast_to(mass(self._method, hidden[:, None], keys, numbers), visible.shape)
-        np.add.at(self.leaves[SCORE], (block, at, 0, 0, offset), paid[visible])
+        reduction = np.maximum if self._method.score_reduction == "max" else np.add
+        reduction.at(self.leaves[SCORE], (block, at, 0, 0, offset), paid[visible])
 
     def move(self, moves: Moves) -> None:
         for nth, asked in enumerate(moves.evictions):

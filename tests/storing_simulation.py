@@ -3,6 +3,7 @@ from each text alone, one token at a time: no blocks, no chunks, and evictions b
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -12,13 +13,14 @@ import numpy as np
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import FAR, FULL
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import STATE
-from tests.expected import LONGEST, PATTERNS, beams_by
+from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, informed, mass, queries, rounded, vectors
 from tests.methods.selection import definition
@@ -73,6 +75,18 @@ class Storage:
     def method(self) -> EvictionMethod | None:
         return read_eviction(plain(self.eviction) or None)
 
+    def context(self, num_prompt: int) -> int:
+        """How many of a prompt's tokens are there when rows evict once: a token follows a probe."""
+        return num_prompt - (self.method is not None and self.method.probes and num_prompt > 1)
+
+    def probe(self, prompt: np.ndarray) -> np.ndarray:
+        """What a row computes after the context of a prompt: nothing if it does not evict there."""
+        end = self.context(len(prompt))
+        evicts = any(end in counted(self, group, len(prompt)).evictions for group in range(len(self.layout.groups)))
+        if self.method is None or not self.method.probes or not evicts:
+            return np.zeros(0, np.int32)
+        return self.method.probe(prompt[:end], None)
+
     @functools.cached_property
     def layout(self):
         patterns = PATTERNS[self.pattern]
@@ -96,6 +110,7 @@ class Counted:
 
 @functools.lru_cache(maxsize=2**12)
 def counted(storage: Storage, group: int, num_prompt: int) -> Counted:
+    num_prompt = storage.context(num_prompt)
     method, share = storage.method, storage.layout.groups[group].share
     if method is None or share is None:
         return Counted(list(range(LONGEST + 1)), [], FAR)
@@ -122,6 +137,7 @@ class Text:
 
     def __init__(self, storage: Storage, num_prompt: int):
         self.storage, self.num_prompt, self.length = storage, num_prompt, 0
+        self.text, self.is_probe = [], False
         self.layout, self.patterns = storage.layout, PATTERNS[storage.pattern]
         self.method = storage.method
         layers = len(self.patterns)
@@ -136,6 +152,7 @@ class Text:
     def add(self, token: int) -> np.ndarray:
         """Computes one more token; returns its hidden [1] of the last layer."""
         t, hidden = self.length, embed(token, self.length)
+        self.text.append(token)
         for layer, (group, _) in enumerate(self.layout.places):
             codec = "f32" if layer in self.storage.exact else self.storage.codec
             k, v = (rounded(codec, x) for x in vectors(hidden))
@@ -152,14 +169,26 @@ class Text:
                     q = queries(hidden, self.states.shape[2:])
                     self.states[layer] += self.method.observe(q, np.array([t]), np)[0]
                 if self.method is not None and self.method.observes:
-                    self.scores[layer, kept] += mass(self.method, hidden, seen, self.number(group))
+                    more, before = mass(self.method, hidden, seen, self.number(group)), self.scores[layer, kept]
+                    largest = self.method.score_reduction == "max"
+                    self.scores[layer, kept] = np.maximum(before, more) if largest else before + more
             hides = self.method is not None and self.method.hides and self.layout.groups[group].share is not None
             hidden = attend(hidden, (seen * weights_of(kept if hides else np.arange(len(kept))))[None], visible)
         self.length += 1
+        if not self.is_probe and self.length == self.storage.context(self.num_prompt) < self.num_prompt:
+            self.read_probe()
         for group, counts in enumerate(self.counts):
             if self.length in counts.evictions:
                 self.evict(group, counts)
         return hidden
+
+    def read_probe(self) -> None:
+        """Takes the scores that a probe would leave."""
+        apart = copy.deepcopy(self, {id(x): x for x in (self.storage, self.layout, self.patterns, self.method)})
+        apart.is_probe = True
+        for token in self.storage.probe(np.array([*self.text, 0], np.int32)).tolist():
+            apart.add(token)
+        self.scores[:, : self.length] = apart.scores[:, : self.length]
 
     def selected(self, layer: int, hidden: np.ndarray) -> np.ndarray | bool:
         """Whether the newest token reads each one [1, T]."""
@@ -175,6 +204,8 @@ class Text:
     def number(self, group: int) -> np.ndarray | None:
         assert self.method is not None
         following = next((at for at in self.counts[group].evictions if at > self.length), FAR)
+        if self.method.probes:
+            following = self.length + 1 if self.is_probe else self.length + FAR
         until, outputs = np.array([[following - self.length]]), np.array([self.length + 1 - self.num_prompt])
         return None if (found := self.method.query_numbers(until, outputs)) is None else found.ravel()
 
@@ -265,12 +296,15 @@ class StoringSimulation(SavingSessions):
             found["beta"] = rng.choice([2, 20, 2.5])
         if name == "adakv" or (name != "keyformer" and rng.random() < 0.3):
             found |= {"memory": "simulated", "positions": "absolute"}
-        if name == "adakv":
+        if name in ("adakv", "kvzip"):
             found["prompts"] = "once"
+        probing = (("method", "kvzip"), ("instruction", (5,)))
+        inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
         own = {
-            "adakv": {"of": (("method", rng.choice(["snapkv", "knorm", "h2o"])),), "alpha": rng.choice([0, 0.2, 1])},
+            "adakv": {"of": inside, "alpha": rng.choice([0, 0.2, 1])},
             "h2o": {"normalised": rng.random() < 0.5},
             "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
+            "kvzip": {"instruction": rng.choice([(), (5,), (3, 50, 7)])},
             "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
             "chunkkv": {"chunk_size": rng.choice([1, 2, 7]), "kernel": rng.choice([1, 3])},
             "rkv": {"mix_lambda": rng.choice([0.1, 0.9]), "threshold": rng.choice([0, 0.5])},
@@ -306,9 +340,10 @@ class StoringSimulation(SavingSessions):
         if self.engine.has_work:
             return
         before, rng = self.engine.scheduler.layout, self.rng
+        alone = before.eviction.method.per_head or before.eviction.method.probes
         setting = dict(self.storage.eviction) | {
             "budget": rng.choice([0.1, 0.3, 0.7]),
-            "prompts": "once" if before.eviction.method.per_head else rng.choice(["whole", "once", "streamed"]),
+            "prompts": "once" if alone else rng.choice(["whole", "once", "streamed"]),
         }
         other = dict(self.draw_eviction())
         method = read_eviction(plain(tuple(setting.items())))
@@ -342,8 +377,17 @@ class StoringSimulation(SavingSessions):
         if self.storage.eviction and len(scheduler.order):
             scheduler._preempt(int(scheduler.order[-1]))
 
+    def refusal(self, num_prompt: int, max_len: int, params: SamplingParams) -> str:
+        ends = self.storage.context(num_prompt) + len(self.storage.probe(np.zeros(num_prompt, np.int32)))
+        if num_prompt < LONGEST < ends and params.beam_width <= self.engine.scheduler.max_num_seqs:
+            return "max_model_len"
+        return super().refusal(num_prompt, max_len, params)
+
     def most_blocks(self, max_tokens: int, num_prompt: int) -> int:
-        return self.engine.scheduler.layout.blocks_of(max_tokens, num_prompt=num_prompt)
+        layout, num_context = self.engine.scheduler.layout, self.storage.context(num_prompt)
+        num_probe = len(self.storage.probe(np.zeros(num_prompt, np.int32)))
+        peak = -(-(num_context + num_probe) // self.block_size) * len(layout.groups) if num_probe else 0
+        return max(layout.blocks_of(max_tokens, num_prompt=num_context), peak)
 
     def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
         return until_stop(written(self.storage, prompt.tobytes(), count, seed)[0], stop_ids, least)
@@ -360,10 +404,15 @@ class StoringSimulation(SavingSessions):
 
     def starts_of(self, group: int, row: int) -> list[int]:
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
-        method = self.storage.method
+        method, covered = self.storage.method, int(rows.allocated_until[row])
+        if row in rows.probes:  # after which the text goes on where it was
+            layers, done = scheduler.layout.groups[group].layers, self.storage.context(int(rows.num_prompt[row]))
+            if scheduler.layout.groups[group].share is not None:
+                return list(range(0, covered, self.block_size))
+            return visible_later(self.pattern, layers, done, covered, self.block_size)
         if scheduler.layout.groups[group].share is None or method is None or method.hides:
             return super().starts_of(group, row)
-        done, covered = int(rows.num_computed[row]), int(rows.allocated_until[row])
+        done = int(rows.num_computed[row])
         counts = counted(self.storage, group, int(rows.num_prompt[row])).cached
         # A row that shares blocks evicts when the next step is scheduled.
         waits = bool((rows.evict_at[:, row] <= done).any())

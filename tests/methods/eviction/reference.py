@@ -3,7 +3,9 @@ head has a list of the text positions that it still has; each method is its pape
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -48,6 +50,7 @@ class Rule:
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
     future: Callable | None = None  # (layer, kv head, text position, length) -> number
+    probe: Callable | None = None  # context -> tokens after it, whose largest weights are the scores
 
 
 def pooled(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
@@ -152,7 +155,9 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
 
     n, kv, h = config.num_heads, config.num_kv_heads, config.head_dim
     group, states, logprobs, kept = n // kv, [[Head() for _ in range(kv)] for _ in params.layers], [], []
-    for t, token in enumerate(tokens):
+
+    def add(states, token, t):
+        """Adds a token to the states; returns the last layer's output."""
         x = f64(params.embed)[token]
         for index, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
             spec, heads = layer.attention, states[index]
@@ -176,7 +181,8 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                         slots = np.arange(len(scores))
                         scores = (scores + rule.noise(index, who, t, slots)) / rule.temperature(t)
                     for j, w in zip(head.kept, softmax(scores), strict=True):
-                        weights[j] = weights.get(j, 0.0) + w
+                        before = weights.get(j, 0.0)
+                        weights[j] = before + w if rule.probe is None else max(before, w)
                 for j, w in weights.items():
                     head.scores[j] += w
                 head.newest.append(weights)
@@ -184,10 +190,21 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
             y = _norm(x, f64(p.mlp_norm), config.norm_eps)
             gate = y @ f64(p.w_gate).T
             x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
+        return x
+
+    for t, token in enumerate(tokens):
+        x = add(states, token, t)
         head_weights = f64(params.embed if params.head is None else params.head)
         z = _norm(x, f64(params.final_norm), config.norm_eps) @ head_weights.T
         z -= z.max()
         logprobs.append(z - np.log(np.exp(z).sum()))
+        if rule.probe is not None and t + 1 == num_prompt:
+            apart = copy.deepcopy(states)
+            for i, token in enumerate(rule.probe(tokens[:num_prompt])):
+                add(apart, token, num_prompt + i)
+            for head, other in zip(itertools.chain(*states), itertools.chain(*apart), strict=True):
+                seen = other.newest[num_prompt:]
+                head.scores = {j: max(weights[j] for weights in seen) for j in head.kept}
         for index, heads in enumerate(states):
             evict(rule, index, heads, t + 1, num_prompt)
         kept.append([[list(head.kept) for head in heads] for heads in states])
