@@ -101,7 +101,10 @@ class RequestFactory:
         if eviction is None or not eviction.method.probes or eviction.first_at(count) > count:
             return None
         encode = self.tokenizer and functools.partial(self.tokenizer.encode, add_special_tokens=False)
-        return eviction.method.probe(asked.prompt_token_ids[:count], encode)
+        ids = eviction.method.probe(asked.prompt_token_ids[:count], encode)
+        if len(ids) and (high := int(ids.max())) >= self._vocab_size:
+            raise ValueError(f"kv_eviction probes with token id {high}, ids go from 0 to {self._vocab_size - 1}")
+        return ids
 
     def _check(self, asked: RequestInput) -> BadWords:
         """Checks that a request can be served; returns the token ids of its bad words."""

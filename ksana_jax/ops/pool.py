@@ -93,8 +93,8 @@ class KVCache:
         return KVCache(self.leaves | leaves, self.codec)
 
     def add_scores(self, layer: int, block_ids: jax.Array, mass: jax.Array, reduction: str) -> KVCache:
-        """Adds attention weights [S, K, P*B] to the scores of the slots of blocks [S, P], which may repeat; or keeps the
-        larger ones, see `EvictionMethod.score_reduction`."""
+        """Adds attention weights [S, K, P*B] to the scores of the slots of blocks [S, P], which may repeat; or keeps
+        the larger ones, see `EvictionMethod.score_reduction`."""
         s, num_kv_heads, _ = mass.shape
         pieces = mass.reshape(s, num_kv_heads, -1, self.block_size).transpose(0, 2, 1, 3)
         at = self.leaves[SCORE].at[block_ids, layer, 0]

@@ -19,13 +19,13 @@ class KVzip(EvictionMethod):
     """Keeps the tokens with the largest attention weight that any query pays to them as the model repeats the context.
 
     After a context the model reads an instruction to repeat it, and the context again. A token's score is the maximum
-    over these queries and over the query heads of a kv head. What is read then leaves no other trace: it takes the
-    time of a second prefill and, until it ends, the memory of twice the context, for which max_model_len must have room.
+    over these queries and the query heads of a KV head. This second pass leaves no other trace. It takes the time of
+    a second prefill and, until it ends, the memory of two contexts; max_model_len must have room for both.
 
-    The authors and kvpress repeat longer contexts than 2,000 tokens in chunks, and scores are of a softmax over sinks,
-    this chunk and what was read of it again; here one pass and one softmax have all. Each kv head keeps equally many tokens ("uniform" in the authors' code).
-    AdaKV around this method, with alpha 0, divides them among the heads of a layer, as kvpress with layerwise=True.
-    A budget that layers share, the default of both, is not built.
+    The authors and kvpress repeat contexts of more than 2,000 tokens in chunks, with a softmax over the sinks, the
+    chunk and its repetition; here all is one chunk. All KV heads keep equally many tokens, "uniform" in the authors'
+    code; AdaKV with alpha 0 around this method divides them among the heads of a layer, as kvpress does with
+    layerwise=True. One budget for all layers, the default of both, is not built.
 
     Args:
       sinks: first tokens, such as a system prompt, which are kept; the authors do not repeat them, kvpress does.

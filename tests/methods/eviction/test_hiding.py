@@ -30,6 +30,7 @@ CASES = {
     "snapkv, streamed": {"method": "snapkv", "budget": 12, "recent": 3, "prompts": "streamed"},
     "pyramidkv": {"method": "snapkv", "budget": 14, "recent": 3, "layers": "pyramid"},
     "chunkkv": {"method": "chunkkv", "budget": 12, "recent": 4, "chunk_size": 3, "sinks": 1, "prompts": "streamed"},
+    "kvzip": {"method": "kvzip", "budget": 8, "sinks": 1, "interval": 1, "instruction": [7, 3, 5]},
     "rkv": {"method": "rkv", "budget": 12, "recent": 3, "kernel": 3, "interval": 3},
     "knorm": {"method": "knorm", "budget": 7, "interval": 2, "prompts": "streamed"},
     "keydiff": {"method": "keydiff", "budget": 0.5, "recent": 2},
@@ -72,6 +73,7 @@ def test_hidden_tokens_give_the_text_that_evicted_ones_give(name):
         ({"method": "adakv", "memory": "freed"}, "its heads keep different numbers of tokens"),
         ({"method": "adakv", "of": {"method": "h2o"}, "prompts": "streamed"}, "prompts is 'streamed', must be 'once'"),
         ({"method": "adakv", "alpha": 2}, "alpha is 2"),
+        ({"method": "adakv", "of": {"method": "kvzip"}, "prompts": "whole"}, "prompts is 'whole', must be 'once'"),
     ],
 )
 def test_what_cannot_be_hidden_is_refused_in_a_sentence(setting, said):

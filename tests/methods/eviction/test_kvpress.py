@@ -71,7 +71,10 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
             return common | {"method": "adakv", "of": inner, "alpha": given["alpha_safeguard"]}
         case "KVzipPress":
             common["budget"] = round(case.length * (1 - given["compression_ratio"]))
-            inner = {"method": "kvzip", "instruction": encode("\n\nRepeat the previous context exactly.") + encode("\n")}
+            inner = {
+                "method": "kvzip",
+                "instruction": encode("\n\nRepeat the previous context exactly.") + encode("\n"),
+            }
             return common | {"method": "adakv", "of": inner, "alpha": 0, "sinks": given["n_sink"]}
         case "ChunkKVPress":  # of SnapKVPress; keeps whole chunks
             size = given["chunk_length"]

@@ -287,9 +287,9 @@ def _kv_alone(
     if len(group) > 1:
         llm.clear_records()
         _stream(llm, [ids], trial.config["settings"]["context_tokens"])
-    held, layout = _blocks_over_text(llm), llm.engine.scheduler.layout
+    num_context, layout = trial.config["settings"]["context_tokens"] or len(ids), llm.engine.scheduler.layout
+    held = _blocks_over_text(llm, len(ids), num_context)
     if layout.eviction is not None and layout.eviction.method.hides:
-        num_context = trial.config["settings"]["context_tokens"] or len(ids)
         held["simulated_bytes"] = simulated_bytes(layout, held["position"][-1], num_context)
     read = read_bytes(layout, int(llm.records[-1].live_blocks))
     return {"method": method, **_kv(llm, len(ids)), **held, "read_bytes": read}
@@ -311,7 +311,7 @@ def _kv(llm: LLM, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _blocks_over_text(llm: LLM) -> dict[str, Any]:
+def _blocks_over_text(llm: LLM, num_tokens: int, num_context: int) -> dict[str, Any]:
     """Measures the blocks of the one streamed text.
 
     Returns:
@@ -319,8 +319,11 @@ def _blocks_over_text(llm: LLM) -> dict[str, Any]:
       after it.
     """
     live = [int(r.live_blocks) for r in llm.records]
+    computed = np.cumsum([r.num_tokens for r in llm.records])
+    # Tokens beyond the text's probe its context.
+    after = np.maximum(computed - max(computed[-1] - num_tokens, 0), num_context)
     return {
         "held_blocks": live[-1],
-        "position": np.cumsum([r.num_tokens for r in llm.records]).tolist(),
+        "position": np.where(computed > num_context, after, computed).tolist(),
         "live_blocks": live,
     }
