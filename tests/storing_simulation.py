@@ -85,7 +85,7 @@ class Storage:
         evicts = any(end in counted(self, group, len(prompt)).evictions for group in range(len(self.layout.groups)))
         if self.method is None or not self.method.probes or not evicts:
             return np.zeros(0, np.int32)
-        return self.method.probe(prompt[:end], None)
+        return self.method.probe(prompt[:end])
 
     @functools.cached_property
     def layout(self):

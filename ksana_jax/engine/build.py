@@ -14,7 +14,7 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.device_setup import DeviceSetup, prepare
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.settings import check_length, check_policies, with_dtype
+from ksana_jax.engine.settings import check_length, check_policies, with_dtype, with_token_ids
 from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.memory import KVMemory
@@ -80,6 +80,7 @@ def build_engine(
     seen = read_patterns(patterns, model)
     config = with_dtype(check_policies(config), params).for_model(model, seen)
     check_length(model, config)
+    config = with_token_ids(config, tokenizer, model.vocab_size)
     if executor is None:
         half = _on_device(model, params, config, seen, programs, workers, placement)
     else:

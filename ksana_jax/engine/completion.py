@@ -176,7 +176,7 @@ class Request:
     Attributes:
       news: queue that receives the request whenever it has something new to report; None without such a reader.
       failure: the error that ended the request, if not its own fault.
-      adapter, probe: as its sequences have them, see `Sequence`.
+      adapter: as its sequences have it, see `Sequence`.
     """
 
     request_id: str
@@ -190,7 +190,6 @@ class Request:
     news: dict[Request, None] | None = None
     failure: BaseException | None = None
     adapter: Any = None
-    probe: np.ndarray | None = None
     _num_scores_taken: int = 0
 
     def notify(self) -> None:

@@ -347,7 +347,7 @@ class Engine:
 
     def _set_eviction(self, method: EvictionMethod) -> None:
         self.check_idle("the eviction method changes only in between")
-        layout = self.scheduler.layout.with_eviction(method)
+        layout = self.scheduler.layout.with_eviction(method.encoded(self.tokenizer))
         self.lock.begin_write()
         self.builder = dataclasses.replace(self.builder, numbers=layout.numbers_queries)
         self.scheduler.set_layout(layout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
@@ -16,6 +15,7 @@ from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.request import RequestInput, RequestMetrics, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request, special_stops
+from ksana_jax.engine.evicting_requests import check_eviction
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
@@ -84,30 +84,11 @@ class RequestFactory:
         Raises:
           ValueError: one of them can never be served, with the numbers.
         """
-        asked = [one._replace(num_question=self._num_question(one)) for one in asked]
-        bad_words = [self._check(one) for one in asked]
-        return [self._new_request(one, words, clock(), taken) for one, words in zip(asked, bad_words, strict=True)]
+        checked = [self._check(one) for one in asked]
+        return [self._new_request(one, words, clock(), taken) for one, words in checked]
 
-    def _num_question(self, asked: RequestInput) -> int:
-        """Returns the tokens of a request's question; a token at least if others are probed."""
-        eviction, count = self.scheduler.layout.eviction, asked.num_question
-        if count or eviction is None or not eviction.method.probes:
-            return count
-        return min(len(asked.prompt_token_ids) - 1, 1)
-
-    def _probe(self, asked: RequestInput) -> np.ndarray | None:
-        """Returns what a request computes after its context, see `EvictionMethod.probe`; None if it evicts nothing."""
-        eviction, count = self.scheduler.layout.eviction, len(asked.prompt_token_ids) - asked.num_question
-        if eviction is None or not eviction.method.probes or eviction.first_at(count) > count:
-            return None
-        encode = self.tokenizer and functools.partial(self.tokenizer.encode, add_special_tokens=False)
-        ids = eviction.method.probe(asked.prompt_token_ids[:count], encode)
-        if len(ids) and (high := int(ids.max())) >= self._vocab_size:
-            raise ValueError(f"kv_eviction probes with token id {high}, ids go from 0 to {self._vocab_size - 1}")
-        return ids
-
-    def _check(self, asked: RequestInput) -> BadWords:
-        """Checks that a request can be served; returns the token ids of its bad words."""
+    def _check(self, asked: RequestInput) -> tuple[RequestInput, BadWords]:
+        """Checks that a request can be served; returns it, and the token ids of its bad words."""
         ids, params, max_model_len = asked.prompt_token_ids, asked.params, self.scheduler.max_model_len
         count = len(ids)
         if not count:
@@ -122,10 +103,12 @@ class RequestFactory:
         bad_words = self._check_params(params)
         if params.detokenize and self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: set detokenize=False")
-        self._check_room(asked)
+        if self.scheduler.layout.eviction is not None:
+            asked = check_eviction(asked, self.scheduler)
+        self._check_room(count, asked.num_question, params)
         if asked.lora_request is not None:
             self.adapter_of(asked.lora_request)
-        return bad_words
+        return asked, bad_words
 
     def adapter_of(self, asked: LoRARequest) -> AdapterUse:
         """Returns the adapter that a request names, read if need be; raises ValueError if it cannot be used."""
@@ -148,9 +131,8 @@ class RequestFactory:
                 raise ValueError("allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them")
         return bad_words
 
-    def _check_room(self, asked: RequestInput) -> None:
-        """Checks that rows and pool have room for a request."""
-        count, num_question, params = len(asked.prompt_token_ids), asked.num_question, asked.params
+    def _check_room(self, count: int, num_question: int, params: SamplingParams) -> None:
+        """Checks that rows and pool have room for a prompt of `count` tokens, its question included."""
         if not 0 <= num_question < count:
             raise ValueError(
                 f"question has {num_question:,} of {count:,} prompt tokens, must leave at least one before it"
@@ -159,24 +141,11 @@ class RequestFactory:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
-        num_context, eviction = count - num_question, scheduler.layout.eviction
-        if eviction is not None and not eviction.can_serve(num_context, max_len):
-            raise ValueError(
-                f"kv_eviction {type(eviction.method).__name__} must know the whole text beforehand: it scores texts in "
-                "perplexity experiments, and cannot generate"
-            )
-        num_probe = 0 if (probe := self._probe(asked)) is None else len(probe)
-        if num_context + num_probe > scheduler.max_model_len:
-            raise ContextLengthError(
-                f"context of {num_context:,} tokens and {num_probe:,} with which kv_eviction probes it exceed "
-                f"max_model_len, which is {scheduler.max_model_len:,}"
-            )
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.layout.blocks_to_finish(max_len, num_context, num_probe) * max(params.beam_width, 1)
+        needed = scheduler.layout.blocks_to_finish(max_len, count - num_question) * max(params.beam_width, 1)
         if needed > blocks.num_blocks:
-            probed = f", {num_probe:,} that probe it" if num_probe else ""
             raise ContextLengthError(
-                f"prompt of {count:,} tokens{probed} and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
+                f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
                 f"{blocks.block_size} tokens, the pool has {blocks.num_blocks:,}"
             )
 
@@ -198,7 +167,6 @@ class RequestFactory:
         if asked.lora_request is not None:
             request.adapter = self.adapter_of(asked.lora_request)
             salt = request.adapter.salted(salt)
-        request.probe = self._probe(asked)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
@@ -246,7 +214,6 @@ class RequestFactory:
             bad_words=bad_words,
             num_question=num_question,
             adapter=request.adapter,
-            probe=request.probe,
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 

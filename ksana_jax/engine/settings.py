@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ksana_jax.core import refusals, vllm_names
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.dtypes import canonical_dtype
@@ -40,6 +42,21 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
     if params is None or callable(params):
         raise ConfigError('dtype is "auto", and there are no weights to take it from')
     return dataclasses.replace(config, dtype=canonical_dtype(params.final_norm.dtype))
+
+
+def with_token_ids(config: EngineConfig, tokenizer: Any, vocab_size: int) -> EngineConfig:
+    """Returns a configuration whose eviction method has token ids in place of texts.
+
+    Raises:
+      ConfigError: it has a text and there is no tokenizer, or the model has no such ids.
+    """
+    if (method := read_eviction(config.kv_eviction)) is None or not method.probes:
+        return config
+    method = method.encoded(tokenizer)
+    ids = method.probe(np.zeros(1, np.int32))
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ConfigError(f"kv_eviction probes with token id {int(ids.max())}, ids go from 0 to {vocab_size - 1}")
+    return dataclasses.replace(config, kv_eviction=method.setting)
 
 
 def beyond_training(model: ModelConfig, max_model_len: int) -> str:

@@ -265,15 +265,10 @@ class KVLayout:
         """
         return sum(self._max_blocks(max_tokens, chunk, num_prompt))
 
-    def blocks_to_finish(self, max_len: int, num_prompt: int, num_probe: int = 0) -> int:
-        """Returns how many blocks a sequence that ends at max_len tokens, prompt included, needs to finish.
-
-        Args:
-          num_probe: tokens that it computes after its prompt, which no block that they see leaves meanwhile.
-        """
+    def blocks_to_finish(self, max_len: int, num_prompt: int) -> int:
+        """Returns how many blocks a sequence that ends at max_len tokens, prompt included, needs to finish."""
         # The last token is sampled and never computed.
-        needed = self.blocks_of(max(max_len - 1, 1), num_prompt=num_prompt)
-        return max(needed, num_probe and -(-(num_prompt + num_probe) // self.block_size) * len(self.groups))
+        return self.blocks_of(max(max_len - 1, 1), num_prompt=num_prompt)
 
     def leaf(self, name: str) -> Leaf:
         """Returns the leaf with this name; "kv" holds keys and values, or their codes."""

@@ -17,7 +17,7 @@ from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.ops.row_state import entered
+from ksana_jax.ops.row_state import entered, scored
 from ksana_jax.ops.selection import attend_selected, summarise
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
@@ -96,9 +96,6 @@ def paged_attend(
                 out, masses = implementation.attend(queries, cache, context, schedules.get(layer.schedule))
             else:
                 out, masses = attend_selected(layer.selection, implementation, queries, cache, context)
-        for (_, _, tiles), mass in zip(shape.places(), masses):
-            assert observer is not None, "only an observer is given masses"
-            cache = cache.add_scores(at, context.batch.block_tables[tiles], mass, observer.method.score_reduction)
-        return out.astype(q.dtype), cache
+        return out.astype(q.dtype), scored(cache, context, masses) if masses else cache
 
     return attend

@@ -92,15 +92,6 @@ class KVCache:
         leaves = {name: leaf.at[at].set(new[name], mode="drop") for name, leaf in self.leaves.items() if name in new}
         return KVCache(self.leaves | leaves, self.codec)
 
-    def add_scores(self, layer: int, block_ids: jax.Array, mass: jax.Array, reduction: str) -> KVCache:
-        """Adds attention weights [S, K, P*B] to the scores of the slots of blocks [S, P], which may repeat; or keeps
-        the larger ones, see `EvictionMethod.score_reduction`."""
-        s, num_kv_heads, _ = mass.shape
-        pieces = mass.reshape(s, num_kv_heads, -1, self.block_size).transpose(0, 2, 1, 3)
-        at = self.leaves[SCORE].at[block_ids, layer, 0]
-        scores = at.max(pieces) if reduction == "max" else at.add(pieces)
-        return KVCache(self.leaves | {SCORE: scores}, self.codec)
-
     def read(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., K, P*B, H] of one layer from blocks [..., P]."""
         if EXACT in self.leaves:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from ksana_jax.kv.layout import STATE
+from ksana_jax.kv.layout import SCORE, STATE
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.pool import KVCache
 
@@ -28,3 +30,19 @@ def entered(cache: KVCache, q: jax.Array, context: AttentionContext, scale: floa
     leaf = leaf.at[new, context.layer, 0].set(0, mode="drop")
     leaf = leaf.at[block, context.layer, 0].add(method.observe(by_kv_head, positions, jnp), mode="drop")
     return KVCache(cache.leaves | {STATE: leaf}, cache.codec)
+
+
+def scored(cache: KVCache, context: AttentionContext, masses: Sequence[jax.Array]) -> KVCache:
+    """Adds attention weights to the scores of slots, or keeps the larger ones, see `EvictionMethod.score_reduction`.
+
+    Args:
+      masses: [S, K, P*B] of each part of the step; blocks may repeat.
+    """
+    assert context.observer is not None
+    scores = cache.leaves[SCORE]
+    for (_, _, tiles), mass in zip(context.shape.places(), masses, strict=True):
+        s, num_kv_heads, _ = mass.shape
+        at = scores.at[context.batch.block_tables[tiles], context.layer, 0]
+        pieces = mass.reshape(s, num_kv_heads, -1, cache.block_size).transpose(0, 2, 1, 3)
+        scores = at.max(pieces) if context.observer.method.score_reduction == "max" else at.add(pieces)
+    return KVCache(cache.leaves | {SCORE: scores}, cache.codec)

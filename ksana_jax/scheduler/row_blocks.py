@@ -191,8 +191,7 @@ class RowBlocks:
     def swap_out(self, row: int) -> HeldBlocks | None:
         """Swaps a row's computed blocks to the host and returns their slots; None if recomputation is better."""
         swap, r = self.memory.swap, self.rows
-        # It would come back without its eviction, or in the middle of its probe.
-        if swap is None or row in r.probes or (r.num_computed[row] >= r.evict_at[:, row]).any():
+        if swap is None or row in r.probes or (r.num_computed[row] >= r.evict_at[:, row]).any():  # it could not evict
             return None
         filled = self.before(row, int(r.num_computed[row]))
         if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
@@ -267,9 +266,7 @@ class RowBlocks:
         return np.where(held[at] == wanted, at - width * table, -1)
 
     def return_invisible(self, rows: np.ndarray) -> None:
-        """Releases blocks that no later query of their row sees; not during a probe, after which the text goes on."""
-        if self.rows.probes:
-            rows = rows[[row not in self.rows.probes for row in rows.tolist()]]
+        """Releases blocks that no later query of their row sees."""
         for live, groups in self._windowed:
             self._return_invisible(live, groups, rows)
 

@@ -73,7 +73,7 @@ class RowEviction:
         rows = self.running.order
         if not len(rows := rows[self._is_due(rows)]):
             return
-        if self.schedule.method.probes and not len(rows := turn(self.row_blocks, rows)):
+        if self.schedule.method.probes and not len(rows := turn(self.schedule.method, self.row_blocks, rows)):
             return
         tables = r.block_tables.take(rows, axis=1)
         replaced = self._fork(rows)
@@ -86,9 +86,11 @@ class RowEviction:
             self.snapshots.take_due(rows[alive])
 
     def leave(self, rows: np.ndarray, unsettled: Sequence[ScheduledBatch]) -> None:
-        """Takes snapshots of rows that are about to be left; see `RowSnapshots.leave`."""
+        """Ends the probes of rows that are about to be left, and takes snapshots; see `RowSnapshots.leave`."""
         if self.snapshots is not None:
             self.snapshots.leave(rows, unsettled)
+        for row in rows.tolist():
+            self.row_blocks.rows.probes.pop(row, None)
 
     @property
     def waits(self) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
+from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.scheduler.row_blocks import RowBlocks
 
 
-def turn(row_blocks: RowBlocks, rows: np.ndarray) -> np.ndarray:
+def turn(method: EvictionMethod, row_blocks: RowBlocks, rows: np.ndarray) -> np.ndarray:
     """Begins the probes of rows that have computed their contexts, and ends those that are computed themselves.
 
     Only between two steps, when the tokens of all rows are known.
@@ -23,21 +24,25 @@ def turn(row_blocks: RowBlocks, rows: np.ndarray) -> np.ndarray:
       The rows whose probes have ended. But for scores they are as after their contexts, and evict now.
     """
     r = row_blocks.rows
-    ends = np.array([row in r.probes for row in rows.tolist()], bool)
+    ended = rows[[row in r.probes for row in rows.tolist()]]
     for row in rows.tolist():
-        seq = r.seqs[row]
-        assert seq is not None and seq.probe is not None and r.num_tokens[row] > seq.num_context
+        seq, evict_at = r.seqs[row], r.evict_at[:, row]
+        assert seq is not None and r.num_known[row] > seq.num_context
         end = seq.num_context
         if r.probes.pop(row, None) is not None:
             r.num_computed[row], r.num_tokens[row] = end, r.num_known[row]
+            r.return_at[:, row], r.snapshot_at[row] = 0, FAR if row_blocks.memory.prefixes.snapshots is None else end
+            r.num_prompt_logprobs[row] = -1 if seq.params.prompt_logprobs is None else seq.params.prompt_logprobs
         else:
             assert r.num_tokens[row] == r.num_known[row]
-            r.probes[row] = seq.probe
-            end += len(seq.probe)
-            r.num_tokens[row] = end + 1
-        evict_at = r.evict_at[:, row]
+            context = r.token_ids[row, :end]
+            r.probes[row] = np.concatenate([context, method.probe(context)])
+            end = len(r.probes[row])
+            # It has tokens left, returns no block that the text will see, and reports no score.
+            r.num_tokens[row], r.num_prompt_logprobs[row] = end + 1, -1
+            r.return_at[:, row] = r.snapshot_at[row] = FAR
         evict_at[evict_at < FAR] = end
     r.num_rewrites += 1
-    row_blocks.trim(rows[ends])
+    row_blocks.trim(ended)
     row_blocks.num_ahead = 0
-    return rows[ends]
+    return ended

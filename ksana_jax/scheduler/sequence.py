@@ -37,7 +37,6 @@ class Sequence:
       is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.
       adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
-      probe: token ids that it computes after its context, see `EvictionMethod.probe`; None without.
 
     Attributes:
       row: its row while it runs; None while it waits.
@@ -63,7 +62,6 @@ class Sequence:
     is_beam: bool = False
     num_question: int = 0
     adapter: Any = None
-    probe: np.ndarray | None = None
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None
@@ -110,7 +108,7 @@ class Rows:
     num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
       cache position is its text position minus this number; the two are equal if nothing is evicted.
     block_tables, block_starts: [Gk, R, P] live blocks by position, and where in the cache each begins; FAR if absent.
-    probes: token ids of the probes that rows compute after their contexts. Meanwhile num_tokens is a token further.
+    probes: token ids of the context and the probe of rows that compute one, after which num_tokens is a token further.
     num_rewrites: how often num_evicted or tables of running rows have changed, other than by `RowBlocks.take`.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
     num_blocks: [Gk, R] number of live blocks.
@@ -213,7 +211,6 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
-        self.probes.pop(row, None)
         self._count(seq, -1)
         self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
         self.num_prompt[row] = self.max_len[row] = FAR
@@ -234,17 +231,7 @@ class Rows:
 
     def next_chunk(self, row: int) -> int:
         """Returns the number of tokens that a row can compute at once: up to its next eviction or snapshot."""
-        planned = FAR if row in self.probes else self.snapshot_at[row]
-        return int(min(self.num_tokens[row], planned, *self.evict_at[:, row]) - self.num_computed[row])
-
-    def next_tokens(self, row: int, count: int) -> np.ndarray:
-        """Returns the next tokens that a row computes, of its text or its probe."""
-        start, tokens = int(self.num_computed[row]), self.token_ids[row]
-        if (probe := self.probes.get(row)) is not None:
-            seq = self.seqs[row]
-            assert seq is not None
-            start, tokens = start - seq.num_context, probe
-        return tokens[start : start + count]
+        return int(min(self.num_tokens[row], self.snapshot_at[row], *self.evict_at[:, row]) - self.num_computed[row])
 
     def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
         """Counts the token of each row that a running step, the last one scheduled, samples at a place among its

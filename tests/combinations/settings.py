@@ -237,10 +237,10 @@ class Engines:
         patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), model_config)
         config = engine_config(STEPS | self._with_folders(given, num_layers)).for_model(model_config, patterns)
         layout = make_layout(model_config, patterns, config)
-        method = layout.eviction and layout.eviction.method
-        probes = [len(method.probe(prompt, None)) if method and method.probes else 0 for prompt in PROMPTS]
-        asks = zip(PROMPTS, probes, strict=True)
-        most = max(layout.blocks_to_finish(len(text) + NUM_TOKENS, len(text), probe) for text, probe in asks)
+        most = max(layout.blocks_to_finish(len(prompt) + NUM_TOKENS, len(prompt)) for prompt in PROMPTS)
+        if (eviction := layout.eviction) is not None and eviction.method.probes:
+            twice = max(len(prompt) + len(eviction.method.probe(prompt)) for prompt in PROMPTS)
+            most = max(most, -(-twice // config.block_size) * len(layout.groups))
         config = dataclasses.replace(config, num_blocks=3 * most if asked.num_sequences > 1 else most + 1)
         buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
         few = {f.name: getattr(buckets, f.name) for f in dataclasses.fields(Buckets)}

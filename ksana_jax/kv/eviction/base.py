@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -285,19 +285,27 @@ class EvictionMethod:
         """Returns the scores whose softmax is observed, [S, K, R, C]; only with `custom_logits`."""
         return logits
 
-    def probe(self, context: np.ndarray, encode: Callable[[str], list[int]] | None) -> np.ndarray:
+    def probe(self, context: np.ndarray) -> np.ndarray:
         """Returns the token ids that a row computes after its context and before it evicts; only with `probes`.
 
         Their keys and values are dropped, and the text goes on after the context. A prompt without a question ends its
         context one token early, so that a token follows.
 
         Args:
-          context: [n] token ids. encode: of the engine's tokenizer; None without one.
-
-        Raises:
-          ValueError: it needs a tokenizer.
+          context: [n] token ids.
         """
         raise NotImplementedError
+
+    def encoded(self, tokenizer: Any) -> EvictionMethod:
+        """Returns the method with token ids in place of texts.
+
+        Args:
+          tokenizer: the engine's; None without one.
+
+        Raises:
+          ConfigError: it needs one.
+        """
+        return self
 
     @property
     def setting(self) -> dict[str, Any]:

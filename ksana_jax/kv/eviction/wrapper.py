@@ -90,6 +90,9 @@ class EvictionWrapper(EvictionMethod):
         """The method inside, with this one's settings of all methods."""
         return dataclasses.replace(self.of, **{name: getattr(self, name) for name in COMMON})
 
+    def encoded(self, tokenizer: Any) -> EvictionMethod:
+        return dataclasses.replace(self, of=self.of.encoded(tokenizer))
+
     @property
     def compiled(self) -> EvictionMethod:
         inner = self.inner.compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -60,16 +59,20 @@ class KVzip(EvictionMethod):
     def compiled(self) -> EvictionMethod:
         return dataclasses.replace(super().compiled, instruction=KVzip.instruction)
 
-    def probe(self, context: np.ndarray, encode: Callable[[str], list[int]] | None) -> np.ndarray:
-        ids = self.instruction
-        if isinstance(ids, str):
-            if encode is None:
-                raise ValueError(
-                    f"kv_eviction {type(self).__name__}: instruction is a text, and the engine has no tokenizer: give "
-                    "its token ids"
-                )
-            ids = encode(ids)
-        return np.array([*ids, *context], np.int32)
+    def encoded(self, tokenizer: Any) -> EvictionMethod:
+        if not isinstance(self.instruction, str):
+            return self
+        if tokenizer is None:
+            raise ConfigError(
+                f"kv_eviction {type(self).__name__}: instruction is a text, and the engine has no tokenizer: give its "
+                "token ids"
+            )
+        ids = tokenizer.encode(self.instruction, add_special_tokens=False)
+        return dataclasses.replace(self, instruction=tuple(ids))
+
+    def probe(self, context: np.ndarray) -> np.ndarray:
+        assert not isinstance(self.instruction, str), "see `encoded`"
+        return np.array([*self.instruction, *context], np.int32)
 
     def query_numbers(self, until_eviction: np.ndarray, num_outputs: np.ndarray) -> np.ndarray:
         return (until_eviction < FAR).astype(np.float32)

@@ -156,7 +156,7 @@ class BatchBuilder:
         tables = groups, shape.num_tiles, width
         at, newest_token = rows.num_computed[decodes], rows.newest[decodes]
         if np.count_nonzero(cut := at + 1 < rows.num_tokens[decodes]):  # chunks of one token
-            newest_token[cut] = [int(rows.next_tokens(row, 1)[0]) for row in decodes[cut].tolist()]
+            newest_token[cut] = [rows.probes.get(row, rows.token_ids[row])[i] for row, i in zip(decodes[cut], at[cut])]
         # A decode is the newest token of its row: it is in the row's last block.
         last = rows.num_blocks.take(decodes, axis=1) - 1
         tables_of = np.arange(groups)[:, None] * len(rows.seqs) + decodes
@@ -221,7 +221,7 @@ class BatchBuilder:
         start = int(rows.num_computed[row])
         here = slice(token, token + count)
         positions = np.arange(start, start + count, dtype=np.int32)
-        arrays.tokens[here] = rows.next_tokens(row, count)
+        arrays.tokens[here] = rows.probes.get(row, rows.token_ids[row])[start : start + count]
         arrays.positions[here] = positions
         for group, width in enumerate(rows.num_blocks[:, row].tolist()):
             table, starts = rows.block_tables[group, row], rows.block_starts[group, row]
@@ -242,8 +242,6 @@ class BatchBuilder:
         num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
         step.num_logprobs = None if num_logprobs < 0 else num_logprobs
         scored = rows.num_prompt_logprobs[running] >= 0
-        if rows.probes:
-            scored &= [row not in rows.probes for row in running.tolist()]
         if not scored.any():
             return
         # A token is scored where the previous one is computed.

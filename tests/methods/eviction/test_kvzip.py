@@ -109,9 +109,13 @@ def test_completions_with_a_cache_need_one_probe():
         (
             30,
             {"max_model_len": 60},
-            "context of 29 tokens and 32 with which kv_eviction probes it exceed max_model_len",
+            "context of 29 tokens and 32 with which kv_eviction KVzip probes it exceed max_model_len",
         ),
-        (30, {"num_blocks": 15}, "prompt of 30 tokens, 32 that probe it and max_tokens 12 need 16 KV blocks"),
+        (
+            30,
+            {"num_blocks": 15},
+            "and 32 with which kv_eviction KVzip probes it need 16 KV blocks of 4 tokens, the pool has 15",
+        ),
     ],
 )
 def test_a_context_that_cannot_be_read_twice_is_refused_with_the_numbers(length, settings, said):
@@ -127,9 +131,9 @@ def test_settings_that_do_not_suit_it_are_refused_in_a_sentence():
     ):
         with pytest.raises(ConfigError, match=said):
             read_eviction(SETTING | given)
-    with pytest.raises(ValueError, match="instruction is a text, and the engine has no tokenizer"):
-        written(kv_eviction={"method": "kvzip", "budget": 8})
-    with pytest.raises(ValueError, match=f"probes with token id {VOCAB}, ids go from 0 to {VOCAB - 1}"):
-        written(kv_eviction=SETTING | {"instruction": [VOCAB]})
+    with pytest.raises(ConfigError, match="instruction is a text, and the engine has no tokenizer"):
+        make_llm(kv_eviction={"method": "kvzip", "budget": 8})
+    with pytest.raises(ConfigError, match=f"probes with token id {VOCAB}, ids go from 0 to {VOCAB - 1}"):
+        make_llm(kv_eviction=SETTING | {"instruction": [VOCAB]})
     with pytest.raises(ConfigError, match="the attention of rejected draft tokens would count"):
         make_llm(kv_eviction=SETTING, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
