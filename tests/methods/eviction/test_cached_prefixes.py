@@ -51,11 +51,9 @@ ALL = [
     ("lagkv", "whole"),
     ("expected_attention", "streamed"),
     ("criticalkv", "once"),
-    ("kvzip", "once"),
 ]
-OWN = {"kvzip": {"instruction": [7, 3, 5]}, "vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
-OFTEN = (("knorm", "whole"), ("h2o", "streamed"), ("snapkv", "once"), ("kvzip", "once"))
-CASES = [KNORM_STREAMED, *soak_unless(OFTEN.__contains__, ALL)]
+OWN = {"vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
+CASES = [KNORM_STREAMED, *soak_unless((("knorm", "whole"), ("h2o", "streamed"), ("snapkv", "once")).__contains__, ALL)]
 
 
 @pytest.mark.parametrize(("name", "prompts"), CASES)

@@ -8,7 +8,8 @@ import pytest
 from ksana_jax import SamplingParams
 from ksana_jax.core.errors import ConfigError, ContextLengthError
 from ksana_jax.kv.eviction import read_eviction
-from tests.engine.small import VOCAB, assert_idle, make_llm
+from ksana_jax.methods.eviction.kvzip import KVzip
+from tests.engine.small import VOCAB, Letters, assert_idle, make_llm
 from tests.fake_pool import StoringExecutor
 from tests.fakes import asking, make_engine, prompt_of, run, step
 
@@ -137,3 +138,40 @@ def test_settings_that_do_not_suit_it_are_refused_in_a_sentence():
         make_llm(kv_eviction=SETTING | {"instruction": [VOCAB]})
     with pytest.raises(ConfigError, match="the attention of rejected draft tokens would count"):
         make_llm(kv_eviction=SETTING, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("memory", ["freed", "simulated"])
+def test_questions_about_one_context_start_from_its_snapshot(memory):
+    setting = SETTING | {"memory": memory}
+    plain, caching = (
+        make_llm(kv_eviction=setting, block_size=4, num_blocks=64, enable_prefix_caching=on) for on in (False, True)
+    )
+    asked = [{"prompt_token_ids": PROMPTS[0][:25], "question_token_ids": q} for q in (PROMPTS[1][:2], PROMPTS[2][:4])]
+    expected = [llm_output.outputs[0].token_ids for llm_output in plain.generate(asked, GREEDY)]
+    for _ in range(2):
+        found = [caching.generate(one, GREEDY)[0] for one in asked]
+        assert [output.outputs[0].token_ids for output in found] == expected
+    assert [output.num_cached_tokens for output in found] == [25, 25]
+    # One context and one probe.
+    assert sum(r.num_tokens for r in caching.records) == 25 + 28 + 2 * (2 + 11 + 4 + 11)
+    caching.set_kv_eviction(setting | {"instruction": [9]})
+    assert caching.generate(asked[0], GREEDY)[0].num_cached_tokens == 0
+    assert_idle(caching)
+
+
+def test_an_instruction_is_encoded_when_an_engine_is_made_and_when_its_budget_changes():
+    given, ids = (
+        {"method": "kvzip", "instruction": "again, the", "interval": 1},
+        tuple(Letters()._encode("again, the", False)),
+    )
+    llm = make_llm(kv_eviction=given, block_size=4, num_blocks=64, tokenizer=Letters())
+    for budget in (0.2, 9):
+        llm.set_kv_eviction(given | {"budget": budget})
+        assert llm.engine.scheduler.layout.eviction.method == KVzip(instruction=ids, interval=1, budget=budget)
+    around = make_llm(
+        kv_eviction={"method": "adakv", "of": {name: given[name] for name in ("method", "instruction")}},
+        block_size=4,
+        num_blocks=64,
+        tokenizer=Letters(),
+    )
+    assert around.engine.scheduler.layout.eviction.method.of.instruction == ids
