@@ -188,7 +188,7 @@ class StoringExecutor(FakeExecutor):
                 targets = asked.targets[0][: -(-kept // self.block_size)]
                 leaf[targets] = 0
                 leaf[targets[0], :, 0] = state
-            kept_and_sinks = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks}
+            kept_and_sinks = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks, "num_prompt": asked.num_prompt}
             cached = Cached(keys, values, score, text, *numbers, **kept_and_sinks)
             cached = cached._replace(state=None if state is None else state[None])
             cached = informed(cached, self._method, self.layout.groups[group].layers)
@@ -234,7 +234,7 @@ class StoringExecutor(FakeExecutor):
             state = leaf[targets, :, 0].sum(axis=0)
             leaf[targets] = 0
             leaf[targets[0], :, 0] = state
-        more = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks}
+        more = {"num_kept": asked.num_kept, "num_sinks": asked.num_sinks, "num_prompt": asked.num_prompt}
         more |= {"state": None if state is None else state[None]}
         cached = Cached(keys, values, stacked(SCORE), stacked(TEXT_POSITION), *numbers, **more)
         cached = informed(cached, self._method, self.layout.groups[group].layers)

@@ -32,7 +32,7 @@ from tests.statistics_files import setting_of
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
 # They observe by a window of recent tokens.
-WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv")
+WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
 # They compare rotated queries and keys.
 ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 # Rotated codes of 3 and 2 bits are packed like int3's and int2's.
@@ -223,6 +223,7 @@ class Text:
         state = None if self.states is None else self.states[list(layers)][None]
         own_vectors = self.keys[own][None, :, None], self.values[own][None, :, None]
         more = {"num_kept": np.array([left]), "num_sinks": np.array([method.sinks]), "state": state}
+        more["num_prompt"] = np.array([self.storage.context(self.num_prompt)])
         cached = informed(Cached(*own_vectors, scores, text, *numbers, **more), method, layers)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
         stay = {*range(method.sinks), *range(count - recent, count)}
@@ -298,6 +299,8 @@ class StoringSimulation(SavingSessions):
             found |= {"memory": "simulated", "positions": "absolute"}
         if name in ("adakv", "kvzip"):
             found["prompts"] = "once"
+        if name == "prefill_decode":
+            found["prompts"] = "whole"
         probing = (("method", "kvzip"), ("instruction", (5,)))
         inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
         own = {

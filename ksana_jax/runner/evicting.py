@@ -179,7 +179,8 @@ def _cached(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions) -> Cac
         assert text_positions is not None
         given = jnp.take_along_axis(asked.given, text_positions, axis=-1, mode="clip")
     counts = asked.num_tokens, asked.num_recent, asked.length
-    return Cached(keys, values, score, text_positions, *counts, asked.group, given, asked.num_kept, asked.num_sinks)
+    counts = *counts, asked.group, given, asked.num_kept, asked.num_sinks, asked.num_prompt
+    return Cached(keys, values, score, text_positions, *counts)
 
 
 def _num_exact(cache: KVCache) -> int:

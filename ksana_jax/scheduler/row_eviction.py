@@ -115,8 +115,12 @@ class RowEviction:
         r = self.row_blocks.rows
         if not self.schedule.method.hides:
             return r.num_evicted.take(rows, axis=1)
-        contexts = [seq.num_context for row in rows.tolist() if (seq := r.seqs[row]) is not None]
-        return self.schedule.num_evicted(r.num_computed[rows] - 1, np.array(contexts, np.int32))
+        return self.schedule.num_evicted(r.num_computed[rows] - 1, self._contexts(rows))
+
+    def _contexts(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the tokens of rows' prompts without their questions: int32 [n]."""
+        seqs = [self.row_blocks.rows.seqs[row] for row in rows.tolist()]
+        return np.array([seq.num_context for seq in seqs if seq is not None], np.int32)
 
     def _record(self, rows: np.ndarray, tables: np.ndarray) -> None:
         """Records evictions from rows for the device.
@@ -132,12 +136,12 @@ class RowEviction:
         before, kept = length - self._evicted(rows), length - evicted
         sinks = np.full(len(rows), num_sinks, np.int32)
         recent = np.minimum(r.num_recent.take(rows, axis=1), kept - num_sinks)
-        width = int(r.num_blocks.take(rows, axis=1).max())
+        width, contexts = int(r.num_blocks.take(rows, axis=1).max()), self._contexts(rows)
         for group in range(r.num_groups):
             some = (kept[group] < before[group]).nonzero()[0]
             if len(some):
                 of_group = np.full(len(rows), group, np.int32)
-                columns = before[group], kept[group], sinks, recent[group], length, of_group
+                columns = before[group], kept[group], sinks, recent[group], length, of_group, contexts
                 if len(some) < len(rows):
                     columns = (x[some] for x in columns)
                 sources, targets = tables[group, some, :width], r.block_tables[group, rows[some], :width]

@@ -225,7 +225,7 @@ def watched_stages(press: kvpress.CriticalKVPress) -> kvpress.CriticalKVPress:
 
 
 def made(kind: str, settings: dict) -> kvpress.ScorerPress:
-    """Returns a press that stops where rounding decides, with numbers about the model in place of numbers from a hub."""
+    """Returns a press that stops where rounding decides, with numbers about the model that are not from a hub."""
     if kind == "CriticalKVPress":
         own = {name: settings.pop(name) for name in ("first_stage_ratio", "epsilon")}
         return watched_stages(kvpress.CriticalKVPress(kvpress.SnapKVPress(**settings), **own))

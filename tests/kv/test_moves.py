@@ -8,7 +8,7 @@ from ksana_jax.kv.moves import Evictions, PendingMoves
 
 def eviction(kept):
     one = np.array([kept], np.int32)
-    return Evictions(one[None], one[None], one + 1, one, one, one, one, one)
+    return Evictions(one[None], one[None], one + 1, one, one, one, one, one, one)
 
 
 def test_a_save_stays_before_the_evictions_that_follow_it_and_after_those_before():

@@ -31,6 +31,7 @@ EVICTION_METHODS: dict[str, str] = {
     "expected_attention": "ksana_jax.methods.eviction.expected_attention:ExpectedAttention",
     "expected_attention_stats": "ksana_jax.methods.eviction.expected_attention:ExpectedAttentionStats",
     "criticalkv": "ksana_jax.methods.eviction.criticalkv:CriticalKV",
+    "prefill_decode": "ksana_jax.methods.eviction.prefill_decode:PrefillDecode",
     "vatp": "ksana_jax.methods.eviction.vatp:VATP",
     "window": "ksana_jax.methods.eviction.window:Window",
     "streaming_llm": "ksana_jax.methods.eviction.window:StreamingLLM",

@@ -36,6 +36,7 @@ class Cached(NamedTuple):
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
     num_kept: [n] tokens that a head keeps; with `per_head`, the mean over the heads of a layer.
     num_sinks: [n] first tokens that stay, whatever their priority.
+    num_prompt: [n] tokens of the prompt, without a question.
     constants: [n, Lg, ...] by name, of `EvictionMethod.constants`, one for each layer.
     output_norms: [n, Lg, N, C] float32, L1 norms of values after a head's output matrix; None unless asked for.
     state: [n, Lg, K, ...] float32, what the text's queries have added, see `EvictionMethod.state_shape`; or None.
@@ -52,6 +53,7 @@ class Cached(NamedTuple):
     given: Array = None
     num_kept: Array = None
     num_sinks: Array = None
+    num_prompt: Array = None
     constants: Mapping[str, Array] = {}
     state: Array = None
     output_norms: Array = None

@@ -68,27 +68,36 @@ class EvictionWrapper(EvictionMethod):
     shares: ClassVar[Any] = _inside("shares")
 
     def __post_init__(self):
-        name, of = f"kv_eviction {type(self).__name__}", self.of
-        if not isinstance(of, (EvictionMethod, Mapping)):
-            raise ConfigError(f"{name}: of is {of!r:.80}, must be a method such as {{'method': 'snapkv'}}")
-        method = of if isinstance(of, EvictionMethod) else read_eviction(of)
-        assert method is not None
-        defaults = _defaults(method)
-        if given := [x for x in COMMON if (x in of if isinstance(of, Mapping) else getattr(of, x) != defaults[x])]:
-            raise ConfigError(
-                f"{name}: of has {', '.join(given)}: when and how many tokens go is said once, beside of and not in it"
-            )
-        object.__setattr__(self, "of", method)
+        defaults = self._read("of")
         for setting in COMMON:
             if getattr(self, setting) is None:
                 object.__setattr__(self, setting, defaults[setting])
         _ = self.inner  # which refuses what does not suit it
         super().__post_init__()
 
+    def _read(self, field: str) -> dict[str, Any]:
+        """Reads the method in a field; returns its defaults of the settings of all methods."""
+        name, given = f"kv_eviction {type(self).__name__}", getattr(self, field)
+        if not isinstance(given, (EvictionMethod, Mapping)):
+            raise ConfigError(f"{name}: {field} is {given!r:.80}, must be a method such as {{'method': 'snapkv'}}")
+        method = given if isinstance(given, EvictionMethod) else read_eviction(given)
+        assert method is not None
+        defaults, is_setting = _defaults(method), isinstance(given, Mapping)
+        if has := [x for x in COMMON if (x in given if is_setting else getattr(given, x) != defaults[x])]:
+            raise ConfigError(
+                f"{name}: {field} has {', '.join(has)}: when and how many tokens go is said once, beside {field} and "
+                "not in it"
+            )
+        object.__setattr__(self, field, method)
+        return defaults
+
     @functools.cached_property
     def inner(self) -> EvictionMethod:
         """The method inside, with this one's settings of all methods."""
-        return dataclasses.replace(self.of, **{name: getattr(self, name) for name in COMMON})
+        return self._with_common(self.of)
+
+    def _with_common(self, method: EvictionMethod) -> EvictionMethod:
+        return dataclasses.replace(method, **{name: getattr(self, name) for name in COMMON})
 
     def encoded(self, tokenizer: Any) -> EvictionMethod:
         return dataclasses.replace(self, of=self.of.encoded(tokenizer))
@@ -99,12 +108,21 @@ class EvictionWrapper(EvictionMethod):
         common = {name: getattr(inner, name) for name in COMMON}
         if self.per_head:  # with any other it is refused
             common["prompts"] = self.prompts
-        return dataclasses.replace(self, of=dataclasses.replace(inner, **_defaults(inner)), **common)
+        return dataclasses.replace(self, of=bare(inner), **common)
 
     @property
     def setting(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.of.setting.items() if name not in COMMON}
-        return super().setting | {"of": own}
+        return super().setting | {"of": own_setting(self.of)}
+
+
+def bare(method: EvictionMethod) -> EvictionMethod:
+    """Returns a method with the defaults of the settings of all methods."""
+    return dataclasses.replace(method, **_defaults(method))
+
+
+def own_setting(method: EvictionMethod) -> dict[str, Any]:
+    """Returns a method as a setting without the settings of all methods."""
+    return {name: value for name, value in method.setting.items() if name not in COMMON}
 
 
 def _defaults(method: EvictionMethod) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_a_message_arrives_as_it_was_sent(message):
 def test_a_step_arrives_as_it_was_sent():
     shape = StepShape((Part(4, 1), Part(2, 16)), 8, 6)
     pairs, ints = np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3, dtype=np.int32)
-    moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 6)], [1])
+    moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 7)], [1])
     dense = (np.ones((2, 9), np.int32), np.zeros((2, 9), bool), np.ones((2, 9), np.float32))
     step = PackedStep(shape, np.arange(99, dtype=np.int32), np.int64(2), True, dense, None, None, 0, moves)
     found = arrived(("step", 3, step))[2]

@@ -39,6 +39,7 @@ class Rule:
     sinks: int = 0
     whole: bool = True
     once: bool = False
+    after: str | None = None  # drop of evictions after the prompt's
     in_cache: bool = False
     window: int = 1
     kernel: int = 5
@@ -60,13 +61,13 @@ def pooled(scores: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
     return np.array([reduce(padded[i : i + kernel]) for i in range(len(scores))])
 
 
-def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: int) -> np.ndarray:
+def priorities(drop: str, rule: Rule, layer: int, heads: list[Head], number: int, length: int) -> np.ndarray:
     head = heads[number]
 
     def observed(head: Head, count: int) -> np.ndarray:
         return np.array([sum(w.get(j, 0.0) for w in head.newest[-count:]) for j in head.kept])
 
-    match rule.drop:
+    match drop:
         case "sums":
             return np.array([head.scores[j] for j in head.kept])
         case "sums times values":
@@ -127,7 +128,7 @@ def priorities(rule: Rule, layer: int, heads: list[Head], number: int, length: i
         case "future":
             assert rule.future is not None
             return np.array([rule.future(layer, number, j, length) for j in head.kept])
-    raise ValueError(rule.drop)
+    raise ValueError(drop)
 
 
 def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: int) -> None:
@@ -135,9 +136,9 @@ def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: in
     if (rule.whole and length < num_prompt) or (rule.once and length != num_prompt) or count <= budget:
         return
     left = count - rule.interval * math.ceil((count - budget) / rule.interval)
-    chosen = []
+    drop, chosen = rule.drop if rule.after is None or length == num_prompt else rule.after, []
     for number in range(len(heads)):
-        order = priorities(rule, layer, heads, number, length)
+        order = priorities(drop, rule, layer, heads, number, length)
         stay = set(range(rule.sinks)) | set(range(count - min(rule.recents[layer], left - rule.sinks), count))
         others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
         chosen.append(sorted(stay | set(others[: left - len(stay)])))

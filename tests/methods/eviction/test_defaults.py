@@ -50,8 +50,8 @@ def test_what_all_methods_have_is_in_the_first_row():
 
 @pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: row[0])
 def test_the_defaults_of_a_method_are_in_its_row(row):
-    # `future` of the oracle is no setting: it is computed from a text. `of` is in the first cell.
-    method, given = method_of(row), {"of", *values(row[0])}
+    # `future` of the oracle is no setting: it is computed from a text. `of` and `decode` are in the first cell.
+    method, given = method_of(row), {"of", "decode", *values(row[0])}
     defaults = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.compare}
     changed = defaults.keys() - given
     own = {name: defaults[name] for name in changed if name not in BASE or defaults[name] != BASE[name]}

@@ -95,6 +95,21 @@ METHODS = {
         {"method": "snapkv", "budget": 12, "recent": 3, "prompts": "streamed"},
         lambda n: Rule("last queries", [12, 12], 4, recents=[3] * 2, whole=False, window=3),
     ),
+    "snapkv, then tova": (
+        {"method": "prefill_decode", "of": {"method": "snapkv"}, "budget": 10, "recent": 3},
+        lambda n: Rule("last queries", [10, 10], 4, recents=[3] * 2, window=3, after="last query"),
+    ),
+    "h2o, then keydiff": (
+        {
+            "method": "prefill_decode",
+            "of": {"method": "h2o"},
+            "decode": {"method": "keydiff"},
+            "budget": 0.5,
+            "recent": 2,
+            "interval": 2,
+        },
+        lambda n: Rule("sums", [max(round(n * 0.5), 2)] * 2, 2, recents=[2] * 2, after="unlike the mean"),
+    ),
     "snapkv, a kernel wider than its window": (
         {"method": "snapkv", "budget": 10, "recent": 6, "kernel": 9, "interval": 1, "sinks": 1},
         lambda n: Rule("last queries", [10, 10], 1, recents=[6] * 2, sinks=1, once=True, window=6, kernel=9),

@@ -43,7 +43,7 @@ def test_a_long_row_is_ranked_as_the_definition_ranks_it(name, xp):
         found = np.asarray(method.priority(cached, xp))[0, 0, :, :NUM_TOKENS].astype(np.float64)
     first, last = rule.sinks, NUM_TOKENS - (rule.window if method.observes else 0)
     for number in range(HEADS):
-        wanted = priorities(rule, 0, heads, number, NUM_TOKENS)[first:last]
+        wanted = priorities(rule.drop, rule, 0, heads, number, NUM_TOKENS)[first:last]
         got = found[number, first:last]
         order = np.argsort(wanted, kind="stable")
         # Neighbours in the definition's order rise in ours too, unless they are equal up to rounding in float32.

@@ -11,7 +11,9 @@ from ksana_jax.extend import EvictionWrapper
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.wrapper import COMMON
 from ksana_jax.methods.eviction.knorm import KNorm
+from ksana_jax.methods.eviction.prefill_decode import PrefillDecode
 from ksana_jax.methods.eviction.snapkv import SnapKV
+from ksana_jax.methods.eviction.tova import TOVA
 from tests.engine.small import VOCAB, make_llm
 
 PROMPTS = [np.random.default_rng(length).integers(2, VOCAB, length).tolist() for length in (30, 13, 9)]
@@ -65,6 +67,36 @@ def test_what_is_said_inside_and_does_not_belong_there_is_refused(of, said):
         around(of)
     with pytest.raises(ConfigError, match="SnapKV: recent is"):
         around({"method": "snapkv"}, recent=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompts": "streamed"}, "prompts is 'streamed', must be 'whole'"),
+        ({"decode": None}, "decode is None, must be a method"),
+        ({"decode": {"method": "tova", "budget": 9}}, "decode has budget: when and how many tokens go is said once"),
+        ({"decode": {"method": "h2o"}}, "H2O adds up attention weights throughout a text, which SnapKV resets"),
+        ({"of": {"method": "h2o"}}, "H2O adds up attention weights throughout a text, which TOVA resets"),
+        ({"decode": {"method": "expected_attention"}}, "ExpectedAttention reads more than attention weights"),
+        ({"of": {"method": "kvzip"}, "prompts": "once"}, "prompts is 'once', must be 'whole'"),
+        ({"of": {"method": "adakv"}, "memory": "simulated"}, "prompts is 'whole', must be 'once'"),
+    ],
+)
+def test_methods_that_cannot_follow_each_other_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        read_eviction({"method": "prefill_decode"} | given)
+
+
+def test_one_method_follows_another_with_its_settings():
+    method = read_eviction({"method": "prefill_decode", "of": {"method": "snapkv", "kernel": 7}, "recent": 4})
+    assert isinstance(method, PrefillDecode)
+    assert (method.inner, method.after) == (SnapKV(kernel=7, recent=4), TOVA(recent=4))
+    assert read_eviction(method.setting) == method and method.counts_outputs
+    assert method.compiled == dataclasses.replace(method, budget=0.1, recent=5, interval=3).compiled
+    # SnapKV's window before an eviction at the prompt's end, then TOVA's newest query.
+    until, outputs = np.array([[5, 4, 1, 9, 1]]), np.array([-4, -3, 0, 1, 2])
+    assert method.query_numbers(until, outputs).tolist() == [[0, 1, 1, 0, 1]]
+    assert method.query_numbers(until + 4, outputs).tolist() == [[0, 0, 0, 0, 0]]
 
 
 def test_a_wrapped_method_writes_the_tokens_that_it_writes_alone():
