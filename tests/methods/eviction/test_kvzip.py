@@ -175,3 +175,35 @@ def test_an_instruction_is_encoded_when_an_engine_is_made_and_when_its_budget_ch
         tokenizer=Letters(),
     )
     assert around.engine.scheduler.layout.eviction.method.of.instruction == ids
+
+
+def test_a_long_question_is_scored_once_beside_a_row_that_is_probed():
+    asked = dataclasses.replace(GREEDY, prompt_logprobs=0, logprobs=0)
+    llm = make_llm(kv_eviction=SETTING, block_size=4, num_blocks=64, max_num_batched_tokens=8, query_tile=4)
+    prompts = [{"prompt_token_ids": ids[:-9], "question_token_ids": ids[-9:]} for ids in PROMPTS]
+    alone = [llm.generate(prompt, asked)[0] for prompt in prompts]
+    for one, other in zip(alone, llm.generate(prompts, asked), strict=True):
+        assert len(other.prompt_logprobs) == 30 and other.outputs[0].token_ids == one.outputs[0].token_ids
+        for got, expected in zip(other.prompt_logprobs[1:], one.prompt_logprobs[1:], strict=True):
+            assert {i: x.logprob for i, x in got.items()} == pytest.approx(
+                {i: x.logprob for i, x in expected.items()}, abs=1e-4
+            )
+
+
+@pytest.mark.parametrize("memory", ["freed", "simulated"])
+def test_a_request_that_ends_in_its_probe_leaves_no_snapshot_of_it(memory):
+    settings = {"stored": {"kv_eviction": SETTING | {"memory": memory}}, "make_executor": StoringExecutor}
+    settings |= {"num_blocks": 60, "max_num_batched_tokens": 1, "max_model_len": 80}
+    text, plain = prompt_of(21), make_engine(**settings)
+    expected = plain.add_request(text, asking(4), num_question=6)
+    run(plain)
+    for num_read in (1, 5, 6, 7, 12):
+        engine = make_engine(caching=True, **settings)
+        first = engine.add_request(text, asking(4), num_question=6)
+        rows = engine.scheduler.rows
+        while not (rows.probes and rows.num_computed[0] == 15 + num_read):
+            step(engine)
+        engine.abort(first.request_id)
+        again = engine.add_request(text, asking(4), num_question=6)
+        run(engine)
+        assert again.completions[0].token_ids == expected.completions[0].token_ids
