@@ -26,8 +26,7 @@ class Cached(NamedTuple):
     """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
     keys, values: [n, Lg, K, C, H]. Keys are rotated at their text positions, or not at all with positions "cache".
-    scores: [n, Lg, K, C] float32, attention weight that each token has received, see `EvictionMethod.score_reduction`;
-      None if the method observes none.
+    scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots beyond them are undefined.
     num_recent: [n] newest tokens that stay, whatever their priority.
@@ -120,7 +119,7 @@ class EvictionMethod:
 
     # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
-    # "max" has the largest weight in place of the sum.
+    # "max" if `Cached.scores` has the largest weight of any query in place of the sum.
     score_reduction: ClassVar[Literal["sum", "max"]] = "sum"
     # True if a row computes the tokens of `probe` before it evicts.
     probes: ClassVar[bool] = False
