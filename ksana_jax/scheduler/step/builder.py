@@ -221,7 +221,7 @@ class BatchBuilder:
         start = int(rows.num_computed[row])
         here = slice(token, token + count)
         positions = np.arange(start, start + count, dtype=np.int32)
-        arrays.tokens[here] = rows.probes.get(row, rows.token_ids[row])[start : start + count]
+        arrays.tokens[here] = (rows.probes[row] if row in rows.probes else rows.token_ids[row])[start : start + count]
         arrays.positions[here] = positions
         for group, width in enumerate(rows.num_blocks[:, row].tolist()):
             table, starts = rows.block_tables[group, row], rows.block_starts[group, row]
