@@ -140,9 +140,9 @@ def test_a_row_takes_over_the_blocks_of_its_snapshot_where_no_room_is_left_for_c
     tight.engine.scheduler.check()
 
 
-def test_keyformer_alone_tells_outputs_from_a_prompt():
+def test_two_methods_tell_outputs_from_a_prompt():
     counts = {name for name in EVICTION_METHODS if read_eviction({"method": name}).counts_outputs}
-    assert counts == {"keyformer"}
+    assert counts == {"keyformer", "prefill_decode"}
 
 
 def test_blocks_of_engines_that_store_keys_otherwise_are_not_exchanged():
