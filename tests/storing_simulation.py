@@ -33,6 +33,8 @@ from tests.statistics_files import setting_of
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
 # They observe by a window of recent tokens.
 WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
+# They have one value of `prompts` each.
+PROMPTS = {"adakv": "once", "kvzip": "once", "prefill_decode": "whole"}
 # They compare rotated queries and keys.
 ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 # Rotated codes of 3 and 2 bits are packed like int3's and int2's.
@@ -297,10 +299,7 @@ class StoringSimulation(SavingSessions):
             found["beta"] = rng.choice([2, 20, 2.5])
         if name == "adakv" or (name != "keyformer" and rng.random() < 0.3):
             found |= {"memory": "simulated", "positions": "absolute"}
-        if name in ("adakv", "kvzip"):
-            found["prompts"] = "once"
-        if name == "prefill_decode":
-            found["prompts"] = "whole"
+        found["prompts"] = PROMPTS.get(name, found["prompts"])
         probing = (("method", "kvzip"), ("instruction", (5,)))
         inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
         own = {
@@ -343,10 +342,9 @@ class StoringSimulation(SavingSessions):
         if self.engine.has_work:
             return
         before, rng = self.engine.scheduler.layout, self.rng
-        alone = before.eviction.method.per_head or before.eviction.method.probes
         setting = dict(self.storage.eviction) | {
             "budget": rng.choice([0.1, 0.3, 0.7]),
-            "prompts": "once" if alone else rng.choice(["whole", "once", "streamed"]),
+            "prompts": PROMPTS.get(dict(self.storage.eviction)["method"]) or rng.choice(["whole", "once", "streamed"]),
         }
         other = dict(self.draw_eviction())
         method = read_eviction(plain(tuple(setting.items())))

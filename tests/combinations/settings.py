@@ -110,9 +110,10 @@ OF_PROPOSERS = {
 
 _ALL = [
     # The oracle scores texts, and cannot generate.
-    *(_evicts(name) for name in EVICTION_METHODS if name not in ("oracle", "adakv", "kvzip")),
+    *(_evicts(name) for name in EVICTION_METHODS if name not in ("oracle", "adakv", "kvzip", "prefill_decode")),
     _evicts("kvzip", prompts="once", recent=4, instruction=[7, 3, 5]),
     _evicts("adakv", prompts="once", recent=4),
+    _evicts("prefill_decode", prompts="whole", recent=4),
     _evicts("h2o", "kv_eviction simulated", memory="simulated"),
     _evicts("h2o", "kv_eviction once", prompts="once"),
     _evicts("snapkv", "kv_eviction pyramid", 2, **PYRAMID),
