@@ -49,7 +49,7 @@ class Footprint(NamedTuple):
 
 
 def small_pool(llm: LLM, share: float) -> int:
-    """Returns the blocks of a share of an LLM's pool, at least the blocks of its longest text."""
+    """Returns the blocks of a share of an LLM's pool, at least its longest text's."""
     scheduler = llm.engine.scheduler
     longest = scheduler.layout.blocks_to_finish(scheduler.max_model_len, scheduler.max_model_len)
     return min(max(int(share * llm.num_blocks), longest), llm.num_blocks)
