@@ -60,12 +60,14 @@ def reference_logprobs(
     i, j = np.arange(t)[:, None], np.arange(t)[None, :]
     x = f64(params.embed)[np.asarray(tokens)]
     heads, kv_heads, h = config.num_heads, config.num_kv_heads, config.head_dim
-    of_layer = len(patterns) // config.num_layers
+    of_layer, stored_by = len(patterns) // config.num_layers, {}
     for index, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
         spec = layer.attention
         y = _norm(x, f64(p.attn_norm), config.norm_eps)
         q = (y @ f64(p.w_q).T).reshape(t, heads, h)
-        k, v = ((y @ f64(w).T).reshape(t, kv_heads, h) for w in (p.w_k, p.w_v))
+        if (source := index if config.kv_layers is None else config.kv_layers[index]) == index:
+            stored_by[index] = [(y @ f64(w).T).reshape(t, kv_heads, h) for w in (p.w_k, p.w_v)]
+        k, v = stored_by[source]
         positions = np.arange(t)[:, None] + np.zeros((1, kv_heads))
         plain, k = k, _rotate(k, positions, spec.rope.theta)
         exact_k, exact_v = (np.repeat(x, heads // kv_heads, 1) for x in (k, v))

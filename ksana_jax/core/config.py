@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ksana_jax.core import checks, refusals
+from ksana_jax.core import checks, refusals, shared_kv
 from ksana_jax.core.device_setting import canonical_device
 from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.core.errors import ConfigError
@@ -54,6 +54,7 @@ class ModelConfig:
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
         position 0; None for no such table. Texts then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
+      kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
     """
 
@@ -89,6 +90,7 @@ class ModelConfig:
     pattern: AttentionPattern | tuple[AttentionPattern, ...] = FULL
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] | None = None
     kept: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)
 
     def problems(self) -> list[str]:
@@ -118,6 +120,8 @@ class ModelConfig:
         found += [] if self.experts is None else self.experts.problems()
         for rope in dict.fromkeys(self.rope if isinstance(self.rope, tuple) else (self.rope,)):
             found += rope.problems(self.head_dim)
+        if self.kv_layers is not None and not found:
+            found += shared_kv.problems(self.kv_layers, self.num_layers, self.rope)
         return found
 
     def validate(self) -> ModelConfig:
@@ -149,16 +153,17 @@ class ModelConfig:
         mlps = mlp_specs(self.mlp, self.d_ff, self.mlp_bias, self.experts, self.num_layers)
         norms = NormSpec(self.norm, self.norm_eps, self.norm_placement)
         ropes = self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
-        patterns = per_layer(self.pattern, self.num_layers)
+        patterns, own_kv = per_layer(self.pattern, self.num_layers), shared_kv.own(self.kv_layers, self.num_layers)
         return tuple(
-            LayerSpec(attention(rope=rope, pattern=pattern), mlp, norms, self.residual_scale)
-            for rope, pattern, mlp in zip(ropes, patterns, mlps, strict=True)
+            LayerSpec(attention(rope=rope, pattern=pattern, own_kv=own), mlp, norms, self.residual_scale)
+            for rope, pattern, own, mlp in zip(ropes, patterns, own_kv, mlps, strict=True)
         )
 
     def first_layers(self, num_layers: int) -> ModelConfig:
         """Returns the config of this model truncated to its first layers."""
-        rope, pattern = (v[:num_layers] if isinstance(v, tuple) else v for v in (self.rope, self.pattern))
-        return dataclasses.replace(self, num_layers=num_layers, rope=rope, pattern=pattern)
+        cut = {name: getattr(self, name) for name in ("rope", "pattern", "kv_layers")}
+        cut = {name: v[:num_layers] if isinstance(v, tuple) else v for name, v in cut.items()}
+        return dataclasses.replace(self, num_layers=num_layers, **cut)
 
 
 # Text positions and numbers of blocks, which are int32, stay below FAR.

@@ -95,6 +95,8 @@ class AttentionSpec:
       together ("projection", OLMo 2); None for none.
     alibi: slope of each head of the model, all devices' heads: a score gets slope * (position of the key - position of
       the query) added after the scale (arXiv:2108.12409); None for no such bias.
+    own_kv: False for a layer that computes queries only, and attends to the keys and values of an earlier layer, see
+      `ModelConfig.kv_layers`.
     """
 
     num_heads: int
@@ -109,6 +111,7 @@ class AttentionSpec:
     out_bias: bool
     qk_norm: QKNorm | None
     alibi: tuple[float, ...] | None = None
+    own_kv: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

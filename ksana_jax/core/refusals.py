@@ -45,6 +45,7 @@ UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 NOT_FULL = "patterns other than full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
+SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
 BRANCHES = "speculative_config with branches"
 COMPARES = 'speculative_config with another acceptance than "sampled"'
@@ -76,6 +77,7 @@ REFUSALS = (
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),
+    Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens that the layer that writes it sees"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
     Refusal(INVARIANT, "kv_selection", "XLA computes the scores of blocks, in an order of its own"),

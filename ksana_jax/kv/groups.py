@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ksana_jax.core.patterns import AttentionPattern, LiveRange
@@ -29,7 +29,9 @@ class KVGroup(NamedTuple):
 
 
 def group_layers(
-    patterns: Sequence[AttentionPattern], shares: Sequence[float | None] | None = None
+    patterns: Sequence[AttentionPattern],
+    shares: Mapping[int, float | None] | Sequence[float | None] | None = None,
+    layers: Iterable[int] | None = None,
 ) -> tuple[KVGroup, ...]:
     """Groups layers that keep the same positions, or equally many, with the same number of layers per group, so that
     all blocks have the same size and one free list serves all groups.
@@ -38,29 +40,32 @@ def group_layers(
     unused room: at most an eighth of the size of that kind's layers.
 
     Args:
-      shares: of the budget of an eviction method, for each layer; see `KVGroup`.
+      shares: of the budget of an eviction method, by layer; see `KVGroup`.
+      layers: that have keys and values of their own; None for all.
     """
     kinds: dict[tuple[LiveRange, float | None], list[int]] = {}
-    for layer, pattern in enumerate(patterns):
-        kinds.setdefault((LiveRange.of([pattern]), shares[layer] if shares else None), []).append(layer)
+    for layer in range(len(patterns)) if layers is None else layers:
+        kinds.setdefault((LiveRange.of([patterns[layer]]), shares[layer] if shares else None), []).append(layer)
     size = max(
         size
-        for size in range(1, len(patterns) + 1)
-        if all(8 * (-len(layers) % size) <= len(layers) for layers in kinds.values())
+        for size in range(1, sum(map(len, kinds.values())) + 1)
+        if all(8 * (-len(alike) % size) <= len(alike) for alike in kinds.values())
     )
     return tuple(
-        KVGroup(tuple(layers[start : start + size]), live, share)
-        for (live, share), layers in kinds.items()
-        for start in range(0, len(layers), size)
+        KVGroup(tuple(alike[start : start + size]), live, share)
+        for (live, share), alike in kinds.items()
+        for start in range(0, len(alike), size)
     )
 
 
-def residual_groups(patterns: Sequence[AttentionPattern], sealing: Sealing, sides_of_block: int) -> tuple[KVGroup, ...]:
+def residual_groups(
+    patterns: Sequence[AttentionPattern], layers: Iterable[int], sealing: Sealing, sides_of_block: int
+) -> tuple[KVGroup, ...]:
     """Returns the groups of exact tokens beside a block codec's codes, with as many sides of layers, "k" or "v", as a
     block holds."""
     kinds: dict[LiveRange, list[tuple[int, str]]] = {}
-    for layer, pattern in enumerate(patterns):
-        live = sealing.residual_live(LiveRange.of([pattern]))
+    for layer in layers:
+        live = sealing.residual_live(LiveRange.of([patterns[layer]]))
         kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
     found = []
     for live, sides in kinds.items():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ksana_jax.core import refusals
+from ksana_jax.core import refusals, shared_kv
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange, per_layer
 from ksana_jax.kv.codecs.registry import find_codec, find_sealing
@@ -64,6 +64,7 @@ class KVLayout:
       eviction: when groups with a share of its budget evict tokens; None if none do.
       selection: method by which queries select the blocks that they read; None if they read all.
       sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
+      sources: for each layer, or kv head of each layer, the one whose keys and values it reads; () if each has its own.
     """
 
     groups: tuple[KVGroup, ...]
@@ -73,6 +74,7 @@ class KVLayout:
     eviction: EvictionSchedule | None = None
     sealed: SealedBlocks | None = None
     selection: SelectionMethod | None = None
+    sources: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -100,15 +102,18 @@ class KVLayout:
           ConfigError: no layer can evict, or see `EvictionSchedule`.
         """
         seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers, model.num_kv_heads)
+        sources = shared_kv.sources(model.kv_layers, model.num_layers, len(seen))
+        shared_kv.check_patterns(sources, seen)
         # A place has all heads of a layer, or a single one.
         model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
         if (sealing := find_sealing(dtype)) is not None:
             name = f"kv_cache_dtype {codec_name(dtype)}"
             used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
             refusals.check(used | {refusals.WHOLE_BLOCKS: name})
-            return _sealed(model, seen, sealing, dtype, exact_dtype, block_size)
+            return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
         assert isinstance(dtype, str)
-        groups = group_layers(seen, None if eviction is None else _shares(eviction, seen))
+        layers = sorted(set(sources))
+        groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
         num_layers, heads = len(groups[0].layers), model.num_kv_heads
         leaves = [
             Leaf(
@@ -121,7 +126,7 @@ class KVLayout:
         if selection is not None:
             leaves.append(Leaf(SUMMARY, (num_layers, 1, heads, *selection.summary_shape(model.head_dim)), "float32"))
         if eviction is None:
-            return cls(groups, block_size, tuple(leaves), dtype, selection=selection)
+            return cls(groups, block_size, tuple(leaves), dtype, selection=selection, sources=sources)
         of_token = (num_layers, 1, heads, block_size)
         leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
         leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
@@ -129,12 +134,13 @@ class KVLayout:
             leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
         leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
         schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
-        return cls(groups, block_size, tuple(leaves), dtype, schedule)
+        return cls(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
         """Returns this layout under other patterns, with the same groups: each keeps what any of its layers sees."""
         if len(patterns) != len(self.places):
             raise ConfigError(f"{refusals.BY_HEAD} need an engine that was made for them, and other patterns another")
+        shared_kv.check_patterns(self.sources, patterns)
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
@@ -164,6 +170,10 @@ class KVLayout:
         last = len(self.places) - 1
         if layers and max(layers) > last:
             raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
+        if reading := [
+            f"{layer} reads layer {self.sources[layer]}" for layer in layers if self.sources[layer] != layer
+        ]:
+            raise ConfigError(f"kv_full_precision_layers has layers without keys and values: {', '.join(reading)}")
         counts = [sum(layer in layers for layer in group.layers) for group in self.groups]
         if len(set(counts)) > 1:
             held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, self.groups, strict=True))
@@ -181,10 +191,11 @@ class KVLayout:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Returns for each layer, or kv head of each layer, its group, and its index there; of codes if they are."""
+        """Returns for each layer, or kv head of each layer, the group of the keys and values that it reads, and their
+        index there; of codes if they are."""
         groups = [(g, group) for g, group in enumerate(self.groups) if not group.residual]
         found = {layer: (g, at) for g, group in groups for at, layer in enumerate(group.layers)}
-        return tuple(found[layer] for layer in range(len(found)))
+        return tuple(found[layer] for layer in self.sources or range(len(found)))
 
     @functools.cached_property
     def residual_places(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
@@ -195,13 +206,17 @@ class KVLayout:
             for g, group in enumerate(self.groups)
             for at, (layer, side) in enumerate(zip(group.layers, group.residual))
         }
-        return tuple((found[layer, "k"], found[layer, "v"]) for layer in range(len(found) // 2))
+        return tuple((found[layer, "k"], found[layer, "v"]) for layer in self.sources if found)
 
     @property
     def selects_in(self) -> tuple[SelectionMethod | None, ...]:
-        """Returns for each layer the method by which its queries select blocks; None if they read all."""
+        """Returns for each layer the method by which its queries select blocks; None if they read all. A layer does as
+        the one that stores its keys, and summarises them."""
         num_layers = len(self.places)
-        return (None,) * num_layers if self.selection is None else self.selection.in_layers(num_layers)
+        if self.selection is None:
+            return (None,) * num_layers
+        found = self.selection.in_layers(num_layers)
+        return tuple(found[source] for source in self.sources or range(num_layers))
 
     @functools.cached_property
     def numbers_queries(self) -> EvictionMethod | SelectionMethod | None:
@@ -345,6 +360,7 @@ def codec_name(dtype: str | Mapping[str, Any]) -> str:
 def _sealed(
     model: ModelConfig,
     patterns: Sequence[AttentionPattern],
+    sources: tuple[int, ...],
     sealing: Sealing,
     dtype: str | Mapping[str, Any],
     exact_dtype: str,
@@ -354,19 +370,22 @@ def _sealed(
 
     All blocks have the size of a block of codes, unless one layer's keys need more.
     """
-    groups = group_layers(patterns)
+    layers = sorted(set(sources))
+    groups = group_layers(patterns, layers=layers)
     [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()
     of_side = block_size * model.head_dim * np.dtype(exact).itemsize
     width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
-    residual = residual_groups(patterns, sealing, width // of_side)
+    residual = residual_groups(patterns, layers, sealing, width // of_side)
     kv = Leaf("kv", (1, 1, model.num_kv_heads, width), "uint8")
     sealed = SealedBlocks(sealing, exact, model.head_dim)
-    return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed)
+    return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed, sources=sources)
 
 
-def _shares(eviction: EvictionMethod, patterns: Sequence[AttentionPattern]) -> list[float | None]:
-    """Returns the share of the budget of each layer; None for those whose pattern is not full attention."""
-    evicts = [pattern == FULL for pattern in patterns]
-    refusals.check({"kv_eviction": True, refusals.NO_FULL_LAYER: not any(evicts)})
-    shares = iter(eviction.shares(sum(evicts)))
-    return [next(shares) if layer else None for layer in evicts]
+def _shares(
+    eviction: EvictionMethod, patterns: Sequence[AttentionPattern], layers: Sequence[int]
+) -> dict[int, float | None]:
+    """Returns the share of the budget of each of some layers; None for those whose pattern is not full attention."""
+    evicts = {layer: patterns[layer] == FULL for layer in layers}
+    refusals.check({"kv_eviction": True, refusals.NO_FULL_LAYER: not any(evicts.values())})
+    shares = iter(eviction.shares(sum(evicts.values())))
+    return {layer: next(shares) if evicts[layer] else None for layer in layers}

@@ -9,15 +9,15 @@ from ksana_jax.kv.layout import HIDDEN, SUMMARY, KVLayout
 
 def read_bytes(layout: KVLayout, num_blocks: int) -> int:
     """Returns the bytes that a query reads of the num_blocks blocks of its text: all of them or, in layers that select,
-    the selected ones and the summaries of all."""
+    the selected ones and the summaries of all. Keys that several layers share are read by each."""
     summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name == SUMMARY)
     whole = layout.block_bytes - summary
+    num_layers, num_stored = len(layout.places), len(set(layout.places))
     if layout.selection is None or (chosen := layout.selection.num_blocks(layout.block_size)) >= num_blocks:
-        return num_blocks * whole
-    num_layers = len(layout.places)
+        return num_blocks * whole * num_layers // num_stored
     selecting = num_layers - layout.selects_in.count(None)
     of_selecting = chosen * whole + num_blocks * summary
-    return (of_selecting * selecting + num_blocks * whole * (num_layers - selecting)) // num_layers
+    return (of_selecting * selecting + num_blocks * whole * (num_layers - selecting)) // num_stored
 
 
 def simulated_bytes(layout: KVLayout, length: int, num_context: int) -> int:

@@ -66,10 +66,14 @@ def _attend(
     positions = jnp.arange(length)
     ropes = layer_ropes(config, max_len or length)
     angles = {id(rope): rope.angles(positions) for rope in ropes}
+    held: dict[int, tuple[jax.Array, jax.Array]] = {}  # by layer, for those that read them
 
     def attend(layer, q, k, v, state):
         spec, rope = config.layers[layer].attention, ropes[layer]
-        q, k = (rope.rotate(x, angles[id(rope)]) for x in (q, k))
+        q = rope.rotate(q, angles[id(rope)])
+        if k is not None:
+            held[layer] = rope.rotate(k, angles[id(rope)]), v
+        k, v = held[layer if config.kv_layers is None else config.kv_layers[layer]]
         grouped = q.reshape(*q.shape[:-2], spec.num_kv_heads, -1, spec.head_dim)
         scores = jnp.einsum("...tkgh,...ckh->...kgtc", grouped, k, preferred_element_type=jnp.float32) * spec.scale
         if spec.alibi is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from ksana_jax.models.block_matrix import Blocks
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams
+
+# q [..., N, H], k and v [..., K, H]; k and v are None in a layer that reads another's.
+Projected = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,34 +47,25 @@ class Operators:
         """Selects this device's query heads from a value for each head of the model."""
         return jnp.array(values, jnp.float32)
 
-    def queries_keys_values(
-        self, x: jax.Array, p: LayerParams, spec: LayerSpec
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normalises and projects hidden states x [..., D] to q [..., N, H], k and v [..., K, H]."""
+    def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> Projected:
+        """Normalises and projects hidden states x [..., D]."""
         with jax.named_scope("qkv"):
             normed = self.normed(x, p.attn_norm, spec.norms)
-            if p.w_qkv is None:
-                found = (
-                    self.linear(normed, p.w_q, p.b_q),
-                    self.linear(normed, p.w_k, p.b_k),
-                    self.linear(normed, p.w_v, p.b_v),
-                )
-            else:
-                found = (self.linear(normed, p.w_qkv, p.b_qkv),)
-            return self.heads(found, p, spec)
+            parts = (p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v), (p.w_qkv, p.b_qkv)
+            return self.heads([self.linear(normed, w, b) for w, b in parts if w is not None], p, spec)
 
-    def heads(
-        self, projected: tuple[jax.Array, ...], p: LayerParams, spec: LayerSpec
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Splits q [..., N*H], k and v [..., K*H], or all three in one array, into heads, and normalises q and k if the
-        layer has such norms, per head or over all heads."""
+    def heads(self, projected: Sequence[jax.Array], p: LayerParams, spec: LayerSpec) -> Projected:
+        """Splits q [..., N*H], k and v [..., K*H], or all three in one array, or q alone, into heads, and normalises q
+        and k if the layer has such norms, per head or over all heads."""
         a = spec.attention
-        split = [y.reshape(*y.shape[:-1], -1, a.head_dim) for y in projected]
-        if len(split) == 1:
+        split: Any = [y.reshape(*y.shape[:-1], -1, a.head_dim) for y in projected]
+        if len(split) == 1 and a.own_kv:
             split = jnp.split(split[0], (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
-        q, k, v = split
-        q, k = self.normed(q, p.q_norm, spec.norms), self.normed(k, p.k_norm, spec.norms)
-        return self._normed_heads(q, p.q_proj_norm, spec.norms), self._normed_heads(k, p.k_proj_norm, spec.norms), v
+        q, k, v = split if a.own_kv else (*split, None, None)
+        q = self._normed_heads(self.normed(q, p.q_norm, spec.norms), p.q_proj_norm, spec.norms)
+        if k is not None:
+            k = self._normed_heads(self.normed(k, p.k_norm, spec.norms), p.k_proj_norm, spec.norms)
+        return q, k, v
 
     def normed(self, x: jax.Array, weight: jax.Array | None, norms: NormSpec) -> jax.Array:
         """Normalises rows x [..., D]; returns them unchanged if the layer has no such norm (weight is None)."""

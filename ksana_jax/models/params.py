@@ -24,6 +24,8 @@ from ksana_jax.models.weight import KEY, Weight, matrix, of_experts, vector
 # Number of random weights drawn at a time. Drawing needs six times the memory of its result on top of it, and is
 # faster if that fits the processor's cache (250M weights on two cores: 3.9 s; 6.9 s with sixteen times as many).
 DRAWN_AT_ONCE = 2**16
+# Fields of LayerParams that a layer lacks that reads another layer's keys and values.
+OF_KEYS_AND_VALUES = ("w_k", "b_k", "k_norm", "k_proj_norm", "w_v", "b_v")
 # Few rows, whose products decide what is computed: they keep their bits.
 ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
 
@@ -38,8 +40,8 @@ class LayerParams:
 
     attn_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
     w_q: jax.Array = field(metadata=matrix("rows", joins="w_qkv"))  # [N*H, D]
-    w_k: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
-    w_v: jax.Array = field(metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
+    w_k: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
+    w_v: jax.Array | None = field(default=None, metadata=matrix("kv heads", joins="w_qkv"))  # [K*H, D]
     w_o: jax.Array = field(metadata=matrix("columns", starts="residual"))  # [D, N*H]
     mlp_norm: jax.Array | None = field(default=None, metadata=vector("whole", "identity"))  # [D]
     w_gate: jax.Array | None = field(default=None, metadata=matrix("rows", joins="w_gate_up"))  # [F, D]
@@ -124,7 +126,8 @@ def weights_of(params: LayerParams | Params) -> dict[str, Any]:
 
 
 def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a layer's query, key, value and output projections, by field of LayerParams."""
+    """Returns the shapes of a layer's query, key, value and output projections, by field of LayerParams; of queries
+    and output alone where it reads another layer's keys and values."""
     h, d = spec.head_dim, d_model
     n, k = spec.num_heads * h, spec.num_kv_heads * h
     shapes = {"w_q": (n, d), "w_k": (k, d), "w_v": (k, d), "w_o": (d, n)}
@@ -138,7 +141,7 @@ def attention_shapes(d_model: int, spec: AttentionSpec) -> dict[str, tuple[int, 
         shapes |= {"q_proj_norm": (n,), "k_proj_norm": (k,)}
     if spec.sinks == "learned":
         shapes |= {"sink_logits": (spec.num_heads,)}
-    return shapes
+    return shapes if spec.own_kv else {name: x for name, x in shapes.items() if name not in OF_KEYS_AND_VALUES}
 
 
 def param_shapes(config: ModelConfig) -> Params:

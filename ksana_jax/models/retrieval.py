@@ -10,6 +10,7 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.core.shared_kv import sources as sources_of
 from ksana_jax.models.dense import dense_attend
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import forward
@@ -23,7 +24,7 @@ NUM_PASSKEYS, PASSKEY = 4, 24
 def duoattention(params: Params, config: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Returns scores [L, K] of the kv heads of a model: the mean squared deviation of its last hidden states, where it
     repeats passkeys, from those with all heads seeing all, if that head alone streams. Heads of layers that have a
-    pattern of their own have 0.
+    pattern of their own have 0. Layers that read the same keys stream together, as their engine demands.
 
     The paper (arXiv:2410.10819) trains a gate of each head, all together, so that the same deviation is
     small with few heads that see all; this measures each gate alone at 0, without training, and does not see what heads
@@ -50,10 +51,11 @@ def duoattention(params: Params, config: Any, tokens: np.ndarray) -> dict[str, n
 
     shape = config.num_layers, config.num_kv_heads
     expected, scores = hidden(params, jnp.zeros(shape, bool)), np.zeros(shape)
+    sources = np.array(sources_of(config.kv_layers, config.num_layers, config.num_layers))
     for layer, head in np.ndindex(shape):
-        if config.layers[layer].attention.pattern == FULL:
-            found = hidden(params, jnp.zeros(shape, bool).at[layer, head].set(True))
-            scores[layer, head] = jnp.mean((found - expected) ** 2)
+        if config.layers[layer].attention.pattern == FULL and sources[layer] == layer:
+            found = hidden(params, jnp.zeros(shape, bool).at[sources == layer, head].set(True))
+            scores[sources == layer, head] = jnp.mean((found - expected) ** 2)
     return {"scores": scores}
 
 

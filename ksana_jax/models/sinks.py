@@ -64,8 +64,10 @@ def sink_measures(params: Params, tokens: jax.Array, *, config: ModelConfig, num
     dense = dense_attend(params, tokens.shape[-1], config=config)
 
     def attend(layer, q, k, v, ratios):
-        norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1)  # [batch, T, K]
         out, _ = dense(layer, q, k, v, None)
+        if v is None:
+            return out, (*ratios, ratios[config.kv_layers[layer]])
+        norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1)  # [batch, T, K]
         return out, (*ratios, norms[:, 0] / jnp.median(norms, axis=1))
 
     _, ratios = forward(params, tokens, attend, (), config=config)

@@ -23,7 +23,8 @@ from ksana_jax.models.params import LayerParams, Params
 
 # attend(layer, q [..., N, H], k [..., K, H], v [..., K, H], state) -> (out [..., N, H], state).
 # layer is a Python int, q and k are not yet rotated, and state is whatever travels from layer to layer.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# k and v are None in a layer that reads an earlier one's, see `ModelConfig.kv_layers`.
+Attend = Callable[[int, jax.Array, jax.Array | None, jax.Array | None, Any], tuple[jax.Array, Any]]
 
 
 def forward(

@@ -265,7 +265,7 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         num_pieces, most, lambda i, state: _absorb(state, q_SKRH, *read(i), tiles, source, context), state
     )
     mass = None
-    if observer is not None and observer.method.observes:
+    if observer is not None and observer.observes:
 
         def scores_of(i):
             k, _, kv_pos, hidden = read(i)

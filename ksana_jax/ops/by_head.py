@@ -23,7 +23,8 @@ def attend_by_head(num_kv_heads: int, layers: Sequence[PagedLayer], *settings: A
     attend = paged_attend(each, *settings)
 
     def by_head(index: int, q, k, v, cache):
-        found, heads = [], (jnp.split(x, num_kv_heads, axis=-2) for x in (q, k, v))
+        nothing = [None] * num_kv_heads
+        found, heads = [], (nothing if x is None else jnp.split(x, num_kv_heads, axis=-2) for x in (q, k, v))
         for head, (q_head, k_head, v_head) in enumerate(zip(*heads, strict=True)):
             out, cache = attend(index * num_kv_heads + head, q_head, k_head, v_head, cache)
             found.append(out)

@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
         if context.num_repositioned_sinks:
             sinks = jnp.arange(context.num_repositioned_sinks)
             sink_angles = rope.angles(sink_query_position(context.pattern, context.batch.positions[:, None], sinks))
-        if self.kv_write is None:
+        if self.kv_write is None or k is None:
             queries, cache = write(q, k, v, cache, context._replace(num_repositioned_sinks=0), angles, scale)
             if sink_angles is not None:
                 again = jnp.broadcast_to(
@@ -167,7 +167,7 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
         sinks=None if call.shared else context.sink_logits,
         soft_cap=context.soft_cap,
         return_lse=merges,
-        return_mass=method is not None and method.observes,
+        return_mass=context.observer is not None and context.observer.observes,
         mass_factor=None if method is None or numbers is None else method.query_factor(call.take(numbers, 0)),
         out_dtype=jnp.float32 if merges else q.dtype,
     )

@@ -27,7 +27,7 @@ class Queries(NamedTuple):
 
 
 def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: float) -> tuple[Queries, KVCache]:
-    """Rotates q [T, N, H] and k [T, K, H], stores k and v [T, K, H] at the batch's slots.
+    """Rotates q [T, N, H] and k [T, K, H], stores k and v [T, K, H] at the batch's slots; without k, rotates q only.
 
     Args:
       angles: of the batch's positions, from `Rope.angles`. scale: factor of the queries.
@@ -37,10 +37,10 @@ def write(q, k, v, cache: KVCache, context: AttentionContext, angles, scale: flo
     """
     rope = context.rope
     unrotated = cache.unrotated_keys or (context.observer is not None and context.observer.unrotated_keys)
-    k = k if unrotated else rope.rotate(k, angles)
+    k = k if k is None or unrotated else rope.rotate(k, angles)
     if isinstance(cache, SealedCache):
-        cache = _write_exactly(k, v, cache, context)
-    else:
+        cache = cache if k is None else _write_exactly(k, v, cache, context)
+    elif k is not None:
         cache = cache.write(context.layer, context.batch.slots, k, v)
     q = q * scale
     q_sink = None

@@ -17,11 +17,18 @@ class Observer(NamedTuple):
 
     Layers with an observer attend to all of their text: no pattern, no shared prefix.
 
-    layer: index in the model.
+    layer: index in the model. own_kv: whether the keys and values are its own; else another layer's queries alone
+      decide which of them stay.
     """
 
     method: EvictionMethod
     layer: int | jax.Array
+    own_kv: bool = True
+
+    @property
+    def observes(self) -> bool:
+        """True if the method adds up the weights that this layer's queries give."""
+        return self.method.observes and self.own_kv
 
     @property
     def unrotated_keys(self) -> bool:

@@ -55,13 +55,12 @@ class PackedOperators(Operators):
         return _rows(embedding, tokens) if isinstance(embedding, jax.Array) else super().embed(embedding, tokens)
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec):
-        matrices: Any = p.w_q, p.w_k, p.w_v
-        if (norms := _norms(spec.norms)) is None or not _are_packed(*matrices):
+        parts: Any = [(p.w_q, p.b_q), (p.w_k, p.b_k), (p.w_v, p.b_v)][: 3 if spec.attention.own_kv else 1]
+        if (norms := _norms(spec.norms)) is None or not _are_packed(*(w for w, _ in parts)):
             return super().queries_keys_values(x, p, spec)
-        biases = p.b_q, p.b_k, p.b_v
         with jax.named_scope("qkv"):
-            found = project(x, list(map(Weights.of, matrices, biases)), norm=p.attn_norm, norms=norms)
-            return self.heads(tuple(found), p, spec)
+            found = project(x, [Weights.of(w, b) for w, b in parts], norm=p.attn_norm, norms=norms)
+            return self.heads(found, p, spec)
 
     def after_attention(
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None

@@ -29,7 +29,8 @@ class PagedLayer(NamedTuple):
     pattern: its numbers, int32 scalars: traced, so that changing a window does not compile again.
     sink_logits, alibi: [N] of its heads, see `AttentionContext`; or None.
     observer: None where nothing is evicted. selection: None where queries read all blocks.
-    at: its index in its group; see `kv.layout.KVLayout.places`. batch: the step's arrays of the group, on the device.
+    at: index in the group of the keys that it reads, see `kv.layout.KVLayout.places`. batch: the step's arrays of the
+      group, on the device.
     residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
     """
@@ -81,7 +82,7 @@ def paged_attend(
             layer.alibi,
         )
         if (observer := context.observer) is not None:
-            cache = entered(cache, q, context, spec.scale)
+            cache = entered(cache, q, context, spec.scale) if spec.own_kv else cache
             if observer.unrotated_keys:
                 turns = context.rope.angles(context.batch.cache_positions)
         if implementation.schedule and layer.schedule not in schedules:
@@ -89,7 +90,7 @@ def paged_attend(
                 schedules[layer.schedule] = implementation.schedule(context, cache, spec.num_heads)
         with jax.named_scope("kv_write"):
             queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
-            if layer.selection is not None:
+            if layer.selection is not None and spec.own_kv:
                 cache = summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
             if layer.selection is None:

@@ -77,7 +77,8 @@ class Network:
 
     def observer(self, kind: int, layer: Any) -> Observer | None:
         """Returns the observer of a layer, whose index may be traced."""
-        return None if (method := self.observers[kind]) is None else Observer(method, layer)
+        own_kv = self.config.layers[kind].attention.own_kv
+        return None if (method := self.observers[kind]) is None else Observer(method, layer, own_kv)
 
     @property
     def rope_kinds(self) -> tuple[int, ...]:

@@ -25,9 +25,13 @@ def kvquant(params: Params, config: ModelConfig, tokens: np.ndarray) -> dict[str
     They have the least sum of squared errors, each in the numbers' own unit (arXiv:2401.18079, section 3.3, without
     weights by sensitivity).
     """
-    found = layer_sums(params, config, tokens, lambda layer, q, k, v: (_histogram(k, "k"), _histogram(v, "v")))
+
+    def histograms(layer, q, k, v):
+        return () if k is None else (_histogram(k, "k"), _histogram(v, "v"))
+
+    found = filter(None, layer_sums(params, config, tokens, histograms))
     levels = {}
-    for side, counts in zip("kv", np.sum(found, axis=0), strict=True):
+    for side, counts in zip("kv", np.sum(list(found), axis=0), strict=True):
         levels |= {f"{side}{bits}": (2**bits - 1) * _means(counts, bits) for bits in (4, 3, 2)}
     return {name: x.astype(np.float32) for name, x in levels.items()}
 

@@ -22,13 +22,13 @@ def layer_sums(params: Params, config: ModelConfig, tokens: np.ndarray, observe:
 
     Args:
       observe: (layer, q [T', N, H], k [T', K, H], v [T', K, H]) -> arrays; before the rotation, without the first
-        NUM_SKIPPED tokens of a text.
+        NUM_SKIPPED tokens of a text; k and v are None in layers that read another layer's.
     """
     dense = dense_attend(params, tokens.shape[1], config=config)
 
     def attend(layer, q, k, v, found):
         out, _ = dense(layer, q, k, v, None)
-        return out, (*found, observe(layer, *(x[NUM_SKIPPED:] for x in (q, k, v))))
+        return out, (*found, observe(layer, *(None if x is None else x[NUM_SKIPPED:] for x in (q, k, v))))
 
     run = jax.jit(lambda params, tokens: forward(params, tokens, attend, (), config=config)[1])
     total: Any = 0.0

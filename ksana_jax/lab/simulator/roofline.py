@@ -82,6 +82,8 @@ class RooflineSettings:
             error=ConfigError,
         )
         chip, model = CHIPS[self.chip], load_config(self.model)
+        # Keys and values that layers share are read by each of them.
+        reads = model.num_layers / sum(layer.attention.own_kv for layer in model.layers)
         if self.dtype not in chip.flops_per_s:
             known = ", ".join(chip.flops_per_s)
             raise ConfigError(f"cost.dtype is {self.dtype!r}, {chip.name} has published rates for {known}")
@@ -95,7 +97,7 @@ class RooflineSettings:
             pair_flops=4.0 * model.num_layers * model.num_heads * model.head_dim,
             sampled_flops=2.0 * table,
             weight_bytes=float(weights_bytes(model, self.dtype, without_embedding, self.quantization)),
-            kv_token_bytes=float(make_layout(model, per_layer(model.pattern, model.num_layers), config).token_bytes),
+            kv_token_bytes=reads * make_layout(model, per_layer(model.pattern, model.num_layers), config).token_bytes,
             flops_per_s=chip.flops_per_s[self.dtype] * self.compute_efficiency,
             bytes_per_s=chip.bytes_per_s * self.memory_efficiency,
             step_s=self.step_s,

@@ -80,7 +80,8 @@ def roofline(
     flops = 2 * shape.num_tokens * matrices + attended + 2 * sampled * vocabulary
     # One row of the embedding for each token; the head is read whole.
     weight_bytes = matrix_bytes + itemsize * (vocabulary + shape.num_tokens * model.d_model)
-    kv_bytes = round(kv_token_bytes * (seen / model.num_layers + shape.num_tokens))
+    num_stored = sum(layer.attention.own_kv for layer in model.layers)
+    kv_bytes = round(kv_token_bytes * (seen / num_stored + shape.num_tokens))
     compute_s, memory_s = flops / chip.flops_per_s[dtype], (weight_bytes + kv_bytes) / chip.bytes_per_s
     return Roofline(flops, weight_bytes, kv_bytes, compute_s, memory_s)
 

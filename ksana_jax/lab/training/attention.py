@@ -73,22 +73,32 @@ def _transposed(a: jax.Array) -> jax.Array:
 _attend_block.defvjp(_block_forward, _block_backward)
 
 
-def training_attend(rope: Rope, length: int, sink_logits: Sequence[jax.Array | None], block: int = 128) -> Attend:
+def training_attend(
+    rope: Rope,
+    length: int,
+    sink_logits: Sequence[jax.Array | None],
+    kv_layers: Sequence[int] | None = None,
+    block: int = 128,
+) -> Attend:
     """Returns dense causal attention over [batch, length] tokens at positions 0, 1, ...; softmax in float32.
 
     Args:
       sink_logits: [N] of each layer (`models.params.sink_logits`), or None.
+      kv_layers: see `ModelConfig.kv_layers`.
       block: number of queries in a block.
     """
     angles = rope.angles(jnp.arange(length))
+    held: dict[int, tuple[jax.Array, jax.Array]] = {}  # by layer, for those that read them
 
     def attend(layer, q, k, v, state):
-        q, k = rope.rotate(q, angles), rope.rotate(k, angles)
+        q = rope.rotate(q, angles)
+        if k is not None:
+            held[layer] = rope.rotate(k, angles).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        k, v = held[layer if kv_layers is None else kv_layers[layer]]  # [batch, K, T, H]
         sinks = sink_logits[layer]
         batch, _, num_heads, head_dim = q.shape
-        num_kv_heads = k.shape[2]
+        num_kv_heads = k.shape[1]
         q = q.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)  # [batch, K, G, T, H]
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         outs: list[jax.Array] = []
         for start in range(0, length, block):
             end = min(start + block, length)

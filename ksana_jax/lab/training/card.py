@@ -28,7 +28,8 @@ def model_card(config: TrainConfig, log: str) -> str:
     steps, tokens, seconds = (records[-1][name] if records else 0 for name in ("step", "tokens", "elapsed_s"))
     facts = [
         f"Shape: {model.num_layers} layers, width {model.d_model}, {model.num_heads} query and {model.num_kv_heads} "
-        f"key/value heads of {model.head_dim}, SwiGLU {model.d_ff}, RoPE {model.rope_theta:g}, tied embeddings.",
+        f"key/value heads of {model.head_dim}, SwiGLU {model.d_ff}, RoPE {model.rope_theta:g}, tied embeddings."
+        + _shared(model.cla_share_factor),
         f"Context: {config.context} tokens. The beginning-of-text token is at position 0 of "
         f"{'every' if config.bos else 'no'} training sequence, and no sequence crosses a file.{_SINKS[model.sinks]}",
         f"Tokenizer: SentencePiece BPE with {config.vocab_size} pieces and byte fallback; encoding is lossless. "
@@ -57,6 +58,10 @@ def model_card(config: TrainConfig, log: str) -> str:
         "The training text is the Python Software Foundation's, under the PSF License; none of it is included here."
     )
     return "\n".join(lines) + "\n"
+
+
+def _shared(factor: int) -> str:
+    return f" Each {factor} layers share the keys and values of the first of them." if factor > 1 else ""
 
 
 def _recall(config: TrainConfig) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -13,12 +14,17 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.core.shipped import training_path
 
 
 @dataclasses.dataclass
 class ModelShape:
-    """Shape of the Llama model to train; names as in `ksana_jax.core.config.ModelConfig`."""
+    """Shape of the Llama model to train; names as in `ksana_jax.core.config.ModelConfig`.
+
+    cla_share_factor: layers in a row that share the keys and values of the first of them (arXiv:2405.12981); 2 halves
+    the bytes of a token.
+    """
 
     d_model: int = 192
     num_layers: int = 4
@@ -28,6 +34,7 @@ class ModelShape:
     d_ff: int = 512
     rope_theta: float = 10_000.0
     sinks: str | None = None
+    cla_share_factor: int = 1
 
 
 @dataclasses.dataclass
@@ -115,9 +122,11 @@ class TrainConfig:
 
             return adapted_model(self.init_from)
         shape = dataclasses.asdict(self.model)
-        theta = shape.pop("rope_theta")
+        theta, kv_layers = shape.pop("rope_theta"), _kv_layers(shape)
+        own_format = "llama" if self.model.sinks is None else "llama_sinks"
         return ModelConfig(
-            family="llama" if self.model.sinks is None else "llama_sinks",
+            family=own_format if kv_layers is None else "llama_cla",
+            kv_layers=kv_layers,
             vocab_size=self.vocab_size,
             rope=RopeConfig(theta=theta),
             tie_embeddings=True,
@@ -158,7 +167,12 @@ class TrainConfig:
             checks.one_of("compute_dtype", self.compute_dtype, ("f32", "bf16")),
         ]
         found = [problem for problem in problems if problem is not None]
-        if self.lora is None:
+        factor, num_layers = self.model.cla_share_factor, self.model.num_layers
+        if problem := checks.integer("cla_share_factor", factor, 1, num_layers):
+            found.append(problem)
+        elif factor > 1 and self.model.sinks is not None:
+            found.append(f"cla_share_factor {factor} does not go with sinks {self.model.sinks!r}: no family has both")
+        elif self.lora is None:
             found = self.model_config().problems() + found
         else:
             found += self._lora_problems(self.lora)
@@ -194,6 +208,8 @@ class TrainConfig:
         given = dataclasses.asdict(self.model) if self.model != ModelShape() else {}
         if self.vocab_size != TrainConfig.vocab_size:
             given["vocab_size"] = self.vocab_size
+        if "cla_share_factor" in given:
+            given["kv_layers"] = _kv_layers(given)
         own_theta = model.layers[0].attention.rope.theta
         theta = given.pop("rope_theta", own_theta)
         own = {name: getattr(model, name) for name in given} | {"rope_theta": own_theta}
@@ -209,6 +225,11 @@ class TrainConfig:
         if not model.eos_ids:
             found.append(f"{self.init_from} has no end-of-text token")
         return found
+
+
+def _kv_layers(shape: dict[str, Any]) -> tuple[int, ...] | None:
+    """Replaces a shape's `cla_share_factor` by the layers that are read; returns them."""
+    return shared_by(shape.pop("cla_share_factor"), shape["num_layers"])
 
 
 def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:

@@ -52,7 +52,9 @@ def _pool_heads(params: Params, config: ModelConfig) -> Params:
         heads = jnp.asarray(matrix).reshape(config.num_kv_heads, -1, config.head_dim, config.d_model)
         return heads.mean(axis=1).reshape(-1, config.d_model)
 
-    layers = tuple(dataclasses.replace(w, w_k=pooled(w.w_k), w_v=pooled(w.w_v)) for w in params.layers)
+    layers = tuple(
+        w if w.w_k is None else dataclasses.replace(w, w_k=pooled(w.w_k), w_v=pooled(w.w_v)) for w in params.layers
+    )
     return dataclasses.replace(params, layers=layers)
 
 

@@ -23,6 +23,7 @@ from ksana_jax.models.families.gpt_oss import GPT_OSS
 from ksana_jax.models.families.granite import GRANITE
 from ksana_jax.models.families.granitemoe import GRANITEMOE
 from ksana_jax.models.families.llama import LLAMA
+from ksana_jax.models.families.llama_cla import LLAMA_CLA
 from ksana_jax.models.families.llama_sinks import LLAMA_SINKS
 from ksana_jax.models.families.ministral import MINISTRAL, MINISTRAL3
 from ksana_jax.models.families.mistral import MISTRAL
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         LLAMA,
         LLAMA_SINKS,
+        LLAMA_CLA,
         MISTRAL,
         MINISTRAL,
         MINISTRAL3,

@@ -15,6 +15,9 @@ from ksana_jax.models.families.rope import read_rope, write_rope
 
 T = TypeVar("T")
 
+# Fields of configs whose layers share keys and values, and values with which they do not.
+SHARES_KV = {"use_cla": (False,), "cla_kv_cache_map": (), "num_kv_shared_layers": (0,)}
+
 # Hugging Face names by field of Params and LayerParams. If a name has {}, a weight is stacked from several tensors, for
 # instance one per expert: {} counts along the first axis.
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
@@ -153,6 +156,9 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     defaults = {"rms_norm_eps": 1e-6, family.activation: activation, **family.defaults}
     fields = Fields(values, source, defaults, family.fields)
     fields.must_be(family.activation, tuple(family.mlps), f"supported: {activation}")
+
+    for name, harmless in SHARES_KV.items():
+        fields.must_be(name, harmless, "layers share keys and values in llama_cla only, by kv_layers")
 
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads")

@@ -191,7 +191,9 @@ def step_bytes(
         return compiled(config)
     # One layer represents all in full precision.
     exact = kv_full_precision_layers and (0,)
-    few, more = (compiled(config.first_layers(n), exact=exact) for n in (FEW, ONE_MORE))
+    # A layer without keys and values of its own needs no more memory than one with them.
+    alike = dataclasses.replace(config, kv_layers=None)
+    few, more = (compiled(alike.first_layers(n), exact=exact) for n in (FEW, ONE_MORE))
     further = config.num_layers - FEW
 
     def extrapolated(a: int, b: int) -> int:
