@@ -24,6 +24,7 @@ from ksana_jax.kv.eviction import EVICTION_METHODS
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.loading.export import export_hf
 from ksana_jax.methods.presets import PatternLike, read_patterns
+from ksana_jax.models.params import OF_KEYS_AND_VALUES
 from ksana_jax.scheduler.speculative import PROPOSERS, draft_lengths, draws_trees
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.types import StepShape
@@ -52,7 +53,7 @@ class Setting:
 
     kind: settings of one kind exclude each other. engine: fields of `EngineConfig`. pattern: of the layers.
     params: of `SamplingParams`. keeps: whether tokens are promised to be those without it. repeats: whether tokens are
-    promised to be the same whatever else is served. layers: that the model needs for it.
+    promised to be the same whatever else is served. layers: that the model needs for it. kv_layers: of the model.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Setting:
     keeps: bool = False
     repeats: bool = True
     layers: int = 1
+    kv_layers: tuple[int, ...] | None = None
 
 
 def _evicts(method: str, name: str = "", num_layers: int = 1, **given: Any) -> Setting:
@@ -127,6 +129,7 @@ _ALL = [
     _sees("lm_infinite", SINKS | {"sink_position": "ceiling"}),
     _sees("window and full", [{"window": 18}, "full"], 2),
     _sees("full heads", {"window": 18, "full_heads": [[1], [0]]}, 2),
+    Setting("kv_layers", "model", layers=2, kv_layers=(0, 0)),
     Setting("enable_prefix_caching", "cache", CACHE, keeps=True),
     Setting("host tier", "cache", CACHE | HOST, keeps=True),
     Setting("disk tier", "cache", CACHE | HOST | {"disk_cache_dir": FOLDER}, keeps=True),
@@ -160,10 +163,15 @@ class OneShape(Buckets):
         return super().shape(max(num_decodes, 1), list(counts) or [1], width, shares)
 
 
-def of_layers(num_layers: int, made):
-    """The first layers of a configuration and its weights."""
+def of_layers(num_layers: int, made, kv_layers: tuple[int, ...] | None = None):
+    """The first layers of a configuration and its weights, some of which may read another layer's keys and values."""
     config, weights = made
-    return config.first_layers(num_layers), weights.replace(layers=weights.layers[:num_layers])
+    config = dataclasses.replace(config.first_layers(num_layers), kv_layers=kv_layers).validate()
+    layers = [
+        weights.layers[n] if spec.attention.own_kv else weights.layers[n].replace(**dict.fromkeys(OF_KEYS_AND_VALUES))
+        for n, spec in enumerate(config.layers)
+    ]
+    return config, weights.replace(layers=tuple(layers))
 
 
 class Served(NamedTuple):
@@ -234,7 +242,8 @@ class Engines:
 
     def _make(self, settings: Sequence[Setting], asked: SamplingParams, num_layers: int) -> LLM:
         given = functools.reduce(operator.or_, (s.engine for s in settings), {})
-        model_config, weights = of_layers(num_layers, model())
+        kv_layers = next((s.kv_layers for s in settings if s.kv_layers), None)
+        model_config, weights = of_layers(num_layers, model(), kv_layers)
         patterns = read_patterns(next((s.pattern for s in settings if s.pattern), "full"), model_config)
         config = engine_config(STEPS | self._with_folders(given, num_layers)).for_model(model_config, patterns)
         layout = make_layout(model_config, patterns, config)
@@ -249,7 +258,9 @@ class Engines:
         # Calls of several steps, and draft models, have steps without chunks.
         kind = Buckets if config.num_scheduler_steps > 1 or config.speculative_config else OneShape
         groups = tuple(group.layers for group in layout.groups)
-        programs = self._programs[repr((num_layers, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))]
+        programs = self._programs[
+            repr((num_layers, kv_layers, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
+        ]
         return LLM.around(
             build_engine(model_config, weights, config, patterns=patterns, buckets=kind(**few), programs=programs)
         )

@@ -48,7 +48,8 @@ def expect_dense(name: str, found: list, quantization: str | None = None) -> Non
 
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
 @pytest.mark.parametrize(
-    "name", ["everything", "after", "scaled", "own", "squared", "parallel", "shared", "experts", "clamped", "mixed"]
+    "name",
+    ["everything", "after", "scaled", "own", "squared", "parallel", "shared", "experts", "clamped", "mixed", "reads"],
 )
 def test_tokens_are_those_of_the_model_without_a_cache(name, quantization):
     expect_dense(name, completions(made(name, quantization=quantization)), quantization)
@@ -65,7 +66,9 @@ def test_texts_longer_than_a_table_of_positions_are_refused():
 
 
 @native_products
-@pytest.mark.parametrize("name", ["everything", "after", "scaled", "own", "shared", "experts", "clamped", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["everything", "after", "scaled", "own", "shared", "experts", "clamped", "mixed", "reads"]
+)
 def test_numbers_are_invariant(name):
     alone = made(name, numerics="invariant", max_num_seqs=1, max_num_batched_tokens=4, query_tile=4)
     together = completions(made(name, numerics="invariant"))

@@ -105,6 +105,7 @@ CONFIGS = {
     "mixed": dataclasses.replace(
         TINY, mlp="swiglu_experts", experts=ExpertsSpec(5, 2, shared_d_ff=16, plain_layers=(0,), plain_d_ff=40)
     ),
+    "reads": dataclasses.replace(TINY, num_layers=3, kv_layers=(0, 0, 0), qkv_bias=True, qk_norm="head"),
     "own": dataclasses.replace(TINY, mlp="triple", norm="bounded", mlp_bias=True),
     "squared": dataclasses.replace(TINY, mlp="squared"),
     "unstated": dataclasses.replace(TINY, mlp="unstated", norm="centred"),
