@@ -10,7 +10,8 @@ import pytest
 from ksana_jax.core.gguf_file import gguf_of
 from ksana_jax.engine.model_facts import ending_files, model_facts
 from ksana_jax.engine.request_factory import ending_ids
-from ksana_jax.loading import load_config
+from ksana_jax.loading import export_hf, load_config
+from ksana_jax.models.params import init_params
 from ksana_jax.tokenizers import find_tokenizer
 from tests.gguf_writer import write_gguf
 from tests.loading.gguf_on_disk import gguf_metadata, gguf_tensors
@@ -122,6 +123,7 @@ def test_ropes_and_windows_are_shown_with_their_layers():
     assert longrope.endswith("partial_rotary_factor 0.75, short_factors only if max_model_len is no more")
     [(scores, _)] = found(GOLDEN / "granite-gqa", "scores")
     assert scores.endswith("scale 0.4 of residuals, scale 0.5 of logits")
+    assert not found(GOLDEN / "granite-gqa", "shared keys and values")
     [(experts, _)] = found(GOLDEN / "qwen2_moe-gqa-experts-biases", "experts")
     assert experts == "2 of 6 for each token and a shared MLP" and not found(model, "experts")
     assert found(model, "attention") == [
@@ -130,6 +132,12 @@ def test_ropes_and_windows_are_shown_with_their_layers():
     ]
     assert found(model, "ends a text") == [("nothing: answers go on to max_tokens", "no file")]
     assert found(model, "tokenizer") == [("none: prompts are token ids", "no file")]
+
+
+def test_layers_that_read_another_layers_keys_and_values_are_named(tmp_path):
+    config = dataclasses.replace(TINY, family="llama_cla", kv_layers=(0,) * TINY.num_layers)
+    export_hf(tmp_path, config, init_params(config))
+    assert found(tmp_path, "shared keys and values") == [("layer 1 those of layer 0", "config.json")]
 
 
 def test_dtypes_are_those_of_the_files_and_of_the_settings(folder):

@@ -8,6 +8,7 @@ import pytest
 from ksana_jax import LLM
 from ksana_jax.cli import main
 from ksana_jax.core.config import ConfigError, EngineConfig
+from ksana_jax.core.plugins import resolve
 from ksana_jax.core.sources import model_path
 from ksana_jax.core.statistics import default_file, read_statistics
 from ksana_jax.kv.codecs.registry import find_sealing
@@ -16,6 +17,8 @@ from ksana_jax.lab.calibration.levels import _histogram, _means
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.statistics import with_statistics
+from ksana_jax.models.params import init_params
+from tests.engine.small import VOCAB, model
 
 TEXT = "def lines(path):\n    with open(path) as file:\n        return [line.strip() for line in file]\n" * 20
 
@@ -55,6 +58,16 @@ def test_the_file_says_where_its_numbers_come_from(home):
         assert (found.model, found.num_tokens % 128, len(found.sha256)) == (digest, 0, 64) and "jax" in found.versions
         assert {name: x.ndim for name, x in found.arrays.items()} == {n: len(s) for n, s in shapes[kind].items()}
         assert all(np.isfinite(x).all() for x in found.arrays.values())
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_layers_that_read_another_layers_keys_have_queries_and_no_levels(kind):
+    config, params = model()
+    config = dataclasses.replace(config, kv_layers=(0, 0))
+    params = init_params(config, seed=3, std=0.5)
+    measured = resolve(kind, KINDS, "--for")(params, config, np.random.default_rng(0).integers(2, VOCAB, (2, 64)))
+    assert all(np.isfinite(x).all() for x in measured.values())
+    assert kind == "kvquant" or {len(x) for x in measured.values()} == {2}
 
 
 def test_a_method_finds_its_file_by_the_model(home, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Adapters are read from PEFT's folders; whatever is not understood is refused by name, in one sentence."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -156,6 +157,22 @@ def test_modules_other_than_linear_ones_of_layers_are_refused_by_name(folder, mo
     save_file(tensors | {name: np.zeros((4, 32), np.float32)}, folder / WEIGHTS)
     with pytest.raises(LoadError, match=f"{re.escape(name)} belongs to no linear module of this llama"):
         read(folder)
+
+
+def test_keys_of_a_layer_that_has_none_of_its_own_are_refused_by_name(folder):
+    model = dataclasses.replace(MODEL, family="llama_cla", kv_layers=(0, 0))
+    tensors = {
+        name: values for name, values in load_file(folder / WEIGHTS).items() if "layers.1.self_attn.v" not in name
+    }
+    save_file(tensors, folder / WEIGHTS)
+    assert [sorted(layer) for layer in read_adapter(folder, model, "f32", 8).layers] == [
+        ["w_down", "w_q", "w_v"],
+        ["w_down", "w_q"],
+    ]
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
+    save_file(tensors | {name: np.zeros((4, 32), np.float32)}, folder / WEIGHTS)
+    with pytest.raises(LoadError, match=f"{re.escape(name)} belongs to no linear module of this llama_cla"):
+        read_adapter(folder, model, "f32", 8)
 
 
 def test_a_larger_rank_than_the_engine_has_room_for_is_refused(folder):

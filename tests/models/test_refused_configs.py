@@ -40,6 +40,7 @@ from tests.models.hf_configs import (
     without,
 )
 
+CLA = LLAMA | {"model_type": "llama_cla", "architectures": ["LlamaCLAForCausalLM"], "kv_layers": [0, 0, 2, 2]}
 # What is changed in a config, and what the message must name.
 REFUSED = [
     (LLAMA, {"model_type": "gptj"}, ["'gptj'", "llama", "mistral", "qwen2", "qwen3"]),
@@ -53,6 +54,13 @@ REFUSED = [
     (LLAMA, {"num_key_value_heads": 3}, ["num_attention_heads is 8", "multiple of num_key_value_heads 3"]),
     (LLAMA, {"num_key_value_heads": 16}, ["num_attention_heads is 8", "multiple of num_key_value_heads 16"]),
     (LLAMA, {"hidden_size": 60}, ["hidden_size is 60", "multiple of num_attention_heads 8"]),
+    (LLAMA, {"use_cla": True}, ["use_cla is True", "layers share keys and values in llama_cla only, by kv_layers"]),
+    (LLAMA, {"cla_kv_cache_map": {"0": 0, "1": 0}}, ["cla_kv_cache_map", "llama_cla"]),
+    (GEMMA3, {"num_kv_shared_layers": 2}, ["num_kv_shared_layers is 2"]),
+    (CLA, {"kv_layers": None}, ["kv_layers is None; must list for each layer"]),
+    (CLA, {"kv_layers": [0, 0, 0]}, ["kv_layers is (0, 0, 0), must name a layer for each of 4 layers"]),
+    (CLA, {"kv_layers": [0, "0", 2, 2]}, ["kv_layers[1] is '0', must be an integer from 0 to 1"]),
+    (CLA, {"kv_layers": [0, 2, 2, 2]}, ["kv_layers[1] is 2, must be an integer from 0 to 1"]),
     (LLAMA, {"hidden_size": "64"}, ["hidden_size is '64'"]),
     (LLAMA, {"hidden_size": 64.0}, ["hidden_size is 64.0"]),
     (LLAMA, {"vocab_size": True}, ["vocab_size is True"]),

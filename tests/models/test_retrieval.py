@@ -1,11 +1,14 @@
 """Which heads need the whole text, against the definition in float64 that changes one head at a time."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.models import retrieval
+from ksana_jax.models.params import init_params
 from tests.engine.small import VOCAB, model
 from tests.reference import reference_logprobs
 
@@ -30,6 +33,19 @@ def test_a_score_is_what_one_streaming_head_changes_in_the_hidden_states_of_repe
         # float32 against float64.
         assert scores.flat[at] == pytest.approx(np.mean(np.array(off)[:, -6:] ** 2), rel=1e-3)
     assert (scores > 0).all()
+
+
+def test_heads_whose_keys_are_shared_stream_together(short):
+    config, params = model()
+    config = dataclasses.replace(config, num_layers=4, kv_layers=(0, 1, 0, 1))
+    params = init_params(config, seed=3, std=0.5)
+    tokens = np.random.default_rng(1).integers(2, VOCAB, (1, 24))
+    scores = retrieval.duoattention(params, config, tokens)["scores"]
+    [text] = retrieval.with_passkeys(tokens)
+    one = [retrieval.STREAMING if i in (2, 6) else FULL for i in range(8)]  # head 0 of layers 1 and 3
+    off = np.subtract(*(reference_logprobs(params, config, text, p, hidden=True) for p in (one, FULL)))
+    assert scores[1, 0] == scores[3, 0] == pytest.approx(np.mean(off[-6:] ** 2), rel=1e-3)
+    assert (scores[0] == scores[2]).all()
 
 
 def test_passkeys_are_outside_the_sinks_and_the_windows_of_the_queries_that_repeat_them(short):

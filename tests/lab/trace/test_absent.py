@@ -23,6 +23,13 @@ MODEL = ModelConfig(
 CHIP = Chip("toy", {"bf16": 1000.0}, 10.0)
 
 
+def test_layers_that_share_keys_and_values_store_half_and_read_all():
+    shape, patterns = StepShape((Part(3, 1),), table_width=4, max_sampled=8), (AttentionPattern(),) * 2
+    shared = dataclasses.replace(MODEL, kv_layers=(0, 0))
+    found = roofline(shared, shape, CHIP, patterns, dtype="bf16", kv_token_bytes=64, context=20)
+    assert found.kv_bytes == 64 * (2 * 3 * 20 + 3)
+
+
 def test_bounds_are_those_of_the_definition():
     shape = StepShape((Part(3, 1), Part(2, 4)), table_width=4, max_sampled=8)
     patterns = (AttentionPattern(), AttentionPattern(window=5))

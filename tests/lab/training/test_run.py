@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.training import loop, resume, train
 from ksana_jax.lab.training.tokenizer import load_tokenizer as load_spm
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.tokenizers import load_tokenizer
+from tests.reference import reference_logprobs
 from tests.soak import soak_unless
 
 # Stops like a machine that loses power: after the line of step 15, five steps beyond the only checkpoint.
@@ -185,6 +187,30 @@ def test_a_run_with_fewer_kv_heads_starts_from_the_means_of_those_that_become_on
             str(tiny_config),
             [f"out_dir={tmp_path / 'back'}", "model.num_kv_heads=4", f"init_from={fewer / 'export'}", *shape],
         )
+
+
+def test_a_run_whose_layers_share_keys_and_values_is_trained_exported_and_served(tmp_path, tiny_config):
+    shape = ["model.num_layers=3", "model.cla_share_factor=2", "eval_every=10"]
+    train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=10", *shape])
+    train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=20", *shape])  # resumed
+    export = tmp_path / "export"
+    config, params = load_model(export)
+    assert (config.family, config.kv_layers) == ("llama_cla", (0, 0, 2))
+    assert [p.w_k is None and p.w_v is None for p in params.layers] == [False, True, False]
+    losses = [record["heldout_loss"] for record in log_of(tmp_path) if "heldout_loss" in record]
+    assert losses[-1] < losses[0]
+    card = " ".join((export / "MODEL_CARD.md").read_text().split())
+    assert "Each 2 layers share the keys and values of the first of them." in card
+    llm = LLM(str(export), num_blocks=32, max_num_seqs=2)
+    [output] = llm.generate("import", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    text = np.array([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    scores = reference_logprobs(params, config, text)
+    assert scores[-6:-1].argmax(-1).tolist() == output.outputs[0].token_ids
+    assert llm.kv_bytes_per_token(64) == 2 * 2 * 16 * 4, "two of three layers"
+    with pytest.raises(ConfigError, match=r"cla_share_factor 2 \(now 1\)"):
+        train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=20", "model.num_layers=3"])
+    with pytest.raises(ConfigError, match=r"has family 'llama_cla', not 'llama'; kv_layers \(0, 0, 2\), not None"):
+        train(str(tiny_config), [f"out_dir={tmp_path / 'next'}", f"init_from={export}", "model.num_layers=3"])
 
 
 def test_a_model_to_start_from_that_does_not_exist_is_named(tmp_path, tiny_config):

@@ -63,6 +63,12 @@ def test_the_config_of_the_embedded_model_is_sound():
         ("batch_size: 0", "batch_size is 0"),
         ("learning_rate: .nan", "learning_rate is nan"),
         ("model: {num_heads: 3, num_kv_heads: 2}", "num_heads 3 is not a multiple of num_kv_heads 2"),
+        ("model: {cla_share_factor: 0}", "cla_share_factor is 0, must be an integer from 1 to 4"),
+        ("model: {cla_share_factor: 5}", "cla_share_factor is 5, must be an integer from 1 to 4"),
+        (
+            "model: {cla_share_factor: 2, sinks: zero}",
+            "cla_share_factor 2 does not go with sinks 'zero': no family has",
+        ),
         ("budget_s: null", "neither num_steps nor budget_s"),
         ("compute_dtype: f16", "compute_dtype is 'f16'"),
         ("vocab_size: 200", "vocab_size is 200"),

@@ -105,6 +105,22 @@ def test_loss_and_gradients_with_sink_logits_are_those_of_the_model(batch, refer
     assert (grads.layers[0].sink_logits is None) == (kind == "zero")
 
 
+@pytest.mark.parametrize("kv_layers", [(0, 0, 0), (0, 1, 0)])
+def test_loss_and_gradients_of_shared_keys_and_values_are_those_of_the_model(batch, kv_layers):
+    config = dataclasses.replace(SHAPE, num_layers=3, kv_layers=kv_layers)
+    params = init_params(config, seed=1, std=0.2)
+    expected, expected_grads = jax.jit(jax.value_and_grad(functools.partial(reference_loss, config=config)))(
+        params, *batch
+    )
+    loss, grads = jax.jit(jax.value_and_grad(functools.partial(loss_fn, config=config, dtype=jnp.float32)))(
+        params, *batch
+    )
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
+        difference = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+        assert difference < 1e-4, f"{jax.tree_util.keystr(path)}: {difference}"
+
+
 def test_weight_decay_shrinks_matrices_only():
     config = TrainConfig(
         model=ModelShape(d_model=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ksana_jax.core.config import MAX_TOKENS, ConfigError
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.patterns import AttentionPattern
+from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.runner.planner import plan
 from ksana_jax.runner.planner.formula import Memory
 from ksana_jax.runner.planner.request import PlanRequest
@@ -32,6 +33,16 @@ def kv_bytes(batch, context, config=LLAMA):
 def test_llama_2_7b_holds_512_mib_for_two_texts_of_512_or_one_of_1024():
     assert kv_bytes(2, 512) == kv_bytes(1, 1024) == 512 * 2**20
     assert kv_bytes(1, 1024, dataclasses.replace(LLAMA, num_kv_heads=1)) == 16 * 2**20
+
+
+def test_layers_that_share_keys_and_values_hold_half_the_bytes_or_twice_the_tokens():
+    shared = dataclasses.replace(LLAMA, kv_layers=shared_by(2, LLAMA.num_layers))
+    assert 2 * kv_bytes(2, 512, shared) == kv_bytes(2, 512)
+    whole, half = (Memory.of(model, PlanRequest(), 8 * GIB, NO_STEP) for model in (LLAMA, shared))
+    matrices = 16 * 2 * LLAMA.d_model**2 * 2  # of keys and values, in bf16
+    assert whole.weights - half.weights == matrices
+    half = dataclasses.replace(half, weights=0)
+    assert half.max_kv_tokens(1, 4096) == 2 * dataclasses.replace(whole, weights=0).max_kv_tokens(1, 4096)
 
 
 def test_two_devices_that_share_the_kv_heads_each_hold_twice_the_tokens():

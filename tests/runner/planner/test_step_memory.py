@@ -60,6 +60,18 @@ def test_a_step_has_no_room_for_a_copy_of_a_pool_with_an_axis_of_one(num_layers,
     assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
 
 
+def test_a_layer_that_reads_another_layers_keys_has_no_room_for_a_copy_of_the_pool():
+    """Two layers are compiled as they are; of more, the bytes follow from layers with keys of their own."""
+    shared = dataclasses.replace(WIDE, kv_layers=(0, 0))
+    [found] = step_bytes(shared, [SHAPE], dtype="f32", block_size=16)
+    layout = KVLayout.of(shared, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
+    assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
+    [many] = step_bytes(
+        dataclasses.replace(WIDE, num_layers=5, kv_layers=(0,) * 5), [SHAPE], dtype="f32", block_size=16
+    )
+    assert 0 < many.network < 2 * found.network
+
+
 @pytest.mark.soak
 def test_a_steps_bytes_are_predicted_from_other_shapes():
     """Three shapes are compiled: other rows and widths follow."""
