@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Sequence
 
 from ksana_jax.core import refusals
-from ksana_jax.core.config import EngineConfig, ModelConfig
+from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.layout import KVLayout, codec_name
+from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf, codec_name
 from ksana_jax.kv.selection import SelectionMethod, read_selection
 
 
@@ -33,11 +34,45 @@ def make_layout(
     )
     if exact := config.kv_full_precision_layers:
         raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
-        layout = layout.with_exact_layers(exact, raw.leaf("kv"))
+        layout = _with_exact_layers(layout, exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
     if selection is not None:
         _check_selected(model, patterns, config, selection)
     return layout
+
+
+def _with_exact_layers(layout: KVLayout, layers: Sequence[int], kv: Leaf) -> KVLayout:
+    """Returns a layout with some layers in full precision, beside the other layers' codes in the same blocks.
+
+    Those layers come first in their groups. All blocks have the same size, so every group has equally many of them.
+
+    Args:
+      kv: the leaf that would hold all layers of a group in full precision.
+
+    Raises:
+      ConfigError: a layer does not exist or stores nothing, all are in full precision, or groups differ in number.
+    """
+    sealed = layout.sealed is not None and f"kv_cache_dtype {layout.codec}"
+    refusals.check({refusals.WHOLE_BLOCKS: sealed, "kv_full_precision_layers": True})
+    last, sources = len(layout.places) - 1, layout.sources
+    if max(layers) > last:
+        raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
+    if reading := [f"{layer} reads layer {sources[layer]}" for layer in layers if sources[layer] != layer]:
+        raise ConfigError(f"kv_full_precision_layers has layers without keys and values: {', '.join(reading)}")
+    counts = [sum(layer in layers for layer in group.layers) for group in layout.groups]
+    if len(set(counts)) > 1:
+        held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, layout.groups, strict=True))
+        refusals.check({"kv_full_precision_layers": True, refusals.UNEVEN: f"{refusals.UNEVEN} ({held})"})
+    if (num_coded := len(layout.groups[0].layers) - counts[0]) < 1:
+        raise ConfigError("kv_full_precision_layers has all layers: leave kv_cache_dtype as it is")
+    order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in layout.groups]
+    groups = (group._replace(layers=layers) for layers, group in zip(order, layout.groups, strict=True))
+    leaves = (
+        leaf if leaf.name in (*OF_TOKENS, STATE) else leaf._replace(shape=(num_coded, *leaf.shape[1:]))
+        for leaf in layout.leaves
+    )
+    exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)
+    return dataclasses.replace(layout, groups=tuple(groups), leaves=(*leaves, exact))
 
 
 def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> None:

@@ -27,7 +27,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-# Name of the leaf with keys and values of layers in full precision, see `KVLayout.with_exact_layers`.
+# Name of the leaf with keys and values of layers in full precision, see `engine_layout`.
 EXACT = "exact"
 # Leaves that methods add: [Lg, 1, K, B] of `kv.eviction.base`, and [Lg, 1, K, *shape] of it and of `kv.selection.base`.
 OF_TOKENS = SCORE, TEXT_POSITION, HIDDEN = "score", "text_position", "hidden"
@@ -153,41 +153,6 @@ class KVLayout:
             return self.sealed.sealing.residual_live(found) if self.sealed and group.residual else found
 
         return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))
-
-    def with_exact_layers(self, layers: Sequence[int], kv: Leaf) -> KVLayout:
-        """Returns this layout with some layers in full precision, beside the other layers' codes in the same blocks.
-
-        Those layers come first in their groups. All blocks have the same size, so every group has equally many of them.
-
-        Args:
-          kv: the leaf that would hold all layers of a group in full precision.
-
-        Raises:
-          ConfigError: a layer does not exist, all are in full precision, or groups differ in their number.
-        """
-        sealed = self.sealed is not None and f"kv_cache_dtype {self.codec}"
-        refusals.check({refusals.WHOLE_BLOCKS: sealed, "kv_full_precision_layers": True})
-        last = len(self.places) - 1
-        if layers and max(layers) > last:
-            raise ConfigError(f"kv_full_precision_layers has {max(layers)}, the model has layers 0 to {last}")
-        if reading := [
-            f"{layer} reads layer {self.sources[layer]}" for layer in layers if self.sources[layer] != layer
-        ]:
-            raise ConfigError(f"kv_full_precision_layers has layers without keys and values: {', '.join(reading)}")
-        counts = [sum(layer in layers for layer in group.layers) for group in self.groups]
-        if len(set(counts)) > 1:
-            held = ", ".join(f"{count} of {group.layers}" for count, group in zip(counts, self.groups, strict=True))
-            refusals.check({"kv_full_precision_layers": True, refusals.UNEVEN: f"{refusals.UNEVEN} ({held})"})
-        if (num_coded := len(self.groups[0].layers) - counts[0]) < 1:
-            raise ConfigError("kv_full_precision_layers has all layers: leave kv_cache_dtype as it is")
-        order = [tuple(sorted(group.layers, key=lambda layer: layer not in layers)) for group in self.groups]
-        groups = (group._replace(layers=layers) for layers, group in zip(order, self.groups, strict=True))
-        leaves = (
-            leaf if leaf.name in (*OF_TOKENS, STATE) else leaf._replace(shape=(num_coded, *leaf.shape[1:]))
-            for leaf in self.leaves
-        )
-        exact = Leaf(EXACT, (counts[0], *kv.shape[1:]), kv.dtype)
-        return dataclasses.replace(self, groups=tuple(groups), leaves=(*leaves, exact))
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -65,7 +65,7 @@ def sink_measures(params: Params, tokens: jax.Array, *, config: ModelConfig, num
 
     def attend(layer, q, k, v, ratios):
         out, _ = dense(layer, q, k, v, None)
-        if v is None:
+        if config.kv_layers is not None and v is None:
             return out, (*ratios, ratios[config.kv_layers[layer]])
         norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1)  # [batch, T, K]
         return out, (*ratios, norms[:, 0] / jnp.median(norms, axis=1))
