@@ -25,6 +25,8 @@ SOME = {
     "kv_full_precision_layers": {"kv_full_precision_layers": [0]},
     refusals.ABSOLUTE: {"kv_eviction": {"method": "knorm", "budget": 20}},
     refusals.ALIBI: {"alibi": (0.5, 0.25, 0.125, 0.0625)},
+    refusals.SHARED_KV: {"kv_layers": (0, 0)},
+    refusals.OTHER_PATTERN: {"pattern": [{"window": 8}, "full"]},
     refusals.UNEVEN: {"kv_cache_dtype": "int8", "pattern": [{"window": 8}, "full"]},
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
@@ -75,9 +77,10 @@ def test_listed_settings_are_refused_together(refusal, drafter):
     with pytest.raises(ValueError, match=re.escape(refusal.reason)) as caught:
         if names <= OF_REQUESTS:
             SamplingParams(**given)
-        elif refusals.ALIBI in names:
+        elif of_model := given.keys() & {"alibi", "kv_layers"}:
             config, params = model()
-            LLM.from_params(dataclasses.replace(config, alibi=given.pop("alibi")), params, **SMALL, **given)
+            config = dataclasses.replace(config, **{name: given.pop(name) for name in of_model})
+            LLM.from_params(config, params, **SMALL, **given)
         else:
             make_llm(**given)
     assert "\n" not in str(caught.value) and " does not go with " in str(caught.value)
