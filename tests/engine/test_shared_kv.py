@@ -4,19 +4,25 @@ probabilities equal the dense float64 model's, whatever happened to the blocks."
 import dataclasses
 import functools
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from ksana_jax import LLM, AttentionPattern, SamplingParams
+from ksana_jax import LLM, AttentionPattern, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.patterns import FULL
 from ksana_jax.core.shared_kv import shared_by
+from ksana_jax.devices import tuning
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.reading import read_bytes
+from ksana_jax.loading.adapter import WEIGHTS, read_adapter
+from ksana_jax.loading.config_json import load_config
 from ksana_jax.models.dense import attention_weights
 from ksana_jax.models.params import init_params, num_params, weights_of
 from tests import machine
@@ -84,6 +90,19 @@ def test_log_probabilities_are_those_of_the_dense_model(name, attention):
     llm = make(name, operators={"attention": attention})
     expect_dense(llm, *model(name), [TEXT[:33], TEXT[5:8], TEXT[:1]])
     assert tokens_of(llm, PROMPTS, GREEDY) == expected(name)
+
+
+@pytest.mark.parametrize(
+    "change", [{"layers_of_program": None, "joins_matrices": True}, {"layers_of_program": 1}], ids=str
+)
+def test_steps_of_other_platforms(change, monkeypatch):
+    changed = dataclasses.replace(tuning.tuning("cpu"), **change)
+    monkeypatch.setitem(tuning._TUNING, "cpu", changed)
+    config, params = model("yoco")
+    llm = LLM.from_params(config, params, **SETTINGS, num_blocks=120, operators={"linear": "xla", "attention": "xla"})
+    assert (llm.runner.params.layers[0].w_qkv is not None) == changed.joins_matrices
+    assert llm.runner.params.layers[2].w_qkv is None
+    assert tokens_of(llm, PROMPTS, GREEDY) == expected("yoco")
 
 
 def test_a_layer_that_reads_has_no_weights_of_keys_and_values():
@@ -186,6 +205,29 @@ def test_queries_of_the_layer_that_writes_alone_decide_which_tokens_are_evicted(
     used = np.abs(scores[1]).sum(axis=(1, 2, 3, 4)) > 0
     assert used.any()
     np.testing.assert_allclose(scores[0][used], scores[1][used], atol=1e-5)
+
+
+def test_adapters_change_the_queries_of_a_layer_that_reads(tmp_path):
+    golden = Path(__file__).parents[1] / "golden"
+    shutil.copytree(golden / "lora" / "llama-gqa-tied-plain", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({k: x for k, x in tensors.items() if "layers.1.self_attn.v" not in k}, tmp_path / WEIGHTS)
+    config = dataclasses.replace(load_config(golden / "llama-gqa-tied"), family="llama_cla", kv_layers=(0, 0))
+    params = init_params(config, seed=3, std=0.5)
+    llm = LLM.from_params(config, params, **SETTINGS, num_blocks=64, enable_lora=True)
+    asked = {"prompt_token_ids": np.arange(20) % config.vocab_size}
+    [adapted] = llm.generate(asked, GREEDY, lora_request=LoRARequest("some", 1, str(tmp_path)))
+    changes = read_adapter(tmp_path, config, "f32", 8).layers
+    assert "w_q" in changes[1]
+    layers = [
+        p.replace(**{name: getattr(p, name) + change.b @ change.a for name, change in of_layer.items()})
+        for p, of_layer in zip(params.layers, changes, strict=True)
+    ]
+    text = np.array([*adapted.prompt_token_ids, *adapted.outputs[0].token_ids])
+    scores = reference_logprobs(params.replace(layers=tuple(layers)), config, text)
+    assert scores[19:-1].argmax(-1).tolist() == adapted.outputs[0].token_ids
+    [plain] = llm.generate(asked, GREEDY)
+    assert plain.outputs[0].token_ids != adapted.outputs[0].token_ids
 
 
 def test_selecting_layers_use_the_summaries_of_the_layer_that_writes():

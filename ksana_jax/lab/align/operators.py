@@ -154,11 +154,13 @@ class _Probe:
             name += f" #{sum(known.startswith(name) for known in self.inputs) + 1}"
         return self._leave(name, function(*self._enter(name, x)))
 
-    def _enter(self, name: str, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    def _enter(self, name: str, *inputs: Any) -> tuple[Any, ...]:
         self.inputs[name] = inputs
         if self._recorded is None:
             return inputs
-        return tuple(jnp.asarray(r, x.dtype) for r, x in zip(self._recorded.inputs[name], inputs, strict=True))
+        # A layer without keys and values of its own has None in place of both.
+        pairs = zip(self._recorded.inputs[name], inputs, strict=True)
+        return tuple(None if x is None else jnp.asarray(r, x.dtype) for r, x in pairs)
 
     def _leave(self, name: str, out: jax.Array) -> jax.Array:
         self.outputs[name] = out
