@@ -171,7 +171,8 @@ class KVLayout:
             for g, group in enumerate(self.groups)
             for at, (layer, side) in enumerate(zip(group.layers, group.residual))
         }
-        return tuple((found[layer, "k"], found[layer, "v"]) for layer in self.sources if found)
+        order = self.sources or range(len(found) // 2)
+        return tuple((found[layer, "k"], found[layer, "v"]) for layer in order if found)
 
     @property
     def selects_in(self) -> tuple[SelectionMethod | None, ...]:
