@@ -82,8 +82,10 @@ class EvictionWrapper(EvictionMethod):
             raise ConfigError(f"{name}: {field} is {given!r:.80}, must be a method such as {{'method': 'snapkv'}}")
         method = given if isinstance(given, EvictionMethod) else read_eviction(given)
         assert method is not None
-        defaults, is_setting = _defaults(method), isinstance(given, Mapping)
-        if has := [x for x in COMMON if (x in given if is_setting else getattr(given, x) != defaults[x])]:
+        defaults = _defaults(method)
+        if has := [
+            x for x in COMMON if (x in given if isinstance(given, Mapping) else getattr(given, x) != defaults[x])
+        ]:
             raise ConfigError(
                 f"{name}: {field} has {', '.join(has)}: when and how many tokens go is said once, beside {field} and "
                 "not in it"
