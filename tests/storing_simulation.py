@@ -17,9 +17,10 @@ from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import CODECS
 from ksana_jax.kv.engine_layout import make_layout
-from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import STATE
+from tests.drawn_eviction import PROMPTS, drawn_eviction
 from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
 from tests.fake_pool import StoringExecutor, digest, informed, mass, queries, rounded, vectors
@@ -27,16 +28,7 @@ from tests.methods.selection import definition
 from tests.methods.selection.definition import blocks_read
 from tests.reference import literal
 from tests.saving_sessions import SavingSessions
-from tests.statistics_files import setting_of
 
-# An oracle serves one text, that it has seen before.
-METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
-# They observe by a window of recent tokens.
-WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
-# They have one value of `prompts` each.
-PROMPTS = {"adakv": "once", "kvzip": "once", "prefill_decode": "whole"}
-# They compare rotated queries and keys.
-ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
 # Rotated codes of 3 and 2 bits are packed like int3's and int2's.
 DRAWN = ("f32", *(name for name in CODECS if name[-1] == "4" or not name.startswith(("hadamard", "turboquant"))))
 
@@ -276,44 +268,7 @@ class StoringSimulation(SavingSessions):
         return self.rng.random() < 0.8
 
     def draw_eviction(self) -> tuple[tuple[str, Any], ...]:
-        """Settings of any method, with budgets that a text of 40 tokens exceeds."""
-        rng, name, size = self.rng, self.rng.choice(METHODS), self.block_size
-        pyramid = rng.random() < 0.3
-        apart = pyramid or any(pattern != FULL for pattern in PATTERNS[self.pattern])
-        interval = rng.choice([None, size, 2 * size] if apart else [None, 1, 2, 5])
-        sinks = rng.choice([0, 0, 1, 3])
-        least = sinks + (interval or size)
-        found = {
-            "method": name,
-            "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
-            "recent": rng.choice([1, 2, 8] if name in WINDOWED else [0, 0.3, 0.5, 1.0, 2]),
-            "sinks": sinks,
-            "interval": interval,
-            "prompts": rng.choice(["whole", "once", "streamed"]),
-            "layers": "pyramid" if pyramid else "uniform",
-            "positions": "absolute" if name in ROTATED else rng.choice(["absolute", "cache"]),
-        }
-        heads = ModelConfig(num_layers=1, num_kv_heads=1, head_dim=HEAD_DIM).num_heads
-        found |= setting_of(name, (len(PATTERNS[self.pattern]), heads, 1, HEAD_DIM))
-        if pyramid:
-            found["beta"] = rng.choice([2, 20, 2.5])
-        if name == "adakv" or (name != "keyformer" and rng.random() < 0.3):
-            found |= {"memory": "simulated", "positions": "absolute"}
-        found["prompts"] = PROMPTS.get(name, found["prompts"])
-        probing = (("method", "kvzip"), ("instruction", (5,)))
-        inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
-        own = {
-            "adakv": {"of": inside, "alpha": rng.choice([0, 0.2, 1])},
-            "h2o": {"normalised": rng.random() < 0.5},
-            "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
-            "kvzip": {"instruction": rng.choice([(), (5,), (3, 50, 7)])},
-            "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
-            "chunkkv": {"chunk_size": rng.choice([1, 2, 7]), "kernel": rng.choice([1, 3])},
-            "rkv": {"mix_lambda": rng.choice([0.1, 0.9]), "threshold": rng.choice([0, 0.5])},
-            "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
-            "random": {"seed": rng.choice([0, 5])},
-        }
-        return tuple((found | own.get(name, {})).items())
+        return drawn_eviction(self.rng, PATTERNS[self.pattern], self.block_size)
 
     def drawn(self) -> set[str]:
         found = super().drawn() | ({"codec"} if self.storage.codec != "f32" else set())

@@ -20,6 +20,7 @@ from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler import row_eviction
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from tests.drawn_eviction import METHODS
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
@@ -32,7 +33,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
-from tests.storing_simulation import DRAWN, METHODS, SnapshotSimulation, StoringSimulation
+from tests.storing_simulation import DRAWN, SnapshotSimulation, StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)

@@ -206,8 +206,7 @@ class EngineConfig:
       max_num_seqs: maximum number of sequences that run at once.
       max_num_batched_tokens: maximum number of tokens computed in a step.
       query_tile: tokens of one sequence that form an attention tile in a step; many short chunks get tiles of a quarter
-        of it. Hopper GPUs have a separate kernel for tiles of at least 128 queries x query heads of a group, reached
-        with a query_tile of 32 with groups of four and 128 with MHA.
+        of it. Hopper GPUs have a separate kernel for tiles of at least 128 queries x query heads of a group.
       policy: order of the waiting requests: a name in `SCHEDULING_POLICIES` (`scheduler.policies`),
         "package.module:name" of your own, or the function itself.
       async_scheduling: schedule and submit a step while the one before it runs; tokens are the same. Sampled tokens go
@@ -217,13 +216,12 @@ class EngineConfig:
       num_scheduler_steps: number of decode steps in one compiled call, while no request waits. They are scheduled at
         once; their tokens are sampled and fed on the device, arrive together, and are the same as step by step. A
         request that comes meanwhile waits for the call to end. Steps are computed one by one where fewer are left,
-        where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens. With
-        async_scheduling, a call is submitted before the one before it has ended.
+        where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
         None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
       memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
-      memory_fraction: fraction of the device's memory that weights, pool and the temporary buffers of a step may take
-        together, if num_blocks is None; see `planner`.
+      memory_fraction: fraction of the device's memory for weights, pool and a step's temporary buffers together, if
+        num_blocks is None; see `planner`.
       enable_prefix_caching: keep full blocks after use and reuse them by content. Off by default, because a measurement
         that repeats its prompts would otherwise measure the cache.
       prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
@@ -245,8 +243,8 @@ class EngineConfig:
       embedding_device: where the token embedding is stored and looked up.
       numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
-        norms, which exist for CPUs with AVX2 and a C++ compiler, blocks of a multiple of 16 tokens, and neither
-        kv_eviction nor shared_prefix_attention. "fast" takes what is fastest for each shape of a step.
+        norms, which exist for CPUs with AVX2 and a C++ compiler, and blocks of a multiple of 16 tokens. "fast" takes
+        what is fastest for each shape of a step.
       operators: the implementation of each operator, such as {"attention": "xla"}, or {"prefer": "agreement"} to choose
         by measured agreement: see `operator_settings`. "auto" takes the first that supports the model on this device;
         `ksana doctor` lists them.
@@ -254,17 +252,15 @@ class EngineConfig:
         bytes and fractions of memory are per device.
       data_parallel_size: engine replicas, each on its own tensor_parallel_size devices; a request goes to the one that
         has served the longest part of its prompt before, or has the least work (`engine.distributed.replicas`). Sizes
-        in bytes, of host memory too, are per replica. Not together with a disk tier or several processes.
-      enable_lora: let requests name adapters (`LoRARequest`), LoRA or DoRA, as PEFT has saved them. A step serves
-        rows of several adapters and of none.
+        in bytes, of host memory too, are per replica.
+      enable_lora: let requests name adapters (`LoRARequest`), LoRA or DoRA, as PEFT has saved them.
       max_loras: adapters on the device at once; requests with others wait for a slot.
       max_lora_rank: maximum rank of an adapter.
       max_cpu_loras: adapters kept in host memory, beside the adapters of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
       device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
         installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so | "loopback",
-        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None
-        takes jax's default. jax must not have started before.
+        "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None is jax's own.
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;
@@ -351,13 +347,12 @@ class EngineConfig:
         if self.numerics == "invariant" and (problems := self.operators.not_row_by_row(self.block_size)):
             raise ConfigError(f'numerics "invariant" does not go with {", ".join(problems)}')
         refusals.check(self.used())
-        folder = self.disk_cache_dir
-        if folder is not None and not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+        if (folder := self.disk_cache_dir) is None:
+            return
+        if not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
-        if folder is not None and not (self.enable_prefix_caching and self.host_cache_bytes):
-            raise ConfigError(
-                "disk_cache_dir needs enable_prefix_caching and host_cache_bytes: prefixes reach it through the host"
-            )
+        if not (self.enable_prefix_caching and self.host_cache_bytes):
+            raise ConfigError("disk_cache_dir needs enable_prefix_caching and host_cache_bytes, its way to the disk")
 
     def used(self) -> dict[str, object]:
         """Returns the settings in use that others exclude, see `refusals`."""

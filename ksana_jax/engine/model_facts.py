@@ -62,7 +62,7 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     patterns = per_layer(config.pattern, config.num_layers)
     facts += [Fact("attention", value, source) for value in _by_layer(patterns, str)]
     if config.kv_layers is not None:
-        shared = [f"layer {n} those of layer {of}" for n, of in enumerate(config.kv_layers) if n != of]
+        shared = [f"layer {n} reads layer {of}" for n, of in enumerate(config.kv_layers) if n != of]
         facts.append(Fact("shared keys and values", ", ".join(shared) or "none", source))
     if (experts := config.experts) is not None:
         beside = " and a shared MLP" if experts.shared_d_ff else ""

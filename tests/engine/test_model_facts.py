@@ -137,7 +137,7 @@ def test_ropes_and_windows_are_shown_with_their_layers():
 def test_layers_that_read_another_layers_keys_and_values_are_named(tmp_path):
     config = dataclasses.replace(TINY, family="llama_cla", kv_layers=(0,) * TINY.num_layers)
     export_hf(tmp_path, config, init_params(config))
-    assert found(tmp_path, "shared keys and values") == [("layer 1 those of layer 0", "config.json")]
+    assert found(tmp_path, "shared keys and values") == [("layer 1 reads layer 0", "config.json")]
 
 
 def test_dtypes_are_those_of_the_files_and_of_the_settings(folder):
