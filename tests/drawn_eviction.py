@@ -1,0 +1,65 @@
+"""Settings of eviction methods, as the lives of an engine draw them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.kv.eviction import EVICTION_METHODS
+from tests.fake_network import HEAD_DIM
+from tests.statistics_files import setting_of
+
+# An oracle serves one text, that it has seen before.
+METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
+# They observe by a window of recent tokens.
+WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
+# They have one value of `prompts` each.
+PROMPTS = {"adakv": "once", "kvzip": "once", "prefill_decode": "whole"}
+# They compare rotated queries and keys.
+ROTATED = ("qfilter", "expected_attention", "expected_attention_stats")
+
+
+def drawn_eviction(
+    rng: random.Random, patterns: Sequence[AttentionPattern], block_size: int
+) -> tuple[tuple[str, Any], ...]:
+    """Settings of any method, with budgets that a text of 40 tokens exceeds."""
+    name = rng.choice(METHODS)
+    pyramid = rng.random() < 0.3
+    apart = pyramid or any(pattern != FULL for pattern in patterns)
+    interval = rng.choice([None, block_size, 2 * block_size] if apart else [None, 1, 2, 5])
+    sinks = rng.choice([0, 0, 1, 3])
+    least = sinks + (interval or block_size)
+    found = {
+        "method": name,
+        "budget": rng.choice([0.2, 0.5, 1.0, least, least + 1, least + 4, least + 9, least + 16]),
+        "recent": rng.choice([1, 2, 8] if name in WINDOWED else [0, 0.3, 0.5, 1.0, 2]),
+        "sinks": sinks,
+        "interval": interval,
+        "prompts": rng.choice(["whole", "once", "streamed"]),
+        "layers": "pyramid" if pyramid else "uniform",
+        "positions": "absolute" if name in ROTATED else rng.choice(["absolute", "cache"]),
+    }
+    heads = ModelConfig(num_layers=1, num_kv_heads=1, head_dim=HEAD_DIM).num_heads
+    found |= setting_of(name, (len(patterns), heads, 1, HEAD_DIM))
+    if pyramid:
+        found["beta"] = rng.choice([2, 20, 2.5])
+    if name == "adakv" or (name != "keyformer" and rng.random() < 0.3):
+        found |= {"memory": "simulated", "positions": "absolute"}
+    found["prompts"] = PROMPTS.get(name, found["prompts"])
+    probing = (("method", "kvzip"), ("instruction", (5,)))
+    inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
+    own = {
+        "adakv": {"of": inside, "alpha": rng.choice([0, 0.2, 1])},
+        "h2o": {"normalised": rng.random() < 0.5},
+        "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
+        "kvzip": {"instruction": rng.choice([(), (5,), (3, 50, 7)])},
+        "lagkv": {"lag_size": rng.choice([1, 2, 5, 16])},
+        "chunkkv": {"chunk_size": rng.choice([1, 2, 7]), "kernel": rng.choice([1, 3])},
+        "rkv": {"mix_lambda": rng.choice([0.1, 0.9]), "threshold": rng.choice([0, 0.5])},
+        "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
+        "random": {"seed": rng.choice([0, 5])},
+    }
+    return tuple((found | own.get(name, {})).items())
