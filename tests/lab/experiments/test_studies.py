@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 # Models that a study fetches, trains or quantises first.
 MADE = (
     "smollm2",
+    "gemma3-270m",
     *(f"runs/siblings/{name}/export" for name in ("plain", "bos", "off_by_one", "learned")),
     *(f"runs/heads/{name}/export" for name in ("mha", "gqa", "mqa", "mha_longer")),
     *(f"runs/heads/{name}_{how}/export" for name in ("gqa", "mqa") for how in ("uptrained", "pooled")),
