@@ -26,27 +26,41 @@ Array: TypeAlias = Any  # a jax.Array, or for `Kernel.unsupported` and `Kernel.s
 
 
 class Pool(NamedTuple):
-    """Paged keys and values of all layers, as numbers or as codes with their scales.
+    """Paged keys and values of all layers, as numbers, as codes with their scales, or as packed codes.
 
     kv: [M, L, 2, K, B, H]; keys are [:, :, 0], values [:, :, 1].
     scales: None where kv holds numbers. [M, L, 2, K, B] float32 where it holds codes in int8 or float8_e4m3fn: a key or
       value is its code times its scale. For int4 codes bfloat16, laid out and applied as in `int4`.
+    zeros: like scales, of packed codes; None for 0.
+    levels: [2^bits] float32 where kv is packed codes of 2 to 4 bits, uint8 [M, L, 2, K, B, H * bits / 8], lowest bit
+      first: a number is the level of its code times its scale, plus its zero. Scales are float32 [M, L, 2, K, B], or
+      float16 [M, L, 2, K, B, G] for G groups of neighbours.
     """
 
     kv: Array
     scales: Array | None = None
+    zeros: Array | None = None
+    levels: Array | None = None
 
     def check_scales(self) -> None:
         """Raises ValueError if codes have no scales, numbers have scales, or the scales do not fit the pool."""
         if (self.kv.dtype.itemsize == 1) != (self.scales is not None):
             raise ValueError(f"a pool of {self.kv.dtype} with{'out' if self.scales is None else ''} scales")
+        if (self.kv.dtype == jnp.uint8) != (self.levels is not None):
+            raise ValueError(f"a pool of {self.kv.dtype} with{'out' if self.levels is None else ''} levels")
+        if self.levels is not None and self.levels.shape not in ((4,), (8,), (16,)):
+            raise ValueError(f"levels are {list(self.levels.shape)}, must be [4], [8] or [16]")
         if self.scales is None:
             return
         dtype, shape = jnp.dtype("float32"), self.kv.shape[:-1]
+        if self.levels is not None and self.scales.ndim == self.kv.ndim:
+            dtype, shape = jnp.dtype("float16"), (*shape, self.scales.shape[-1])
         if self.kv.dtype == jnp.int4:
             dtype, shape = jnp.dtype("bfloat16"), int4.scales_shape(self.kv.shape)
         if self.scales.dtype != dtype or self.scales.shape != shape:
             raise ValueError(f"scales are {self.scales.dtype}{list(self.scales.shape)}, not {dtype}{list(shape)}")
+        if self.zeros is not None and (self.zeros.dtype, self.zeros.shape) != (dtype, shape):
+            raise ValueError(f"zeros are {self.zeros.dtype}{list(self.zeros.shape)}, not {dtype}{list(shape)}")
 
 
 # For fields that a compiled kernel depends on: no leaves of the pytree.
@@ -270,7 +284,8 @@ def check_options(call: Call, *reads: str) -> None:
     """Raises NotImplementedError if a call has options, scales or tables that a kernel does not read.
 
     Args:
-      reads: names of fields of Options, "scales" for pools of codes, and "by_head" for tables of single kv heads.
+      reads: names of fields of Options, "scales" for pools of codes, "levels" for packed ones, and "by_head" for tables
+        of single kv heads.
     """
     asked = [
         field.name
@@ -278,6 +293,7 @@ def check_options(call: Call, *reads: str) -> None:
         if field.name not in reads and getattr(call.options, field.name) is not field.default
     ]
     asked += ["scales"] * (call.pool.scales is not None and "scales" not in reads)
+    asked += ["packed codes"] * (call.pool.levels is not None and "levels" not in reads)
     asked += ["tables of single kv heads"] * (call.by_head and "by_head" not in reads)
     if asked:
         raise NotImplementedError(f"this kernel does not support {', '.join(asked)}")

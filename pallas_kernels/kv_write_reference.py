@@ -65,7 +65,7 @@ def write(call: Write, work: None = None, *, tuning: None = None) -> Written:
       ValueError: shapes or types do not fit together.
     """
     check(call)
-    pool, scales = call.pool
+    pool, scales, *_ = call.pool
     q, k, v = (x.astype(jnp.float32) for x in (call.q, call.k, call.v))
     q = _normed(q, call.q_norm, call.eps) * call.q_scale
     k = rotated(_normed(k, call.k_norm, call.eps), call.rope)

@@ -17,8 +17,13 @@ from pallas_kernels.patterns import Pattern
 def attend(call: Call, work: None = None, *, tuning: None = None) -> Result:
     """Attends a call. Takes all options.
 
+    Raises:
+      NotImplementedError: the pool has packed codes, which their codec decodes.
+
     Source: PagedAttention, arXiv:2309.06180, section 4.
     """
+    if call.pool.levels is not None:
+        raise NotImplementedError("packed codes; the reference reads numbers and codes with scales")
     if call.by_head:
         return _attend_by_head(call)
     options, num_heads = call.options, call.q.shape[2]
@@ -55,7 +60,7 @@ def _attend_by_head(call: Call) -> Result:
             attend(
                 call.replace(
                     q=call.q[:, :, queries],
-                    pool=Pool(*(None if x is None else x[:, :, :, here] for x in call.pool)),
+                    pool=Pool(*(None if x is None else x[:, :, :, here] for x in call.pool[:2])),
                     tables=call.tables[:, head],
                     starts=call.starts[:, head],
                     q_sink=None if options.q_sink is None else options.q_sink[:, :, :, queries],

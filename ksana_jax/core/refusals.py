@@ -40,7 +40,7 @@ SETTINGS = (
 # Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
-NOT_NATIVE = "kv_cache_dtype that native attention cannot read"
+NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
 NOT_FULL = "patterns other than full attention"
@@ -82,7 +82,7 @@ REFUSALS = (
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
     Refusal(INVARIANT, "kv_selection", "XLA computes the scores of blocks, in an order of its own"),
     Refusal(INVARIANT, "shared_prefix_attention", "it divides sums by the rows that share blocks", principle=True),
-    Refusal(INVARIANT, NOT_NATIVE, "native attention reads f32, bf16, f16 and int8"),
+    Refusal(INVARIANT, NOT_NATIVE, "packed codes are untested, and native attention reads no others"),
     Refusal(INVARIANT, PREFER, "there is one implementation of each operator, and no choice", principle=True),
     Refusal(BRANCHES, INVARIANT, "XLA computes the attention of branches, in an order of its own"),
     Refusal(BRANCHES, COMPARES, "the rules are defined for drafts without branches"),

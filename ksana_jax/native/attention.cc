@@ -33,7 +33,7 @@ void Run(const Call& call, const Threads& threads) {
 }  // namespace
 
 void Attend(const Call& call, const Threads& threads) {
-  if (call.stored == kBfloat16 && call.asked == kBfloat16) Run<Bfloat16>(call, threads);
+  if (call.pool.stored == kBfloat16 && call.queries.stored == kBfloat16) Run<Bfloat16>(call, threads);
   else Run<Float32>(call, threads);
 }
 

@@ -32,8 +32,13 @@ auto* OrNull(Buffer& buffer) {
   return buffer.element_count() ? buffer.typed_data() : nullptr;
 }
 
-ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> scales,
-                  ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> positions,
+Vectors VectorsOf(const ffi::AnyBuffer& buffer, int32_t type, int64_t h) {
+  const auto stored = static_cast<Stored>(type);
+  return {Data(buffer), stored, h, static_cast<int64_t>(buffer.dimensions().back()) * BytesOf(stored)};
+}
+
+ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::AnyBuffer scales, ffi::AnyBuffer zeros,
+                  ffi::Buffer<ffi::F32> levels, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> positions,
                   ffi::Buffer<ffi::S32> numbers, ffi::AnyBuffer q_sink, ffi::Buffer<ffi::F32> sinks,
                   ffi::Buffer<ffi::F32> factors, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::Buffer<ffi::F32>> lse, ffi::Result<ffi::Buffer<ffi::F32>> mass, int32_t stored,
@@ -46,18 +51,19 @@ ffi::Error AttendCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   call.p = of_tables.back(), call.by_head = of_tables.size() == 3;
   call.j = q_sink.element_count() ? q_sink.dimensions()[2] : 0;
   if (call.h > 512) return ffi::Error::InvalidArgument("head dim above 512");
-  call.stored = static_cast<Stored>(stored);
-  call.asked = static_cast<Stored>(asked);
-  call.queries = static_cast<const char*>(q.untyped_data());
-  call.pool = static_cast<const char*>(kv.untyped_data());
-  call.scales = OrNull(scales);
+  call.queries = VectorsOf(q, asked, call.h);
+  call.pool = VectorsOf(kv, stored, call.h);
+  call.pool.scales = Data(scales), call.pool.zeros = Data(zeros), call.pool.levels = OrNull(levels);
+  call.pool.scale_type = scales.element_type() == ffi::F16 ? kFloat16 : kFloat32;
+  call.pool.bits = call.h ? 8 * call.pool.bytes / call.h : 0;
+  call.pool.groups = scales.dimensions().size() == 6 ? scales.dimensions()[5] : 1;
   call.tables = tables.typed_data();
   call.starts = starts.typed_data();
   call.positions = positions.typed_data();
   const int32_t* given = numbers.typed_data();
   call.layer = given[0];
   std::memcpy(&call.pattern, given + 1, sizeof(Pattern));
-  call.sink_queries = call.j ? static_cast<const char*>(q_sink.untyped_data()) : nullptr;
+  call.sink_queries = VectorsOf(q_sink, asked, call.h);
   call.sinks = OrNull(sinks);
   call.soft_cap = soft_cap;
   call.factors = OrNull(factors);
@@ -259,7 +265,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_attend, ksana::AttendCall,
                                   .Ctx<ksana::ffi::ThreadPool>()
                                   .Arg<ksana::ffi::AnyBuffer>()                     // q
                                   .Arg<ksana::ffi::AnyBuffer>()                     // kv
-                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // scales
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // scales
+                                  .Arg<ksana::ffi::AnyBuffer>()                     // zeros
+                                  .Arg<ksana::ffi::Buffer<ksana::ffi::F32>>()       // levels
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // tables
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // starts
                                   .Arg<ksana::ffi::Buffer<ksana::ffi::S32>>()       // positions

@@ -11,6 +11,7 @@
 #include "pattern.h"
 #include "product.h"
 #include "simd.h"
+#include "vectors.h"
 
 namespace ksana {
 
@@ -23,16 +24,13 @@ constexpr int64_t kFewRows = 4;
 struct Call {
   int64_t s, q, n, h, l, k, b, p, j;
   bool by_head;  // each kv head has a table: [S, K, P] in place of [S, P]
-  Stored stored, asked;  // types of the pool, and of queries and results
-  const char* queries;
-  const char* pool;
-  const float* scales;  // of codes, [M, L, 2, K, B]; else null
+  Vectors queries, pool;  // results have the queries' type
   const int32_t* tables;
   const int32_t* starts;
   const int32_t* positions;
   int64_t layer;
   Pattern pattern;
-  const char* sink_queries;  // [S, Q, J, N, H]; null where J is 0
+  Vectors sink_queries;      // [S, Q, J, N, H]
   const float* sinks;        // [N], or null
   float soft_cap;            // 0 for none
   const float* factors;      // of queries in the mass, [S, Q], or null
@@ -68,7 +66,7 @@ struct Scratch {
       : words(RoundUp((call.h + Type::kPerWord - 1) / Type::kPerWord, kLanes)), wide(words * Type::kPerWord),
         most_keys(call.MostKeys()), queries(kJobRows * words), block(most_keys * words), keys(words * most_keys),
         values(most_keys * words), zeros(words), rows(most_keys), ahead(most_keys), scores(kJobRows * most_keys),
-        out(kJobRows * wide), query(call.h), key(call.h), positions(kJobRows), key_positions(most_keys),
+        out(kJobRows * wide), query(wide), key(wide), positions(kJobRows), key_positions(most_keys),
         seen(most_keys), top(kJobRows), total(kJobRows) {
     live.reserve(call.p);
   }
@@ -99,7 +97,7 @@ class Job {
     }
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t vector = (tile_ * call.q + QueryOf(r)) * call.n + HeadOf(r);
-      ReadVector(call.queries, vector, call.asked, nullptr, &scratch.queries[r * scratch.words]);
+      ReadVector(call.queries, vector, &scratch.queries[r * scratch.words]);
     }
   }
 
@@ -164,6 +162,9 @@ class Job {
     return end;
   }
 
+  // True if blocks are read where they are.
+  bool InPlace() const { return call_.h == scratch_.wide && call_.pool.stored == Type::kStored; }
+
   // Returns the block that is read a piece after the i-th one of this piece, to prefetch it meanwhile: blocks
   // are anywhere in memory. After the last one of a kv head come the next head's, adjacent to them in one table.
   const int32_t* Ahead(int64_t i, int64_t side) const {
@@ -174,7 +175,7 @@ class Job {
   }
 
   const int32_t* At(int64_t vector) const {
-    return reinterpret_cast<const int32_t*>(call_.pool + vector * call_.h * BytesOf(call_.stored));
+    return reinterpret_cast<const int32_t*>(call_.pool.At(vector));
   }
 
   void Score() {
@@ -194,9 +195,11 @@ class Job {
         MultiplyTransposed<Type, kFewRows>(rows_, scratch_.queries.data(), scratch_.words, &scratch_.rows[c],
                                            &scratch_.ahead[c], scores + c, scratch_.most_keys, scratch_.words);
     } else {
-      for (int64_t i = 0; i < num_blocks_; ++i)
-        Transpose(ReadBlock(i, 0), scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b],
-                  scratch_.most_keys, Ahead(i, 0));
+      for (int64_t i = 0; i < num_blocks_; ++i) {
+        const int32_t* block = ReadBlock(i, 0);
+        Transpose(block, scratch_.words, call_.b, scratch_.words, &scratch_.keys[i * call_.b], scratch_.most_keys,
+                  InPlace() ? Ahead(i, 0) : block);
+      }
       Multiply<Type>(scratch_.queries.data(), scratch_.words, scratch_.keys.data(), scratch_.most_keys, scores,
                      scratch_.most_keys, rows_, scratch_.words, padded_, false);
     }
@@ -211,28 +214,24 @@ class Job {
     if (masked_) Mask();
   }
 
-  // Returns the B vectors of a block of the piece, `words` words each: where they are, or a copy.
+  // Returns the B vectors of a block of the piece, `words` words each: where they are, or a copy, which is made while
+  // memory is asked for the block ahead.
   const int32_t* ReadBlock(int64_t i, int64_t side) const {
     const int64_t vector = call_.VectorOf(BlockOf(piece_[i]), side, head_);
-    if (call_.h == scratch_.wide && call_.stored == Type::kStored)
-      return At(vector);
+    if (InPlace()) return At(vector);
+    const char* ahead = reinterpret_cast<const char*>(Ahead(i, side));
+    for (int64_t at = 0; at < call_.b * call_.pool.bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
     int32_t* copy = &scratch_.block[i * call_.b * scratch_.words];
     for (int64_t c = 0; c < call_.b; ++c)
-      ReadVector(call_.pool, vector + c, call_.stored, call_.scales, copy + c * scratch_.words);
+      ReadVector(call_.pool, vector + c, copy + c * scratch_.words);
     return copy;
   }
 
   // Reads H numbers as words, and zeros up to `wide`.
-  void ReadVector(const char* array, int64_t vector, Stored stored, const float* scales, int32_t* to) const {
-    const char* from = array + vector * call_.h * BytesOf(stored);
+  void ReadVector(const Vectors& array, int64_t vector, int32_t* to) const {
     auto* numbers = reinterpret_cast<typename Type::Number*>(to);
-    if constexpr (std::is_same_v<Type, Float32>) {
-      Widen(from, call_.h, stored, numbers);
-      if (scales != nullptr)
-        for (int64_t d = 0; d < call_.h; ++d) numbers[d] *= scales[vector];
-    } else {
-      std::memcpy(numbers, from, call_.h * sizeof(*numbers));
-    }
+    if constexpr (std::is_same_v<Type, Float32>) array.Read(vector, numbers);
+    else std::memcpy(numbers, array.At(vector), call_.h * sizeof(*numbers));
     std::fill(numbers + call_.h, numbers + scratch_.wide, typename Type::Number{});
   }
 
@@ -243,22 +242,19 @@ class Job {
       if (key >= call_.pattern.num_sinks) continue;
       masked_ = true;
       const int64_t vector = call_.VectorOf(BlockOf(piece_[c / call_.b]), 0, head_) + c % call_.b;
-      const float scale = call_.scales ? call_.scales[vector] : 1.0f;
-      const char* stored = call_.pool + vector * call_.h * BytesOf(call_.stored);
       for (int64_t r = 0; r < rows_; ++r) {
         if (scratch_.positions[r] < 0 || !call_.pattern.Repositioned(scratch_.positions[r], key)) continue;
         const int64_t turned = (tile_ * call_.q + QueryOf(r)) * call_.j + std::min<int64_t>(key, call_.j - 1);
-        const char* query = call_.sink_queries + (turned * call_.n + HeadOf(r)) * call_.h * BytesOf(call_.asked);
-        scratch_.scores[r * scratch_.most_keys + c] = scale * Dot(query, stored);
+        scratch_.scores[r * scratch_.most_keys + c] = Dot(turned * call_.n + HeadOf(r), vector);
       }
     }
   }
 
-  // Multiplies a query with a stored key.
-  float Dot(const char* query, const char* key) {
+  // Multiplies a sink query with a stored key.
+  float Dot(int64_t query, int64_t key) {
     std::vector<float>&a = scratch_.query, &b = scratch_.key;
-    Widen(query, call_.h, call_.asked, a.data());
-    Widen(key, call_.h, call_.stored, b.data());
+    call_.sink_queries.Read(query, a.data());
+    call_.pool.Read(key, b.data());
     float sum = 0;
     for (int64_t d = 0; d < call_.h; ++d) sum += a[d] * b[d];
     return sum;
@@ -333,7 +329,7 @@ class Job {
     std::fill(rows + num_keys_, rows + padded_, scratch_.zeros.data());
     std::copy(rows + num_keys_, rows + padded_, scratch_.ahead.begin() + num_keys_);
     for (int64_t i = 0; i < num_blocks_; ++i) {
-      const int32_t *block = ReadBlock(i, side), *ahead = Ahead(i, side);
+      const int32_t *block = ReadBlock(i, side), *ahead = InPlace() ? Ahead(i, side) : block;
       for (int64_t c = 0; c < call_.b; ++c) {
         const bool hidden = side == 1 && masked_ && !scratch_.seen[i * call_.b + c];
         rows[i * call_.b + c] = hidden ? scratch_.zeros.data() : block + c * scratch_.words;
@@ -358,12 +354,12 @@ class Job {
     }
     call_.lse[vector] = nothing ? kNothing : top + std::log(total);
     const float* out = &scratch_.out[r * scratch_.wide];
-    if (call_.asked == kFloat32) {
+    if (call_.queries.stored == kFloat32) {
       auto* to = reinterpret_cast<float*>(call_.out) + vector * call_.h;
       for (int64_t d = 0; d < call_.h; ++d) to[d] = out[d] * weight;
     } else {
       auto* to = reinterpret_cast<uint16_t*>(call_.out) + vector * call_.h;
-      for (int64_t d = 0; d < call_.h; ++d) to[d] = Narrow(out[d] * weight, call_.asked);
+      for (int64_t d = 0; d < call_.h; ++d) to[d] = Narrow(out[d] * weight, call_.queries.stored);
     }
   }
 

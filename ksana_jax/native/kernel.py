@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,19 +24,9 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
       NotImplementedError: a dtype, head dim or option that the kernel does not support.
       ValueError: shapes do not fit.
     """
-    options, (kv, scales) = call.options, call.pool
-    reads = (
-        "q_sink",
-        "sinks",
-        "soft_cap",
-        "return_lse",
-        "return_mass",
-        "mass_factor",
-        "out_dtype",
-        "scales",
-        "by_head",
-    )
-    check_options(call, *reads)
+    options, (kv, scales, zeros, levels) = call.options, call.pool
+    reads = "q_sink sinks soft_cap return_lse return_mass mass_factor out_dtype scales levels by_head"
+    check_options(call, *reads.split())
     if kv.dtype.name not in STORED:
         raise NotImplementedError(f"keys and values in {kv.dtype}; the native kernel reads {', '.join(STORED)}")
     if call.q.dtype.name not in QUERIES:
@@ -58,6 +50,8 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
         q,
         kv,
         nothing if scales is None else scales,
+        nothing if zeros is None else zeros,
+        nothing if levels is None else jnp.resize(levels, (16,)),
         call.tables,
         call.starts,
         call.positions,
@@ -77,7 +71,11 @@ def attend(call: Call, work: None = None, *, tuning: None) -> Result:
 def _check_shapes(call: Call) -> None:
     (s, width, n, h), (m, layers, _, k, b, _) = call.q.shape, call.pool.kv.shape
     queries, options = f"queries are {list(call.q.shape)}", call.options
-    check_shape("the pool", call.pool.kv.shape, (m, layers, 2, k, b, h), queries)
+    levels = call.pool.levels
+    stored = h if levels is None else h * (len(levels).bit_length() - 1) // 8
+    check_shape("the pool", call.pool.kv.shape, (m, layers, 2, k, b, stored), queries)
+    if call.pool.scales is not None and h % (groups := math.prod(call.pool.scales.shape[5:])):
+        raise ValueError(f"{groups} groups of scales, must divide a head dim of {h}: {queries}")
     if n % k:
         raise ValueError(f"{n} query heads, must be a multiple of {k} kv heads")
     check_shape("tables", call.tables.shape, (s, *(k,) * call.by_head, call.tables.shape[-1]), queries)

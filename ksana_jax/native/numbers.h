@@ -12,9 +12,9 @@ using Half = __fp16;  // gcc 12 has no other name there
 using Half = _Float16;
 #endif
 
-enum Stored : int32_t { kFloat32, kBfloat16, kFloat16, kInt8 };
+enum Stored : int32_t { kFloat32, kBfloat16, kFloat16, kInt8, kPacked };
 
-constexpr int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored == kInt8 ? 1 : 2; }
+constexpr int64_t BytesOf(Stored stored) { return stored == kFloat32 ? 4 : stored >= kInt8 ? 1 : 2; }
 
 inline float FromBfloat16(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;

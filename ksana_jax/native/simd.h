@@ -59,6 +59,21 @@ inline Floats MultiplyAdd(Floats sums, Floats a, Floats b) {
 #endif
 }
 
+// Lane i of the result is table[codes[i] % 16].
+inline Floats Lookup(const float* table, Ints codes) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)Load(table));
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_permutevar8x32_ps((__m256)Load(table), (__m256i)codes);
+  const __m256 high = _mm256_permutevar8x32_ps((__m256)Load(table + 8), (__m256i)codes);
+  return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
+#else
+  Floats x;
+  for (int i = 0; i < kLanes; ++i) x[i] = table[codes[i] & 15];
+  return x;
+#endif
+}
+
 inline Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 
 // The lanes of x, those that differ in bit kStep exchanged.

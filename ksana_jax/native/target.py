@@ -14,8 +14,9 @@ from ksana_jax.native.build import library
 
 # Dtypes of activations in which products, norms and layers compute.
 DTYPES = ("float32", "bfloat16")
-# Numbers of `Stored` in numbers.h. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS`.
-STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3}
+# Numbers of `Stored` in numbers.h. A pool on a CPU holds bfloat16 as uint16: see `kv.layout.BITS`; packed
+# codes are uint8.
+STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3, "uint8": 4}
 
 
 @functools.cache

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.patterns import SINK_POSITIONS, PatternArrays
+from ksana_jax.kv.codecs.registry import find_codec
+from ksana_jax.ops import packed_codes
 from ksana_jax.ops.attention import Attended, PartialAttention, merge, normalised
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import Queries, sink_query_position, write
@@ -99,8 +101,11 @@ class Kernels(NamedTuple):
     def attend(
         self, queries: Queries, cache: KVCache, context: AttentionContext, work: tuple[Any, ...] | None
     ) -> Attended:
-        """Does `attention.ragged_paged_attention` on pools of 16 or 8 bits; the result has the queries' dtype."""
-        pattern, found, masses = kernel_pattern(context.pattern), [], []
+        """Does `attention.ragged_paged_attention` on pools of numbers or codes; the result has the queries' dtype."""
+        pattern, found, masses, dtype = kernel_pattern(context.pattern), [], [], queries.q.dtype
+        rotation = None if cache.codec in (*FLOATS, *CODES) else packed_codes.rotation(cache.codec)
+        if rotation is not None:
+            queries = jax.tree.map(lambda x: rotation.transform(x, jnp), queries)
         for i, call in enumerate(calls(context.batch, context.shape)):
             q, q_sink = (None if x is None else call.take(x, 0) for x in queries)
             asked = _ask(call, context, pattern, cache, q, q_sink)
@@ -115,8 +120,9 @@ class Kernels(NamedTuple):
         if context.shape.shared_rows:
             shared = found.pop()
             found[0] = found[0]._replace(out=normalised(merge(_seen(found[0]), _seen(shared))))
-        parts = [result.out.astype(queries.q.dtype) for result in found]
-        return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts), tuple(masses))
+        parts = [result.out for result in found]
+        out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return Attended((out if rotation is None else rotation.inverse(out, jnp)).astype(dtype), tuple(masses))
 
 
 class Call(NamedTuple):
@@ -176,7 +182,8 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
 
 
 def _pool(cache: KVCache) -> contract.Pool:
-    return contract.Pool(cache.kv, cache.leaves.get("scale"))
+    levels = None if cache.codec in (*FLOATS, *CODES) else packed_codes.levels(cache.codec)
+    return contract.Pool(cache.kv, cache.leaves.get("scale"), cache.leaves.get("zero"), levels)
 
 
 def _with_pool(cache: KVCache, pool: contract.Pool) -> KVCache:
@@ -273,6 +280,7 @@ def _example_write(needs: Requirements) -> contract.Write:
 
 
 def _example_pool(needs: Requirements) -> contract.Pool:
-    shape = (2, 1, 2, needs.num_kv_heads, needs.block_size, needs.head_dim)
-    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs.codec in CODES else None
-    return contract.Pool(jax.ShapeDtypeStruct(shape, needs.dtype), scales)
+    shape, arrays = (2, 1, 2, needs.num_kv_heads, needs.block_size), find_codec(needs.codec).arrays(needs.head_dim)
+    leaves: Any = {name: jax.ShapeDtypeStruct((*shape, *size), dtype) for name, (size, dtype) in arrays.items()}
+    leaves["kv"] = jax.ShapeDtypeStruct(leaves["kv"].shape, needs.dtype)  # which may be bits
+    return _pool(KVCache(leaves, needs.codec))

@@ -292,7 +292,7 @@ def write(call: Write, work: None = None, *, tuning: Tuning) -> Written:
         empty = {name: jnp.zeros(out.shape, out.dtype) for name, out in outputs.items()}
         return Written(empty["q_out"], call.pool, empty.get("q_sink"))
 
-    kv, scales = call.pool
+    kv, scales, *_ = call.pool
     updated = {"pool": _halved(kv, heads=3)} | ({} if scales is None else {"scales": scales})
     refs = {name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in updated.items()}
     config = Config(

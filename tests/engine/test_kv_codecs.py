@@ -15,6 +15,7 @@ from ksana_jax.engine.inspect import take_snapshot
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
 from ksana_jax.kv.layout import KVLayout
 from tests.engine.small import VOCAB, make_llm, model, tokens_of
+from tests.machine import compiled
 from tests.reference import reference_logprobs
 from tests.soak import soak_unless
 
@@ -103,6 +104,20 @@ def test_attention_multiplies_queries_and_results_instead_of_transformed_keys_an
     tokens_of(llm, PROMPTS[:1], GREEDY)
     config, _ = model()
     assert shapes and {shape[1:] for shape in shapes} == {(config.num_heads, config.head_dim)}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("turboquant4", {"kv_eviction": {"method": "h2o", "budget": 20}}),
+        ("int3", {"kv_selection": {"method": "quest", "budget": 32, "full_layers": 0}}),
+        ("hadamard4", {"pattern": AttentionPattern(window=8, num_sinks=4, sink_position="cache")}),
+    ],
+)
+def test_packed_codes_give_the_same_tokens_in_cpp_and_by_xla(name, settings):
+    native, xla = (make_llm(kv_cache_dtype=name, operators={"attention": n}, **settings) for n in ("native", "xla"))
+    assert tokens_of(native, PROMPTS, GREEDY) == tokens_of(xla, PROMPTS, GREEDY)
 
 
 @functools.cache

@@ -124,7 +124,28 @@ def test_attention_refuses_each_argument_that_does_not_fit_the_others(name, axis
 
 @pytest.mark.parametrize("axis", [2, 3, 5])
 def test_attention_refuses_a_pool_of_other_heads(axis):
-    kv, scales = (np.asarray(x) for x in CALL.pool)
+    kv, scales = (np.asarray(x) for x in CALL.pool[:2])
     pool = Pool(longer(kv, axis), longer(scales, axis) if axis < scales.ndim else scales)
     with pytest.raises(ValueError, match=r"must be (\[|a multiple)"):
         KERNEL(dataclasses.replace(CALL, pool=pool))
+
+
+@pytest.mark.parametrize(
+    ("part", "array", "said"),
+    [
+        ("kv", zeros(4, 1, 2, 2, 16, 33, dtype="uint8"), r"the pool is .*, must be "),
+        ("scales", zeros(4, 1, 2, 2, 15, 1, dtype="float16"), "scales are"),
+        ("zeros", zeros(4, 1, 2, 2, 16, 1), "zeros are float32"),
+        ("levels", zeros(5), r"levels are \[5\], must be \[4\], \[8\] or \[16\]"),
+        ("levels", None, "a pool of uint8 without levels"),
+    ],
+)
+def test_attention_refuses_packed_codes_that_do_not_fit_each_other(part, array, said):
+    scales = zeros(4, 1, 2, 2, 16, 1, dtype="float16")
+    pool = Pool(zeros(4, 1, 2, 2, 16, 32, dtype="uint8"), scales, scales, np.arange(16, dtype=np.float32))
+    call = make(Spec(rows=((40, 3),), q_tile=3, num_heads=4, num_kv_heads=2, head_dim=64))
+    with pytest.raises(ValueError, match=said):
+        KERNEL(call.replace(pool=pool._replace(**{part: array})))
+    zeroless = pool._replace(scales=zeros(4, 1, 2, 2, 16, 3, dtype="float16"), zeros=None)
+    with pytest.raises(ValueError, match="3 groups of scales, must divide a head dim of 64"):
+        KERNEL(call.replace(pool=zeroless))

@@ -24,6 +24,7 @@ from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.kv_write import Queries, write
+from ksana_jax.ops.native_kernels import NATIVE
 from ksana_jax.ops.observation import Observer
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
@@ -31,6 +32,7 @@ from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
 from pallas_kernels import reference
 from pallas_kernels.contract import Kernel, Result, check_options
 from pallas_kernels.registry import KERNELS, KV_WRITES
+from tests.machine import compiled
 from tests.pallas_kernels.interpreter import PARAMS, interpreting, several_warpgroups
 from tests.patterns import MAX_ROTATED_SINKS, PATTERNS
 from tests.soak import soak_unless
@@ -196,6 +198,14 @@ def test_kernels_serve_a_step_as_the_reference_does(kernels, name, shared, codec
     np.testing.assert_allclose(got, expected, rtol=0, atol=4 * 2**-8 * largest)
     assert np.abs(got - expected).mean() < 2**-9
     assert (got[4] == 0).all() and (got[-1] == 0).all()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "codec"), [("StreamingLLM", "int4"), ("LM-Infinite", "hadamard3"), ("sliding", "turboquant2")]
+)
+def test_packed_codes_serve_a_step_as_the_reference_does(name, codec):
+    test_kernels_serve_a_step_as_the_reference_does(NATIVE, name, False, codec)
 
 
 @pytest.mark.parametrize("method", soak_unless(lambda method: method == SnapKV(), [H2O(), SnapKV()]))

@@ -82,7 +82,7 @@ def _numbers(out: Any) -> list[jax.Array]:
     """The arrays of a result, codes of a pool multiplied with their scales."""
     if isinstance(out, jax.Array):
         return [out]
-    kv, scales = out.pool
+    kv, scales, *_ = out.pool
     kv = kv if scales is None else kv.astype(jnp.float32) * scales[..., None]
     return [out.q, kv, *([] if out.q_sink is None else [out.q_sink])]
 
