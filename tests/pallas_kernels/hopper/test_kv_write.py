@@ -120,7 +120,7 @@ def write_of(case: Case, interpret: Any = False) -> Callable[[Write], Written]:
 def compare(actual: Written, case: Case, call: Write) -> None:
     """Asserts that a write gave what the reference gives and touched nothing else."""
     wanted = kv_write_reference.write(call)
-    (before, scales_before), (kv, scales), (wanted_kv, wanted_scales) = call.pool, actual.pool, wanted.pool
+    (before, scales_before), (kv, scales), (wanted_kv, wanted_scales) = (x.pool[:2] for x in (call, actual, wanted))
     within(actual.q, wanted.q, wanted.q.dtype)
     if case.num_sinks:
         within(actual.q_sink, wanted.q_sink, wanted.q.dtype)
