@@ -10,7 +10,7 @@ from ksana_jax.core.refusals import REFUSALS
 
 # Names of settings as `Simulation.drawn` gives them, and what the list of refusals calls them.
 SETTINGS = {
-    "pattern": (refusals.NOT_FULL,),
+    "pattern": (),
     "prefix cache": ("enable_prefix_caching",),
     "host memory": (),
     "disk tier": ("enable_prefix_caching", "disk_cache_dir"),

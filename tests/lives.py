@@ -18,8 +18,10 @@ from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingSimulation
 from tests.simulation import Simulation
 from tests.speculating_simulation import (
+    DraftModelSelectingSimulation,
     DraftModelSimulation,
     DraftModelStoringSimulation,
+    SpeculatingSelectingSimulation,
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
@@ -31,9 +33,9 @@ def kind_of(seed: int) -> type[Simulation]:
     engine that selects blocks; every seventh that of one that speculates, and another that of one with a draft model.
     """
     if seed % 7 == 2:
-        return DraftModelStoringSimulation if seed % 2 else DraftModelSimulation
+        return (DraftModelSimulation, DraftModelStoringSimulation, DraftModelSelectingSimulation)[seed % 3]
     if seed % 7 == 1:
-        return SpeculatingStoringSimulation if seed % 2 else SpeculatingSimulation
+        return (SpeculatingSimulation, SpeculatingStoringSimulation, SpeculatingSelectingSimulation)[seed % 3]
     return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, SelectingSimulation)[seed % 6]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.layout import SUMMARY
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.scheduler.step.types import StepArrays
@@ -54,8 +55,10 @@ class SelectingSimulation(StoringSimulation):
 
     def draw_storage(self) -> None:
         rng, size = self.rng, self.block_size
-        self.disk, self.pattern = None, "full"
-        self.settings |= {"shared_rows": 0, "host_slots": rng.choice([0, 3, 8, 200])}
+        self.pattern = rng.choice([name for name in sorted(PATTERNS) if FULL in PATTERNS[name]])
+        self.settings["shared_rows"] = 0
+        if self.disk is None:
+            self.settings["host_slots"] = rng.choice([0, 3, 8, 200])
         # A cached answer was computed as generated, a prompt is not: by chance short blocks of both are the same.
         only_streamed = self.settings["caching"] and size < 4
         drawn = {
@@ -95,7 +98,9 @@ class SelectingSimulation(StoringSimulation):
             raise AssertionError("an engine that selects took a window")
 
     def disk_trouble(self) -> None:
-        """There is no disk; a row is preempted without need."""
+        """Where there is no disk, a row is preempted without need."""
         scheduler = self.engine.scheduler
-        if len(scheduler.order):
+        if self.disk is not None:
+            super().disk_trouble()
+        elif len(scheduler.order):
             scheduler._preempt(int(scheduler.order[-1]))

@@ -10,6 +10,7 @@ from ksana_jax.kv.eviction import read_eviction
 from tests.expected import PATTERNS, STOP_IDS
 from tests.fakes import FakeExecutor
 from tests.guessing import ANSWERS, GUESSES
+from tests.selecting_simulation import SelectingSimulation
 from tests.simulated_requests import Expected
 from tests.simulation import Simulation
 from tests.storing_simulation import StoringSimulation, plain
@@ -125,8 +126,20 @@ class SpeculatingStoringSimulation(Speculating, StoringSimulation):
                 return found
 
 
+class SpeculatingSelectingSimulation(Speculating, SelectingSimulation):
+    """Drafts without branches, and queries that select blocks."""
+
+    def draw_storage(self) -> None:
+        super().draw_storage()
+        self.settings["speculative_config"]["trees"] = False
+
+
 class DraftModelStoringSimulation(DraftModelSimulation, StoringSimulation):
     """An engine that stores codes, and whose draft model does not: it drafts what exact keys and values say."""
 
     def draws_eviction(self) -> bool:
         return False
+
+
+class DraftModelSelectingSimulation(DraftModelSimulation, SelectingSimulation):
+    """An engine whose queries select blocks, and whose draft model reads all of its own."""

@@ -187,7 +187,9 @@ class Text:
     def selected(self, layer: int, hidden: np.ndarray) -> np.ndarray | bool:
         """Whether the newest token reads each one [1, T]."""
         given, t, size = dict(self.storage.selection), self.length, self.layout.block_size
-        if not given or layer < given["full_layers"] or (given["prompts"] == "whole" and t < self.num_prompt):
+        if not given or layer < given["full_layers"] or self.patterns[layer] != FULL:
+            return True
+        if given["prompts"] == "whole" and t < self.num_prompt:
             return True
         scores = SCORES[given["method"]]
         blocks = blocks_read(

@@ -31,7 +31,6 @@ SOME = {
     refusals.NOT_NATIVE: {"kv_cache_dtype": "int4"},
     refusals.NO_FULL_LAYER: {"pattern": "sliding_window"},
     refusals.BY_HEAD: {"pattern": {"window": 8, "full_heads": [[0], [1]]}},
-    refusals.NOT_FULL: {"pattern": [{"window": 8}, "full"]},
     "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     refusals.BRANCHES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "decoding_mode": "hier"}},
     refusals.COMPARES: {"speculative_config": {"method": "trie", "num_speculative_tokens": 4, "acceptance": "block"}},

@@ -28,8 +28,10 @@ from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
 from tests.simulation import Simulation
 from tests.speculating_simulation import (
+    DraftModelSelectingSimulation,
     DraftModelSimulation,
     DraftModelStoringSimulation,
+    SpeculatingSelectingSimulation,
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
@@ -62,7 +64,10 @@ def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
 @given(
     st.randoms(use_true_random=False),
     st.sampled_from(
-        [SpeculatingSimulation, SpeculatingStoringSimulation, DraftModelSimulation, DraftModelStoringSimulation]
+        [
+            *(SpeculatingSimulation, SpeculatingStoringSimulation, SpeculatingSelectingSimulation),
+            *(DraftModelSimulation, DraftModelStoringSimulation, DraftModelSelectingSimulation),
+        ]
     ),
 )
 def test_every_life_with_drafts_ends_well(rng, kind):
@@ -107,7 +112,8 @@ def test_lives_meet_every_method_and_codec():
 
 def test_lives_meet_every_selection_and_continue_sessions():
     unseen = {f"engines with {name}" for name in (*SELECTION_METHODS, "whole", "streamed")}
-    unseen |= {"hits_device", "hits_host", "preemptions", "changes refused", "sessions restored", "sessions refused"}
+    unseen |= {"hits_device", "hits_host", "hits_disk", "preemptions", "changes refused"}
+    unseen |= {"sessions restored", "sessions refused"}
     for seed in range(40):
         if unseen:
             unseen -= (+live_a_life(random.Random(seed), kind=SelectingSimulation).seen).keys()
@@ -223,8 +229,8 @@ PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, i
 PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
 FIRST = {scores_in_snapshots: 25, any_prompt: 12, copied_at_once: 440}  # of ten seeds
 PLANTED += [(plant, SnapshotSimulation, range(first, first + 10)) for plant, first in FIRST.items()]
-PLANTED += [(plant, SelectingSimulation, range(40)) for plant in (a_summary_left_behind, the_last_of_a_prompt)]
-PLANTED += [(other_blocks, SelectingSimulation, range(40))]
+PLANTED += [(the_last_of_a_prompt, SelectingSimulation, range(40))]
+PLANTED += [(plant, SelectingSimulation, range(40, 80)) for plant in (a_summary_left_behind, other_blocks)]
 PLANTED += [pytest.param(other_blocks, StoringSimulation, range(40), marks=pytest.mark.soak)]
 
 

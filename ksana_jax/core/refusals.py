@@ -43,7 +43,6 @@ WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
 NO_FULL_LAYER = "patterns without a layer of full attention"
-NOT_FULL = "patterns other than full attention"
 BY_HEAD = "patterns that differ between the kv heads of a layer"
 SHARED_KV, OTHER_PATTERN = "layers that read another layer's keys and values", "another pattern than that layer's"
 ALIBI, ABSOLUTE = "a model with ALiBi", 'kv_eviction with positions "absolute"'
@@ -66,14 +65,18 @@ REFUSALS = (
     Refusal("kv_selection", "kv_eviction", "summaries would describe keys that have been evicted"),
     Refusal("kv_selection", WHOLE_BLOCKS, "queries read codes and exact keys of one text from different blocks"),
     Refusal("kv_selection", "kv_full_precision_layers", "keys are read by head from one kind of block"),
-    Refusal("kv_selection", NOT_FULL, "selection among the blocks of a window is untested"),
+    Refusal(
+        "kv_selection",
+        NO_FULL_LAYER,
+        "queries select in layers with full attention only",
+    ),
     Refusal("kv_selection", ALIBI, "scores of summaries have no biases by distance"),
     Refusal("kv_selection", "shared_prefix_attention", "each row selects its own blocks of a shared prefix"),
-    Refusal("kv_selection", "speculative_config", "verification with selected blocks is untested"),
-    Refusal("kv_selection", "disk_cache_dir", "selection from blocks that were read from disk is untested"),
+    Refusal("kv_selection", BRANCHES, "a block is selected for its keys of all branches"),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
     Refusal("speculative_config", WHOLE_BLOCKS, "rejected draft tokens would be in blocks that are encoded once"),
     Refusal(BY_HEAD, "kv_eviction", "a method compares the heads of a layer, whose blocks would hold single heads"),
+    Refusal(BY_HEAD, "kv_selection", "a step selects for all heads of a layer together"),
     Refusal(BY_HEAD, "kv_full_precision_layers", "blocks hold heads of different layers"),
     Refusal(BY_HEAD, "tensor_parallel_size", "blocks hold single heads, which devices cannot divide"),
     Refusal(WHOLE_BLOCKS, "kv_full_precision_layers", "a block holds codes of all layers of its group"),

@@ -7,10 +7,10 @@ from collections.abc import Container, Sequence
 
 from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf, codec_name
-from ksana_jax.kv.selection import SelectionMethod, read_selection
+from ksana_jax.kv.selection import read_selection
 
 
 def make_layout(
@@ -21,7 +21,8 @@ def make_layout(
     Raises:
       ConfigError: settings and model do not fit together.
     """
-    selection = read_selection(config.kv_selection)
+    if (selection := read_selection(config.kv_selection)) is not None:
+        selection.num_blocks(config.block_size)
     layout = KVLayout.of(
         model,
         patterns,
@@ -37,7 +38,7 @@ def make_layout(
         layout = _with_exact_layers(layout, exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
     if selection is not None:
-        _check_selected(model, patterns, config, selection)
+        refusals.check({"kv_selection": True, refusals.ALIBI: model.alibi is not None})
     return layout
 
 
@@ -89,20 +90,5 @@ def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
             refusals.ADDS_UP_ATTENTION: method is not None
             and method.adds_up
             and f"kv_eviction {type(method).__name__}",
-        }
-    )
-
-
-def _check_selected(
-    model: ModelConfig, patterns: Sequence[AttentionPattern], config: EngineConfig, selection: SelectionMethod
-) -> None:
-    """Refuses settings under which queries could not select blocks, or summaries would mislead them."""
-    selection.num_blocks(config.block_size)
-    selection.in_layers(model.num_layers)
-    refusals.check(
-        {
-            "kv_selection": True,
-            refusals.ALIBI: model.alibi is not None,
-            refusals.NOT_FULL: any(pattern != FULL for pattern in patterns),
         }
     )

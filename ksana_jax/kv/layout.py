@@ -23,7 +23,7 @@ from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup, group_layers, residual_groups
-from ksana_jax.kv.selection.base import SelectionMethod
+from ksana_jax.kv.selection.base import SelectionMethod, selecting_layers
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -63,6 +63,7 @@ class KVLayout:
       codec: how keys and values are encoded in the leaves, see `codecs.registry.find_codec`.
       eviction: when groups with a share of its budget evict tokens; None if none do.
       selection: method by which queries select the blocks that they read; None if they read all.
+      selecting: layers in which they do.
       sealed: how blocks hold codes and exact tokens; None where a codec encodes each vector separately.
       sources: for each layer, or kv head of each layer, the one whose keys and values it reads; () if each has its own.
     """
@@ -74,6 +75,7 @@ class KVLayout:
     eviction: EvictionSchedule | None = None
     sealed: SealedBlocks | None = None
     selection: SelectionMethod | None = None
+    selecting: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
 
     @classmethod
@@ -95,11 +97,11 @@ class KVLayout:
           patterns: one for each layer, or for each kv head of each layer; None takes the model's own.
           dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
           as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
-          eviction, selection: how full-attention layers evict tokens, and how queries select the blocks that they read.
+          eviction, selection: how full-attention layers evict tokens, and how their queries select blocks.
           exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
 
         Raises:
-          ConfigError: no layer can evict, or see `EvictionSchedule`.
+          ConfigError: no layer can evict or select, or see `EvictionSchedule`.
         """
         seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers, model.num_kv_heads)
         sources = shared_kv.sources(model.kv_layers, model.num_layers, len(seen))
@@ -125,8 +127,9 @@ class KVLayout:
         ]
         if selection is not None:
             leaves.append(Leaf(SUMMARY, (num_layers, 1, heads, *selection.summary_shape(model.head_dim)), "float32"))
+        selects = {"selection": selection, "selecting": selecting_layers(selection, seen) if selection else ()}
         if eviction is None:
-            return cls(groups, block_size, tuple(leaves), dtype, selection=selection, sources=sources)
+            return cls(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
         of_token = (num_layers, 1, heads, block_size)
         leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
         leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
@@ -144,9 +147,8 @@ class KVLayout:
         for group in self.groups:
             if group.share is not None and any(patterns[layer] != FULL for layer in group.layers):
                 raise ConfigError("kv_eviction evicts from layers with full attention: their pattern cannot change")
-        refusals.check(
-            {"kv_selection": self.selection is not None, refusals.NOT_FULL: any(p != FULL for p in patterns)}
-        )
+        if any(patterns[layer] != FULL for layer in self.selecting):
+            raise ConfigError("kv_selection selects in layers with full attention: their pattern cannot change")
 
         def live(group: KVGroup) -> LiveRange:
             found = LiveRange.of([patterns[layer] for layer in group.layers])
@@ -176,13 +178,11 @@ class KVLayout:
 
     @property
     def selects_in(self) -> tuple[SelectionMethod | None, ...]:
-        """Returns for each layer the method by which its queries select blocks; None if they read all. A layer does as
-        the one that stores its keys, and summarises them."""
+        """Returns for each layer the method by which its queries select blocks; None if they read all that they see. A
+        layer does as the one that stores its keys, and summarises them."""
         num_layers = len(self.places)
-        if self.selection is None:
-            return (None,) * num_layers
-        found = self.selection.in_layers(num_layers)
-        return tuple(found[source] for source in self.sources or range(num_layers))
+        found = (None,) * num_layers if self.selection is None else self.selection.in_layers(num_layers)
+        return tuple(found[at] if at in self.selecting else None for at in self.sources or range(num_layers))
 
     @functools.cached_property
     def numbers_queries(self) -> EvictionMethod | SelectionMethod | None:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.kv.layout import HIDDEN, SUMMARY, KVLayout
+from ksana_jax.kv.selection.base import SelectionMethod
 
 
-def read_bytes(layout: KVLayout, num_blocks: int) -> int:
-    """Returns the bytes that a query reads of the num_blocks blocks of its text: all of them or, in layers that select,
-    the selected ones and the summaries of all. Keys that several layers share are read by each."""
+def read_bytes(layout: KVLayout, num_tokens: int, num_blocks: int) -> int:
+    """Returns the bytes that a query reads of the blocks of its text: all of them or, in layers that select, the
+    selected ones and the summaries of all. Keys that several layers share are read by each.
+
+    Args:
+      num_tokens: of its text. num_blocks: that hold them, in all groups of layers.
+    """
     summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name == SUMMARY)
     whole = layout.block_bytes - summary
-    num_layers, num_stored = len(layout.places), len(set(layout.places))
-    if layout.selection is None or (chosen := layout.selection.num_blocks(layout.block_size)) >= num_blocks:
-        return num_blocks * whole * num_layers // num_stored
-    selecting = num_layers - layout.selects_in.count(None)
-    of_selecting = chosen * whole + num_blocks * summary
-    return (of_selecting * selecting + num_blocks * whole * (num_layers - selecting)) // num_stored
+    if layout.selection is None:
+        return num_blocks * whole * len(layout.places) // len(set(layout.places))
+    size = layout.block_size
+
+    def read(method: SelectionMethod | None, held: int) -> int:
+        chosen = held if method is None else method.num_blocks(size)
+        return held * whole if chosen >= held else chosen * whole + held * summary
+
+    held = [group.live.num_live_blocks(size, num_tokens) for group in layout.groups]
+    of_layers = (read(method, held[g]) for method, (g, _) in zip(layout.selects_in, layout.places, strict=True))
+    return sum(of_layers) // len(layout.groups[0].layers)
 
 
 def simulated_bytes(layout: KVLayout, length: int, num_context: int) -> int:

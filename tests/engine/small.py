@@ -12,6 +12,7 @@ import numpy as np
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import FULL
 from ksana_jax.core.request import CompletionOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
@@ -137,7 +138,8 @@ def make_llm(
     patterns = read_patterns(pattern, model_config)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))
-    key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction, config.kv_selection))
+    selects = config.kv_selection and (config.kv_selection, [pattern == FULL for pattern in patterns])
+    key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction, selects))
     buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
     few = dataclasses.replace(
         buckets,

@@ -137,7 +137,7 @@ def test_blocks_are_those_of_a_model_of_the_layers_that_write(dtype, factor):
     assert shared.places == tuple(np.repeat(np.array(plain.places), factor, axis=0).view("i8,i8")[:, 0].tolist())
     assert len(shared.residual_places) == len(plain.residual_places) * factor
     # Each layer reads them.
-    assert read_bytes(shared, 10) == factor * read_bytes(plain, 10)
+    assert read_bytes(shared, 40, 10) == factor * read_bytes(plain, 40, 10)
 
 
 def test_groups_of_mixed_patterns_have_only_layers_that_write():

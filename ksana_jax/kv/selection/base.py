@@ -8,12 +8,14 @@ and cached with them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ksana_jax.core import checks
+from ksana_jax.core import checks, refusals
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.patterns import FULL, AttentionPattern
 
 Array: TypeAlias = Any  # NumPy in tests, jax in a compiled program
 
@@ -107,3 +109,18 @@ class SelectionMethod:
                 "layers: none would select"
             )
         return (None,) * self.full_layers + (self,) * (num_layers - self.full_layers)
+
+
+def selecting_layers(method: SelectionMethod, patterns: Sequence[AttentionPattern]) -> tuple[int, ...]:
+    """Returns the layers with full attention in which queries select.
+
+    Args:
+      patterns: of each layer.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    methods = method.in_layers(len(patterns))
+    found = tuple(layer for layer, pattern in enumerate(patterns) if methods[layer] is not None and pattern == FULL)
+    refusals.check({"kv_selection": True, refusals.NO_FULL_LAYER: not found})
+    return found

@@ -12,6 +12,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.kv.reading import read_bytes
 from ksana_jax.kv.selection import read_selection
+from ksana_jax.methods.presets import read_patterns
 from ksana_jax.methods.selection.quest import Quest
 from ksana_jax.methods.selection.rocketkv import RocketKV
 from tests import machine
@@ -26,6 +27,8 @@ RNG = np.random.default_rng(11)
 PROMPTS = [RNG.integers(2, VOCAB, length).tolist() for length in (43, 14, 30)]
 # Of eight dimensions RocketKV scores four.
 SCORES = {"quest": definition.quest, "rocketkv": functools.partial(definition.rocketkv, top_r=4)}
+NEAR = {"window": 9, "num_sinks": 2}
+MIXED = [NEAR, "full"]
 GOLDEN = Path(__file__).parents[2] / "golden/rocketkv.json"
 IMPLEMENTATIONS = ["xla", pytest.param("native", marks=machine.compiled)]
 
@@ -48,8 +51,8 @@ def tokens_of(llm: LLM, prompts=PROMPTS, **given):
 
 
 @functools.cache
-def expected(method="quest") -> list[list[int]]:
-    return tokens_of(make_llm(method=method))
+def expected(method="quest", mixed=False) -> list[list[int]]:
+    return tokens_of(make_llm(method=method, pattern=MIXED if mixed else None))
 
 
 @pytest.mark.parametrize("made", [Quest(), RocketKV(top_r=4)], ids=lambda made: type(made).__name__.lower())
@@ -80,13 +83,25 @@ def test_rocketkv_weighs_blocks_as_its_authors_do():
         np.testing.assert_allclose(scores[0, 0], np.array(case["weights"]), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "prompts"), [("quest", "whole"), ("quest", "streamed"), ("rocketkv", "streamed")])
+@pytest.mark.parametrize(
+    ("method", "prompts", "pattern"),
+    [
+        ("quest", "whole", "full"),
+        ("quest", "streamed", "full"),
+        ("rocketkv", "streamed", "full"),
+        ("quest", "whole", MIXED),
+        ("quest", "streamed", [NEAR | {"stride": 2, "sink_position": "absolute"}, "full"]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_definition_selects(
-    attention, method, prompts
+    attention, method, prompts, pattern
 ):
+    """Layers with other patterns read all that these show."""
     config, params = model()
-    answers = outputs_of(make_llm(attention, prompts=prompts, method=method), prompt_logprobs=0)
+    llm = make_llm(attention, prompts=prompts, method=method, pattern=pattern)
+    answers, patterns = outputs_of(llm, prompt_logprobs=0), read_patterns(pattern, config)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         whole = np.array([*prompt, *answer.outputs[0].token_ids])
         first, read = len(prompt) if prompts == "whole" else 0, []
@@ -96,7 +111,7 @@ def test_log_probabilities_are_those_of_full_attention_to_the_blocks_that_the_de
             read.append(found.sum())
             return found
 
-        wanted = reference_logprobs(params, config, whole, selects=selects)
+        wanted = reference_logprobs(params, config, whole, patterns, selects=selects)
         assert read[1] < read[0]
         entries = [*(answer.prompt_logprobs or []), *(answer.outputs[0].logprobs or [])]
         got = [entry[int(whole[t])].logprob for t, entry in enumerate(entries) if entry]
@@ -133,6 +148,10 @@ def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, me
         {"num_scheduler_steps": 4},
         {"async_scheduling": False},
         {"method": "rocketkv", "max_num_batched_tokens": 5, "query_tile": 1},
+        {"pattern": MIXED, "max_num_batched_tokens": 5, "query_tile": 1},
+        {"pattern": MIXED, "num_blocks": 30, "preempt": "swap", "host_cache_bytes": 1 << 18},
+        {"pattern": MIXED, "enable_prefix_caching": True},
+        {"speculative_config": {"method": "trie", "num_speculative_tokens": 4}},
         pytest.param({"method": "rocketkv", "num_blocks": 18, "preempt": "recompute"}, marks=pytest.mark.soak),
     ],
     ids=repr,
@@ -140,7 +159,7 @@ def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, me
 def test_tokens_are_the_same_however_they_are_served(settings):
     llm = make_llm(**settings)
     for _ in range(2 if "enable_prefix_caching" in settings else 1):
-        assert tokens_of(llm) == expected(settings.get("method", "quest"))
+        assert tokens_of(llm) == expected(settings.get("method", "quest"), "pattern" in settings)
 
 
 def test_cached_blocks_bring_their_summaries():
@@ -150,6 +169,17 @@ def test_cached_blocks_bring_their_summaries():
     longer = [prompt + [7, 9, 3] for prompt in PROMPTS]
     assert [tokens_of(llm, [p])[0] for p in PROMPTS] == expected()
     assert [tokens_of(llm, [p])[0] for p in longer] == tokens_of(plain, longer)
+
+
+def test_blocks_from_disk_bring_their_summaries(tmp_path):
+    settings = {"enable_prefix_caching": True, "host_cache_bytes": 1 << 18, "disk_cache_dir": str(tmp_path)}
+    longer = [prompt + [7, 9, 3] for prompt in PROMPTS]
+    with make_llm(**settings) as llm:
+        tokens_of(llm)
+    with make_llm(**settings) as llm:
+        found = outputs_of(llm, longer)
+    assert [answer.num_cached_tokens for answer in found] == [40, 12, 28]
+    assert [output.token_ids for answer in found for output in answer.outputs] == tokens_of(make_llm(), longer)
 
 
 def test_completions_of_one_prompt_copy_its_last_block_with_its_summary():
@@ -163,8 +193,15 @@ def test_a_query_reads_the_selected_blocks_and_all_summaries():
     layout, size = make_llm().engine.scheduler.layout, SIZE * 2 * 2 * 8 * 4  # keys and values of two heads, float32
     summaries = 2 * 2 * 8 * 4
     assert layout.block_bytes == 2 * (size + summaries)
-    assert read_bytes(layout, 4) == 4 * 2 * size
-    assert read_bytes(layout, 10) == 10 * size + 4 * size + 10 * summaries
+    assert read_bytes(layout, 4 * SIZE, 4) == 4 * 2 * size
+    assert read_bytes(layout, 10 * SIZE, 10) == 10 * size + 4 * size + 10 * summaries
+
+
+def test_a_layer_with_a_window_reads_its_blocks_and_no_summaries():
+    layout, size = make_llm(pattern=MIXED).engine.scheduler.layout, SIZE * 2 * 2 * 8 * 4
+    assert [method is not None for method in layout.selects_in] == [False, True]
+    # Of 40 tokens the window holds those from 32 on, and sinks are in the first block.
+    assert read_bytes(layout, 10 * SIZE, 13) == 3 * size + 4 * size + 10 * 2 * 2 * 8 * 4
 
 
 @pytest.mark.soak
@@ -195,8 +232,15 @@ def test_wrong_settings_are_refused_in_one_line(setting, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", ["sliding_window", ["full", NEAR]], ids=str)
+def test_a_layer_must_be_left_that_selects(pattern):
+    """The first layer reads all, `full_layers` says."""
+    with pytest.raises(ConfigError, match="kv_selection does not go with patterns without a layer of full attention"):
+        make_llm(pattern=pattern)
+
+
 def test_the_pattern_of_an_engine_that_selects_stays_full():
-    with pytest.raises(ConfigError, match="kv_selection does not go with patterns other than full attention"):
+    with pytest.raises(ConfigError, match="kv_selection selects in layers with full attention: their pattern cannot"):
         make_llm().set_pattern({"window": 8})
 
 

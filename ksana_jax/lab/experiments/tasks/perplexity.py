@@ -291,7 +291,7 @@ def _kv_alone(
     held = _blocks_over_text(llm, len(ids), num_context)
     if layout.eviction is not None and layout.eviction.method.hides:
         held["simulated_bytes"] = simulated_bytes(layout, held["position"][-1], num_context)
-    read = read_bytes(layout, int(llm.records[-1].live_blocks))
+    read = read_bytes(layout, len(ids), held["held_blocks"])
     return {"method": method, **_kv(llm, len(ids)), **held, "read_bytes": read}
 
 
