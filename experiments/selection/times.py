@@ -70,7 +70,7 @@ def main(model: str = "smollm2") -> None:
                 jax.block_until_ready(runner.cache.leaves["kv"])
                 if turn >= 2:  # the first ones compile
                     times[name].append(1e3 * (time.perf_counter() - began))
-        read = {name: read_bytes(runner.layout, length // BLOCK) // 1024 for name, runner in runners.items()}
+        read = {name: read_bytes(runner.layout, length, length // BLOCK) // 1024 for name, runner in runners.items()}
         found = (f"{name} {read[name]:,}, {statistics.median(ms):.1f} ({min(ms):.1f})" for name, ms in times.items())
         print(f"{length:6}  {'; '.join(found)}", flush=True)
 
