@@ -159,7 +159,8 @@ def _body(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def cut_prompts(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Cuts texts into prompts, one after another, in an order drawn by the seed.
+    """Cuts texts into prompts, one after another, in an order drawn by the seed. Of a single text, seed s takes the
+    s-th num_prompts, starting over at its end.
 
     Returns:
       num_prompts lists of exactly num_tokens token ids, each beginning with BOS if the tokenizer adds it.
@@ -175,7 +176,8 @@ def cut_prompts(files: Sequence[str], tokenizer: Any, num_prompts: int, num_toke
         body = _body(tokenizer, texts[index][1]).tolist()
         found += [head + body[i : i + size] for i in range(0, len(body) - step + 1, step)]
         if len(found) >= num_prompts:
-            return found[:num_prompts]
+            start = seed % (len(found) // num_prompts) * num_prompts if len(texts) == 1 else 0
+            return found[start : start + num_prompts]
     check_number(files, tokenizer, num_prompts, cut, "the number of prompts")
     raise AssertionError("what is counted can be cut")
 

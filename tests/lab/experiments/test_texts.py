@@ -4,7 +4,7 @@ import pytest
 from fake_llm import ByteTokenizer
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+from ksana_jax.lab.experiments.texts import Cut, cut_prompts, draw_excerpts
 
 TEXT = "".join(chr(32 + i % 90) for i in range(100))
 
@@ -67,3 +67,12 @@ def test_seeds_share_no_excerpts_of_a_stride(files):
     texts = [list(text.encode()) for text in (TEXT, TEXT[::-1])]
     listed = [text[at : at + 20] for text in texts for at in range(0, 100, 20)]
     assert seeds[0] + seeds[1] + seeds[2] == listed[:9]
+
+
+def test_seeds_share_no_prompts_of_a_single_text_while_it_lasts(files):
+    """Its 100 tokens are 14 prompts of seven after BOS. Of several texts the seed draws the order."""
+    one, tokenizer = files[:1], ByteTokenizer()
+    seeds = [cut_prompts(one, tokenizer, 2, 8, seed) for seed in range(8)]
+    assert sum(seeds[:7], []) == [[256, *TEXT[at : at + 7].encode()] for at in range(0, 98, 7)]
+    assert seeds[7] == seeds[0]
+    assert cut_prompts(files, tokenizer, 2, 8, 0) in (seeds[0], cut_prompts(files[1:], tokenizer, 2, 8, 0))
