@@ -73,6 +73,6 @@ def test_seeds_share_no_prompts_of_a_single_text_while_it_lasts(files):
     """Its 100 tokens are 14 prompts of seven after BOS. Of several texts the seed draws the order."""
     one, tokenizer = files[:1], ByteTokenizer()
     seeds = [cut_prompts(one, tokenizer, 2, 8, seed) for seed in range(8)]
-    assert sum(seeds[:7], []) == [[256, *TEXT[at : at + 7].encode()] for at in range(0, 98, 7)]
+    assert [ids for seed in seeds[:7] for ids in seed] == [[256, *TEXT[at : at + 7].encode()] for at in range(0, 98, 7)]
     assert seeds[7] == seeds[0]
     assert cut_prompts(files, tokenizer, 2, 8, 0) in (seeds[0], cut_prompts(files[1:], tokenizer, 2, 8, 0))
