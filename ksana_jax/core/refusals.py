@@ -65,11 +65,7 @@ REFUSALS = (
     Refusal("kv_selection", "kv_eviction", "summaries would describe keys that have been evicted"),
     Refusal("kv_selection", WHOLE_BLOCKS, "queries read codes and exact keys of one text from different blocks"),
     Refusal("kv_selection", "kv_full_precision_layers", "keys are read by head from one kind of block"),
-    Refusal(
-        "kv_selection",
-        NO_FULL_LAYER,
-        "queries select in layers with full attention only",
-    ),
+    Refusal("kv_selection", NO_FULL_LAYER, "queries select in layers with full attention only"),
     Refusal("kv_selection", ALIBI, "scores of summaries have no biases by distance"),
     Refusal("kv_selection", "shared_prefix_attention", "each row selects its own blocks of a shared prefix"),
     Refusal("kv_selection", BRANCHES, "a block is selected for its keys of all branches"),
