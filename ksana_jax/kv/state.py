@@ -100,10 +100,11 @@ class KVState:
         return self.shared or self.swapped
 
     def share_index(self, parent: KVState, num_blocks: int) -> None:
-        """Copies the place in the prefix index of a sequence whose first blocks it shares."""
+        """Copies the place in the prefix index of a sequence whose first num_blocks blocks it shares; accepted drafts
+        may have taken the parent beyond them."""
         self.cacheable = parent.cacheable
         for group, links in parent.links.items():
-            self.links[group] = list(links)
+            self.links[group] = links[:num_blocks]
         self.num_indexed = min(parent.num_indexed, num_blocks)
         for group, node in parent.nodes.items():
             for _ in range(parent.num_indexed - self.num_indexed):

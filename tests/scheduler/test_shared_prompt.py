@@ -5,6 +5,7 @@ import pytest
 from ksana_jax.core.request import FinishReason
 from tests.expected import expect_reference
 from tests.fakes import FULLY, make_engine, prompt_of, reference_tokens, run, step
+from tests.guessing import ANSWERS
 from tests.scheduler.requests import add, expect_empty
 
 
@@ -47,4 +48,17 @@ def test_completions_whose_leader_ends_before_its_prompt_is_computed_still_run_o
     else:
         engine.abort(request.request_id)
     assert all(seq.finish_reason is not None for seq in seqs)
+    expect_empty(engine)
+
+
+def test_completions_part_from_a_leader_whose_first_step_accepts_drafts(monkeypatch):
+    guessing = {"method": "tests.guessing:Guessing", "num_speculative_tokens": 7}
+    engine = make_engine(caching=True, max_num_batched_tokens=8, speculative_config=guessing)
+    request, prompt = add(engine, 9, 12, n=3, temperature=1), prompt_of(9)
+    seeds = [c.seq.seed for c in request.completions]
+    answers = [reference_tokens(prompt, 12, FULLY, seed=seed) for seed in seeds]
+    monkeypatch.setitem(ANSWERS, prompt.tobytes(), answers)
+    run(engine)
+    assert engine.scheduler.speculation.counts.num_accepted_tokens > 0
+    assert [c.token_ids for c in request.output().outputs] == answers
     expect_empty(engine)
