@@ -52,7 +52,7 @@ def drawn_eviction(
     probing = (("method", "kvzip"), ("instruction", (5,)))
     inside = rng.choice([*((("method", of),) for of in ("snapkv", "knorm", "h2o")), probing])
     own = {
-        "adakv": {"of": inside, "alpha": rng.choice([0, 0.2, 1])},
+        "adakv": {"of": inside, "alpha": rng.choice([0, 0.2, 1]), "layerwise": apart},
         "h2o": {"normalised": rng.random() < 0.5},
         "keyformer": {"steps": rng.choice([1, 7]), "seed": rng.choice([0, 5])},
         "kvzip": {"instruction": rng.choice([(), (5,), (3, 50, 7)])},

@@ -241,8 +241,13 @@ class StoringExecutor(FakeExecutor):
         priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
         place = np.arange(count)
         stays = (place < asked.num_sinks) | (place >= count - asked.num_recent)
-        for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
-            gone = seen[at][np.lexsort((-wanted, ~stays))[kept:]]
+        wanted, goes = np.where(np.isnan(priority), -np.inf, priority), np.zeros(priority.shape, bool)
+        together = wanted.T[None] if self._method.across_layers else wanted[:, :, None]
+        for of_budget, several in zip(goes.T[None] if self._method.across_layers else goes[:, :, None], together):
+            order = np.lexsort((-several.ravel(), ~stays.repeat(several.shape[1])))
+            of_budget[np.divmod(order[kept * several.shape[1] :], several.shape[1])] = True
+        for at in layers:
+            gone = seen[at][goes[at]]
             self.leaves[HIDDEN][block[gone], at, 0, 0, offset[gone]] = True
             if self._method.resets_scores:
                 self.leaves[SCORE][block, at, 0, 0, offset] = 0

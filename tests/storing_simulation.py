@@ -223,9 +223,13 @@ class Text:
         cached = informed(Cached(*own_vectors, scores, text, *numbers, **more), method, layers)
         priority = np.broadcast_to(method.priority(cached, np), (1, len(layers), 1, count))[0, :, 0]
         stay = {*range(method.sinks), *range(count - recent, count)}
-        for layer, order in zip(layers, priority, strict=True):
-            others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
-            chosen = sorted(stay | set(others[: left - len(stay)]))
+        pairs = [(i, at) for i in range(count) if i not in stay for at in range(len(layers))]
+        pairs.sort(key=lambda pair: (-priority[pair[1]][pair[0]], *pair))
+        num_others = left - len(stay)
+        for at, layer in enumerate(layers):
+            mine = pairs[: num_others * len(layers)] if method.across_layers else [p for p in pairs if p[1] == at]
+            others = [i for i, whose in mine if whose == at]
+            chosen = sorted(stay | set(others if method.across_layers else others[:num_others]))
             self.kept[layer] = [self.kept[layer][i] for i in chosen]
             if method.resets_scores:
                 self.scores[layer] = 0

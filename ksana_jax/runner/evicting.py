@@ -164,7 +164,7 @@ def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method
     heads = order.shape[-1] // len(slots)  # that share a budget
     goes = jnp.argsort(order, axis=-1) >= (heads * asked.num_kept)[:, None, None, None]
     if method.per_head:
-        goes = jnp.swapaxes(goes.reshape(*goes.shape[:2], -1, heads), 2, 3)
+        goes = _apart(goes, method, hidden.shape)
     return jnp.take_along_axis(goes, jnp.argsort(seen_first, axis=-1), axis=-1)[:, :, None]
 
 
@@ -206,7 +206,7 @@ def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.
 
 def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
     """Returns the slots [n, Lg, K, C] of each head in the order in which their tokens stay; with `per_head` the slots
-    of all heads together, [n, Lg, 1, C * K], where slot and head are a number slot * K + head.
+    of all heads that share a budget together, see `_together`.
 
     Among equals, older tokens stay.
     """
@@ -221,8 +221,23 @@ def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Arra
     classes = jnp.where(slots >= num_tokens, 2, jnp.where(stays, 0, 1))
     keys = -priority, jnp.broadcast_to(classes, priority.shape)
     if method.per_head:
-        keys = (jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], 1, -1) for x in keys)
+        keys = (_together(x, method) for x in keys)
     return jnp.lexsort(tuple(keys))
+
+
+def _together(x: jax.Array, method: EvictionMethod) -> jax.Array:
+    """[n, Lg, K, C] to [n, Lg, 1, C * K] or, with `across_layers`, to [n, 1, 1, C * Lg * K]: slots in text order."""
+    if method.across_layers:
+        return jnp.moveaxis(x, 3, 1).reshape(len(x), 1, 1, -1)
+    return jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], 1, -1)
+
+
+def _apart(x: jax.Array, method: EvictionMethod, shape: tuple[int, ...]) -> jax.Array:
+    """Undoes `_together`. shape: [n, Lg, K, C]."""
+    n, layers, heads, _ = shape
+    if method.across_layers:
+        return jnp.moveaxis(x.reshape(n, -1, layers, heads), 1, 3)
+    return jnp.swapaxes(x.reshape(n, layers, -1, heads), 2, 3)
 
 
 def _by_slot(x: jax.Array) -> jax.Array:

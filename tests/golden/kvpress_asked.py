@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvpress_cases import KVPressCase
+from kvpress_cases import CONFIG, KVPressCase
 
 LENGTHS, RATIOS = (96, 61), (0.25, 0.5, 0.75, 0.9)
 WINDOWS_AND_KERNELS = ((2, 1), (4, 5), (6, 7), (3, 13))
@@ -21,7 +21,8 @@ EXPECTED = ((0.5, 32, 4, True, True, 0.0), (0.75, 512, 4, True, True, 0.02), (0.
 EXPECTED += ((0.25, 64, 0, True, False, 0.0),)
 # (ratio, window, kernel, first stage's part, epsilon) of CriticalKV around SnapKV.
 CRITICAL = ((0.5, 4, 5, 0.5, 1e-4), (0.75, 4, 7, 0.5, 1e-2), (0.5, 3, 1, 0.25, 1e-4))
-# (length, sinks, tokens that a head keeps on average) of KVzip: a context of one chunk, and its repetition.
+# (length, sinks, tokens that a head keeps on average) of KVzip: a context of one chunk, and its repetition; with a
+# budget for each layer and with one for all.
 REPEATED = ((61, 4, 15), (61, 0, 30), (61, 4, 46), (40, 1, 6))
 # (length, ratio, share, SnapKV's window and kernel; KnormPress without them)
 SHARES = ((96, 0.75, 0.2, 4, 5), (96, 0.5, 0.9, 6, 7), (61, 0.75, 0.0, 2, 1), (61, 0.9, 0.2, 3, 3))
@@ -68,9 +69,10 @@ def asked() -> Iterator[KVPressCase]:
         yield KVPressCase("AdaKVPress", settings | {"alpha_safeguard": share}, length, 0, [], [])
     for length, ratio, share in OF_KEYS:
         yield KVPressCase("AdaKVPress", {"compression_ratio": ratio, "alpha_safeguard": share}, length, 0, [], [])
-    for length, num_sinks, num_kept in REPEATED:
-        # A quarter of a token less: kvpress rounds down what goes.
-        settings = {"compression_ratio": 1 - (num_kept - 0.25) / length, "layerwise": True, "n_sink": num_sinks}
+    for (length, num_sinks, num_kept), layerwise in itertools.product(REPEATED, (True, False)):
+        # Half a token less of each budget: kvpress rounds down what goes.
+        less = 0.5 / CONFIG["num_key_value_heads"] / (1 if layerwise else CONFIG["num_hidden_layers"])
+        settings = {"compression_ratio": 1 - (num_kept - less) / length, "layerwise": layerwise, "n_sink": num_sinks}
         yield KVPressCase("KVzipPress", settings, length, 0, [], [])
     for press, interval in DECODING:
         settings = {"compression_interval": interval, "target_size": TARGET}

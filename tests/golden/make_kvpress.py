@@ -225,13 +225,14 @@ def repeated(settings: dict, prompt: list[int], cache: Cache) -> None:
     """Runs a prompt and KVzip's second pass.
 
     Raises:
-      NearlyTied: rounding could decide which pairs of a layer stay.
+      NearlyTied: rounding could decide which pairs of a layer, or of the model, stay.
     """
     press = kvpress.KVzipPress(**settings)
     compress_post = press.compress_post
 
     def checked(network):
-        ordered = press.score_val.flatten(1).sort(-1, descending=True).values
+        scores = press.score_val if press.layerwise else press.score_val[None]
+        ordered = scores.flatten(1).sort(-1, descending=True).values
         require_gap(ordered, ordered.shape[1] - int(ordered.shape[1] * press.compression_ratio))
         compress_post(network)
 

@@ -33,7 +33,7 @@ class Cached(NamedTuple):
     length: [n] tokens of the text so far.
     group: [n] number of the group of layers.
     given: [n, Lg, K, C] float32, of `EvictionMethod.given`; None if the method has none.
-    num_kept: [n] tokens that a head keeps; with `per_head`, the mean over the heads of a layer.
+    num_kept: [n] tokens that a head keeps; with `per_head`, the mean over the heads that share a budget.
     num_sinks: [n] first tokens that stay, whatever their priority.
     num_prompt: [n] tokens of the prompt, without a question.
     constants: [n, Lg, ...] by name, of `EvictionMethod.constants`, one for each layer.
@@ -186,6 +186,11 @@ class EvictionMethod:
     def marks_blocks(self) -> bool:
         """True if blocks hold more than keys and values: sums over queries, or which tokens are hidden."""
         return self.adds_up or self.hides
+
+    @property
+    def across_layers(self) -> bool:
+        """True if the heads of all layers share one budget; only with `per_head`."""
+        return False
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         """Returns [n, Lg, K, C]: the highest stay, among tokens that are neither sinks nor recent.

@@ -51,6 +51,7 @@ class EvictionWrapper(EvictionMethod):
     custom_logits: ClassVar[Any] = _inside("custom_logits")
     needs_full_text: ClassVar[Any] = _inside("needs_full_text")
     per_head: ClassVar[Any] = _inside("per_head")
+    across_layers: ClassVar[Any] = _inside("across_layers")
     priority: ClassVar[Any] = _inside("priority")
     once: ClassVar[Any] = _inside("once")
     needs_text_positions: ClassVar[Any] = _inside("needs_text_positions")

@@ -20,6 +20,8 @@ class AdaKV(EvictionWrapper):
     layer with K heads keeps K times as many. Sinks and recent tokens stay in each head.
 
     Args:
+      layerwise: False divides one budget among the heads of all layers, whose priorities must be comparable too, as
+        KVzip's authors do.
       alpha: share of the budget that each head keeps by its own priorities, a token at least unless it is 0; as in
         kvpress. The authors' code mixes the split with an equal one, half and half.
     """
@@ -27,13 +29,25 @@ class AdaKV(EvictionWrapper):
     of: Any = dataclasses.field(default_factory=SnapKV)
     prompts: Any = "once"
     memory: Any = "simulated"
+    layerwise: bool = True
     alpha: float = 0.2
 
     per_head: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        checks.require(checks.number("kv_eviction AdaKV: alpha", self.alpha, 0, 1), error=ConfigError)
+        checks.require(
+            checks.number("kv_eviction AdaKV: alpha", self.alpha, 0, 1),
+            checks.boolean("kv_eviction AdaKV: layerwise", self.layerwise),
+            "kv_eviction AdaKV: layers is pyramid, but layerwise is false: one budget for all layers has no pyramid"
+            if not self.layerwise and self.layers != "uniform"
+            else None,
+            error=ConfigError,
+        )
+
+    @property
+    def across_layers(self) -> bool:
+        return not self.layerwise
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         priority = xp.broadcast_to(self.inner.priority(cached, xp), cached.keys.shape[:-1])

@@ -23,8 +23,8 @@ class KVzip(EvictionMethod):
 
     The authors and kvpress repeat contexts of more than 2,000 tokens in chunks, with a softmax over the sinks, the
     chunk and its repetition; here all is one chunk. All KV heads keep equally many tokens, "uniform" in the authors'
-    code; AdaKV with alpha 0 around this method divides them among the heads of a layer, as kvpress does with
-    layerwise=True. One budget for all layers, the default of both, is not built.
+    code; AdaKV with alpha 0 around this method divides them among the heads of a layer or, with layerwise false, of all
+    layers, the default of the authors and of kvpress.
 
     Args:
       sinks: first tokens, such as a system prompt, which are kept; the authors do not repeat them, kvpress does.

@@ -73,12 +73,20 @@ def test_hidden_tokens_give_the_text_that_evicted_ones_give(name):
         ({"method": "adakv", "memory": "freed"}, "its heads keep different numbers of tokens"),
         ({"method": "adakv", "of": {"method": "h2o"}, "prompts": "streamed"}, "prompts is 'streamed', must be 'once'"),
         ({"method": "adakv", "alpha": 2}, "alpha is 2"),
+        ({"method": "adakv", "layerwise": 0}, "layerwise is 0"),
+        ({"method": "adakv", "layerwise": False, "layers": "pyramid"}, "one budget for all layers has no pyramid"),
         ({"method": "adakv", "of": {"method": "kvzip"}, "prompts": "whole"}, "prompts is 'whole', must be 'once'"),
     ],
 )
 def test_what_cannot_be_hidden_is_refused_in_a_sentence(setting, said):
     with pytest.raises(ConfigError, match=said):
         read_eviction(setting)
+
+
+def test_layers_of_different_patterns_cannot_share_one_budget():
+    setting = {"method": "adakv", "of": {"method": "knorm"}, "layerwise": False, "interval": 4}
+    with pytest.raises(ConfigError, match="layerwise is false, but there are 2 groups of layers"):
+        make_llm(kv_eviction=setting, block_size=4, num_blocks=32, pattern=["full", {"window": 8}])
 
 
 def test_simulated_bytes_are_those_of_an_engine_that_frees():

@@ -27,7 +27,7 @@ COMPILED = ("method", "kernel", "normalised", "positions", "layers", "beta", "la
 # Arguments of ExpectedAttentionPress, and our names of them.
 EXPECTED = {"n_future_positions": "future", "n_sink": "sinks", "use_covariance": "covariance"}
 EXPECTED |= {"use_vnorm": "value_norms", "epsilon": "epsilon"}
-COMPILED += (*EXPECTED.values(), "of", "first_stage", "alpha")
+COMPILED += (*EXPECTED.values(), "of", "first_stage", "alpha", "layerwise")
 
 
 def pyramid(case: KVPressCase) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def settings_of(case: KVPressCase) -> dict[str, Any]:
                 "method": "kvzip",
                 "instruction": encode("\n\nRepeat the previous context exactly.") + encode("\n"),
             }
-            return common | {"method": "adakv", "of": inner, "alpha": 0, "sinks": given["n_sink"]}
+            own = {"alpha": 0, "sinks": given["n_sink"], "layerwise": given["layerwise"]}
+            return common | own | {"method": "adakv", "of": inner}
         case "ChunkKVPress":  # of SnapKVPress; keeps whole chunks
             size = given["chunk_length"]
             num_kept = int(-(-case.length // size) * (1 - given["compression_ratio"]))
