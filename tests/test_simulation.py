@@ -20,7 +20,6 @@ from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler import row_eviction
 from ksana_jax.scheduler.row_blocks import RowBlocks
-from tests.drawn_eviction import METHODS
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.lives import live_a_life
@@ -35,7 +34,7 @@ from tests.speculating_simulation import (
     SpeculatingSimulation,
     SpeculatingStoringSimulation,
 )
-from tests.storing_simulation import DRAWN, SnapshotSimulation, StoringSimulation
+from tests.storing_simulation import SnapshotSimulation, StoringSimulation
 
 # Lives that ended badly once.
 SEEDS = (1700, 11290, 12815)
@@ -99,15 +98,6 @@ def test_lives_meet_everything_that_the_memory_does():
         "swapped_in",
     }
     assert expected <= (+seen_in(Simulation, 61)).keys()
-
-
-def test_lives_meet_every_method_and_codec():
-    unseen = {f"engines with {name}" for name in (*METHODS, *DRAWN, "whole", "once", "streamed", "pyramid")}
-    unseen |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
-    for seed in range(150):
-        if unseen:
-            unseen -= (+live_a_life(random.Random(seed), kind=StoringSimulation).seen).keys()
-    assert not unseen
 
 
 def test_lives_meet_every_selection_and_continue_sessions():

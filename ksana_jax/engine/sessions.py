@@ -184,7 +184,8 @@ def _restore(engine: Engine, session: Session, folder: Path) -> None:
     ids = device.allocate(count)
     engine.make_moves()  # the host receives what these blocks held
     runner.cache = runner.mover.write(runner.cache, ids, session.blocks)
-    for part in session.parts:
+    # Whole prefixes first: a snapshot has blocks of theirs where a group of layers has evicted nothing.
+    for part in reversed(session.parts):
         _keep(engine, state, session, part, ids[part.places])
     device.release(ids)
 

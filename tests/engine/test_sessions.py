@@ -38,10 +38,12 @@ CASES = {
     "quest": ({"kv_selection": QUEST}, None, 44),
     "h2o": ({"kv_eviction": H2O}, None, 44),
     "window": ({"kv_eviction": {"method": "window", **STREAMED}}, None, 44),
+    # The first layer evicts nothing, so its blocks are a prefix's and a snapshot's.
+    "pyramid": ({"kv_eviction": {"method": "window", **STREAMED, "budget": 36, "layers": "pyramid"}}, None, 44),
     "h2o int8": ({"kv_eviction": H2O, "kv_cache_dtype": "int8"}, None, 44),
     "random, mixed layers": ({"kv_eviction": {"method": "random", **STREAMED}}, [{"window": 6}, "full"], 44),
 }
-KEPT = {"plain", "kivi", "sinks", "quest", "h2o int8"}
+KEPT = {"plain", "kivi", "sinks", "quest", "pyramid", "h2o int8"}
 
 
 def first_turn(llm):
