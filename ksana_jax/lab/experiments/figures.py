@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLUMN_INCHES = 3.25
+_LEGEND_ROW_INCHES = 0.13
 
 # Okabe and Ito's palette, "Color Universal Design" (2008), without its yellow, which is too pale for lines on white;
 # and wine and olive of Paul Tol's muted scheme ("Colour Schemes", 2021).
@@ -86,13 +87,23 @@ def plain_numbers(*axes: Axis) -> None:
 
 
 def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
-    """Puts the labels of some axes above a figure, equal ones once; nothing if there are none."""
+    """Puts the labels of some axes above a figure, equal ones once; nothing if there are none.
+
+    The labels take as many columns as fit the figure, at most `ncols`; it grows by their rows beyond the fourth.
+    """
     found: dict[str, Any] = {}
     for some in axes:
         handles, labels = some.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    if found:
-        figure.legend(found.values(), found, loc="outside upper center", ncols=ncols)
+    if not found:
+        return
+    for columns in range(ncols, 0, -1):
+        made = figure.legend(found.values(), found, loc="outside upper center", ncols=columns)
+        if columns == 1 or made.get_window_extent().width <= figure.bbox.width:
+            num_rows = -(-len(found) // columns)
+            figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_INCHES * max(num_rows - 4, 0))
+            return
+        made.remove()
 
 
 def bars(
