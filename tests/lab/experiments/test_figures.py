@@ -80,3 +80,19 @@ def test_bars_are_as_long_as_the_table_says():
     draw_columns(figure, [ResultRow("row", {}, 2, [[{}], [{}]], values)], columns)
     assert [axes.patches[0].get_width() for axes in figure.axes] == [50.0, 2.0, 9.5]
     assert [axes.get_xlabel() for axes in figure.axes] == ["share, %", "KV, KiB", "ppl"]
+
+
+def test_long_labels_take_fewer_columns_and_many_make_the_figure_taller():
+    def drawn(label: str, count: int) -> tuple[int, float]:
+        axes = Figure(figsize=(figures.COLUMN_INCHES, 2), layout="constrained").subplots()
+        for number in range(count):
+            axes.plot([1, 2], label=f"{label} {number}")
+        figures.legend(axes.figure, axes)
+        [made] = axes.figure.legends
+        assert made.get_window_extent().width <= axes.figure.bbox.width
+        return made._ncols, axes.figure.get_figheight()
+
+    assert drawn("short", 8) == (2, 2)
+    assert drawn("about the half of a column", 3) == (1, 2)
+    columns, height = drawn("short", 20)
+    assert columns == 2 and height > 2.5
