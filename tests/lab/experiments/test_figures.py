@@ -85,8 +85,8 @@ def test_bars_are_as_long_as_the_table_says():
 def test_long_labels_take_fewer_columns_and_many_make_the_figure_taller():
     def drawn(label: str, count: int) -> tuple[int, float]:
         axes = Figure(figsize=(figures.COLUMN_INCHES, 2), layout="constrained").subplots()
-        for number in range(count):
-            axes.plot([1, 2], label=f"{label} {number}")
+        for nth in range(count):
+            axes.plot([1, 2], label=f"{label} {nth}")
         figures.legend(axes.figure, axes)
         [made] = axes.figure.legends
         assert made.get_window_extent().width <= axes.figure.bbox.width
