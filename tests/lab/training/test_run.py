@@ -189,6 +189,7 @@ def test_a_run_with_fewer_kv_heads_starts_from_the_means_of_those_that_become_on
         )
 
 
+@pytest.mark.soak
 def test_a_run_whose_layers_share_keys_and_values_is_trained_exported_and_served(tmp_path, tiny_config):
     shape = ["model.num_layers=3", "model.cla_share_factor=2", "eval_every=10"]
     train(str(tiny_config), [f"out_dir={tmp_path}", "num_steps=10", *shape])

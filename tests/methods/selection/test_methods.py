@@ -87,10 +87,12 @@ def test_rocketkv_weighs_blocks_as_its_authors_do():
     ("method", "prompts", "pattern"),
     [
         ("quest", "whole", "full"),
-        ("quest", "streamed", "full"),
+        pytest.param("quest", "streamed", "full", marks=pytest.mark.soak),
         ("rocketkv", "streamed", "full"),
         ("quest", "whole", MIXED),
-        ("quest", "streamed", [NEAR | {"stride": 2, "sink_position": "absolute"}, "full"]),
+        pytest.param(
+            "quest", "streamed", [NEAR | {"stride": 2, "sink_position": "absolute"}, "full"], marks=pytest.mark.soak
+        ),
     ],
     ids=str,
 )
@@ -146,9 +148,9 @@ def test_a_budget_of_the_whole_text_gives_the_bits_of_no_selection(attention, me
         {"num_blocks": 18, "preempt": "swap", "host_cache_bytes": 1 << 18},
         {"enable_prefix_caching": True},
         {"num_scheduler_steps": 4},
-        {"async_scheduling": False},
+        pytest.param({"async_scheduling": False}, marks=pytest.mark.soak),
         {"method": "rocketkv", "max_num_batched_tokens": 5, "query_tile": 1},
-        {"pattern": MIXED, "max_num_batched_tokens": 5, "query_tile": 1},
+        pytest.param({"pattern": MIXED, "max_num_batched_tokens": 5, "query_tile": 1}, marks=pytest.mark.soak),
         {"pattern": MIXED, "num_blocks": 30, "preempt": "swap", "host_cache_bytes": 1 << 18},
         {"pattern": MIXED, "enable_prefix_caching": True},
         {"speculative_config": {"method": "trie", "num_speculative_tokens": 4}},
