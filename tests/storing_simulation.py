@@ -225,12 +225,10 @@ class Text:
         stay = {*range(method.sinks), *range(count - recent, count)}
         pairs = [(i, at) for i in range(count) if i not in stay for at in range(len(layers))]
         pairs.sort(key=lambda pair: (-priority[pair[1]][pair[0]], *pair))
-        num_others = left - len(stay)
+        most = (left - len(stay)) * (len(layers) if method.across_layers else 1)
         for at, layer in enumerate(layers):
-            mine = pairs[: num_others * len(layers)] if method.across_layers else [p for p in pairs if p[1] == at]
-            others = [i for i, whose in mine if whose == at]
-            chosen = sorted(stay | set(others if method.across_layers else others[:num_others]))
-            self.kept[layer] = [self.kept[layer][i] for i in chosen]
+            mine = pairs if method.across_layers else [pair for pair in pairs if pair[1] == at]
+            self.kept[layer] = [t for i, t in enumerate(self.kept[layer]) if i in stay or (i, at) in mine[:most]]
             if method.resets_scores:
                 self.scores[layer] = 0
 
