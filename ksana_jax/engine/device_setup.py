@@ -68,31 +68,39 @@ class Prepared:
 
         Args:
           params: weights, or a function that reads them.
+
+        Raises:
+          LoadError: files with weights changed while they were read.
         """
-        from ksana_jax.engine.fingerprint import fingerprint
-        from ksana_jax.loading.load import embedding_on_host
+        from ksana_jax.engine.fingerprint import digest_of_params, fingerprint
+        from ksana_jax.loading.load import WeightReader, embedding_on_host
         from ksana_jax.models.params import quantised
 
         model, config, layout, placement = self.model, self.config, self.layout, self.placement
         placement.connect()
-        if callable(params):
+        caching, weights = config.enable_prefix_caching, None
+        if caching and isinstance(params, WeightReader):
+            weights, params = params.read_with_digest()
+        elif callable(params):
             params = params()
+        if caching and weights is None:
+            weights = digest_of_params(params)
         if config.embedding_device == "host":
             params = embedding_on_host(params)
         params = quantised(placement.params(model, params, config.embedding_device), config.quantization)
-        if not config.enable_prefix_caching:
+        if weights is None:
             return params, ""
         assert config.max_model_len is not None
         return params, fingerprint(
             model,
-            params,
+            weights,
             dtype=config.dtype,
+            quantization=config.quantization,
             kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
             + ("" if layout.eviction is None else f" {layout.eviction.method.stored}")
             + ("" if layout.selection is None else f" {layout.selection}"),
             max_model_len=config.max_model_len,
             numerics=config.numerics,
-            placement=placement,
         )
 
     def load(

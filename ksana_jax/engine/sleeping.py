@@ -65,7 +65,11 @@ class Sleeps:
         self.replicas.each(lambda engine: _fall_asleep(engine, level))
 
     def wake_up(self) -> None:
-        """Wakes up with the same weights, which are read again after `sleep(2)`; awake, does nothing."""
+        """Wakes up with the weights it slept with, which are read again after `sleep(2)`; awake, does nothing.
+
+        Raises:
+          ConfigError: the weights were given in memory and dropped.
+        """
         began, slept = time.perf_counter(), self.is_sleeping
         self.replicas.each(lambda engine: engine.lock.exclusive(True, _wake, engine))
         if slept:
@@ -133,8 +137,7 @@ def _update(engine: Engine, weights: Weights) -> None:
     check(engine)
     if engine.memory.disk is not None:
         raise ConfigError("disk_cache_dir is set, and its folder holds prefixes of one model's weights")
-    read = _reader(engine, weights)
-    engine.lock.exclusive(True, _replace, engine, read)
+    engine.lock.exclusive(True, _replace, engine, _checked(engine, weights))
 
 
 def check(engine: Engine) -> None:
@@ -154,36 +157,42 @@ def check(engine: Engine) -> None:
         raise ConfigError(f"this engine cannot sleep: {problem}")
 
 
-def _reader(engine: Engine, weights: Weights | None) -> Params | Callable[[], Params]:
-    """Returns weights, or a function that reads them, once it is known that they fit the engine.
+class Checked(NamedTuple):
+    """Weights that fit an engine, or a function that reads them. source: as `Engine.source`."""
 
-    Args:
-      weights: None takes those that the engine was built from.
+    weights: Params | Callable[[], Params]
+    source: tuple[str, str] | None
+
+
+def _checked(engine: Engine, weights: Weights) -> Checked:
+    """Checks that weights fit the engine.
 
     Raises:
-      ConfigError: they do not fit; the message says where.
+      ConfigError: they do not; the message says where.
       LoadError: the model cannot be read.
     """
-    config, load_format = engine.config, "auto"
-    if weights is None:
-        if engine.source is None:
-            raise ConfigError("the weights were given in memory, and sleep(2) has dropped them: call update_weights")
-        weights, load_format = engine.source
+    config = engine.config
     if isinstance(weights, Params):
         wanted = abstract_params(engine.model, config.dtype, "stored" if config.quantization == "stored" else None)
         if problem := _difference(weights, wanted):
             raise ConfigError(f"the weights do not fit this engine: {problem}")
-        return weights
+        return Checked(weights, None)
     if not isinstance(weights, (str, os.PathLike)):
         raise ConfigError(f"weights is of type {type(weights).__name__}, must be a path, a name or Params")
+    return _opened(engine, (os.fspath(weights), "auto"))
+
+
+def _opened(engine: Engine, source: tuple[str, str]) -> Checked:
+    """Opens a model whose weights the engine takes; raises like `_checked`."""
+    config, (name, load_format) = engine.config, source
     reads: Any = load_format, config.seed, config.embedding_device, config.quantization
-    path, placement = model_path(weights, weights=load_format != "dummy"), _runner(engine).placement
+    path, placement = model_path(name, weights=load_format != "dummy"), _runner(engine).placement
     on = {"placement": placement, "num_devices": config.tensor_parallel_size}
     model, read = open_model(path, config.dtype, *reads, **on)
     if model != engine.model:
         names = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(engine.model, f.name)]
-        raise ConfigError(f"model {os.fspath(weights)!r} does not fit this engine: it differs in {', '.join(names)}")
-    return read
+        raise ConfigError(f"model {name!r} does not fit this engine: it differs in {', '.join(names)}")
+    return Checked(read, source)
 
 
 def _difference(weights: Params, wanted: Params) -> str | None:
@@ -215,14 +224,14 @@ def _vacate(engine: Engine) -> None:
         engine.make_moves()
 
 
-def _replace(engine: Engine, weights: Params | Callable[[], Params]) -> None:
+def _replace(engine: Engine, new: Checked) -> None:
     """Drops weights and prefixes, then loads other weights: two sets may not fit."""
     if engine.asleep is None:
         engine.check_idle("weights change only in between")
         engine.lock.begin_write()
         _forget_prefixes(engine, engine.memory.index.scope)
         engine.asleep = Asleep(2, sleeping.release(_runner(engine), keeps_weights=False))
-    _load(engine, weights)
+    _load(engine, new)
 
 
 def _forget_prefixes(engine: Engine, scope: Scope) -> None:
@@ -233,16 +242,18 @@ def _wake(engine: Engine) -> None:
     if engine.asleep is None:
         return
     if engine.asleep.level == 2:
-        return _load(engine, _reader(engine, None))
+        if engine.source is None:
+            raise ConfigError("the weights were given in memory, and sleep(2) has dropped them: call update_weights")
+        return _load(engine, _opened(engine, engine.source))
     sleeping.restore(_runner(engine), engine.asleep.kept)
     engine.asleep = None
 
 
-def _load(engine: Engine, weights: Params | Callable[[], Params]) -> None:
+def _load(engine: Engine, new: Checked) -> None:
     assert engine.read_weights is not None
-    params, digest = engine.read_weights(weights)
-    sleeping.load(_runner(engine), params, consume=callable(weights))
-    engine.asleep = None
+    params, digest = engine.read_weights(new.weights)
+    sleeping.load(_runner(engine), params, consume=callable(new.weights))
+    engine.asleep, engine.source = None, new.source
     engine.lock.begin_write()
     if engine.factory.adapters is not None:
         engine.factory.adapters.forget()

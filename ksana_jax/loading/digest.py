@@ -1,22 +1,27 @@
-"""Digest of a model's files, which distinguishes models without reading all of their weights. No jax."""
+"""Digest of a model's files, of which every byte counts. No jax."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import time
 from pathlib import Path
 
-from ksana_jax.core.files import open_to_read
+from ksana_jax.core.compilation_cache import cache_folder
+from ksana_jax.core.files import open_to_read, write_atomic
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources.hub import INDEX, SMALL_FILES
 
-_SAMPLE_BYTES = 2**20
 _WEIGHTS = (".safetensors",)
+# Digests of larger files are kept in the user's cache: reading a GB takes a second.
+_KEPT_BYTES = 2**20
+# Within a clock tick a file can change twice with the same times; those of network file systems take up to 2 s.
+_TICK_NS = 2 * 10**9
 
 
 def digest_of_files(model: Path, load_format: str = "auto") -> str:
-    """Returns 16 hex digits: config and tokenizer in full, weights by size, first and last MiB.
-
-    After further training, the digest differs. Files that are not read make no difference.
+    """Returns 16 hex digits: of config, tokenizer and weights, all bytes. Files that are not read make no difference.
 
     Args:
       model: a model's directory or GGUF file.
@@ -24,23 +29,41 @@ def digest_of_files(model: Path, load_format: str = "auto") -> str:
     """
     digest = hashlib.sha256()
     for path, header_bytes in _files(model):
-        weights, size = header_bytes is not None, path.stat().st_size
-        if weights and load_format == "dummy" and not header_bytes:
-            continue
-        digest.update(f"{path.name} {size} ".encode())
-        with open_to_read(path) as file:
-            digest.update(file.read(header_bytes or 0))
-            if weights and load_format == "dummy":
-                continue
-            if weights and size - file.tell() > 2 * _SAMPLE_BYTES:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(-_SAMPLE_BYTES, 2)
-            digest.update(file.read())
+        if header_bytes is None or load_format != "dummy":
+            digest.update(f"{path.name} {digest_of_file(path)} ".encode())
+        elif header_bytes:
+            with open_to_read(path) as file:
+                digest.update(f"{path.name} ".encode() + file.read(header_bytes))
     return digest.hexdigest()[:16]
 
 
+def digest_of_file(path: Path) -> str:
+    """Returns a file's SHA-256 in hex. That of a large file is computed again once its inode, size or times differ."""
+    with open_to_read(path) as file:
+        found = os.fstat(file.fileno())
+        if found.st_size < _KEPT_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        version = _version(found)
+        kept = None
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            kept = cache_folder("digests") / hashlib.sha256(version.encode()).hexdigest()[:32]
+            if len(text := kept.read_text()) == hashlib.sha256().digest_size * 2:
+                return text
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK_NS
+        if kept is not None and settled and _version(os.fstat(file.fileno())) == version:
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(kept, digest)
+        return digest
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+
+
 def _files(model: Path) -> list[tuple[Path, int | None]]:
-    """Returns a model's files, and for those with weights the bytes before them that are read in full."""
+    """Returns a model's files, and for those with weights the bytes of the header before them."""
     if (gguf := gguf_of(model)) is not None:
         starts: dict[Path, int] = {}
         for info in read_gguf(gguf).tensors.values():

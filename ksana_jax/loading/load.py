@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax import __version__
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.dtypes import canonical_dtype
@@ -28,6 +29,7 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.loading.config_json import load_config, read_json
+from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.find import find_weights
 from ksana_jax.loading.gguf_config import gguf_dtype
 from ksana_jax.loading.hints import prefix_hint
@@ -44,6 +46,28 @@ from ksana_jax.sharding.specs import field_of
 logger = logging.getLogger("ksana_jax")
 LOAD_FORMATS = ("auto", "dummy")
 ALIGNMENT = 64  # bytes; XLA's CPU client requires it of a buffer that it adopts without a copy
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightReader:
+    """A function that reads a model's weights. digest: of all that they are read from."""
+
+    read: Callable[[], Params]
+    digest: Callable[[], str]
+
+    def __call__(self) -> Params:
+        return self.read()
+
+    def read_with_digest(self) -> tuple[str, Params]:
+        """Reads weights, and returns their digest and them.
+
+        Raises:
+          LoadError: the files changed meanwhile.
+        """
+        before, params = self.digest(), self.read()
+        if self.digest() != before:
+            raise LoadError("the model's files changed while their weights were read: load the model again")
+        return before, params
 
 
 def array_dtype(name: str) -> Any:
@@ -111,7 +135,7 @@ def open_model(
     quantization: str | None = None,
     placement: Placement = ONE_DEVICE,
     num_devices: int = 1,
-) -> tuple[ModelConfig, Callable[[], Params]]:
+) -> tuple[ModelConfig, WeightReader]:
     """Checks a model's config and files, and returns the config and a function that reads the weights; see
     `load_model`.
 
@@ -138,10 +162,11 @@ def open_model(
             _log("drew random weights", config, params, began)
             return params
 
-        return config, draw
+        return config, WeightReader(draw, lambda: f"dummy {seed} {jax.__version__} {__version__}")
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
-    found = find_weights(model_path(source), config)
+    path = model_path(source)
+    found = find_weights(path, config)
     check_tensors(config, found, str(source))
     if quantization == "stored":
         config = keeping(config, found, str(source), embedding_device, num_devices)
@@ -152,7 +177,7 @@ def open_model(
         _log(f"loaded {source} from {files} file{'s' * (files > 1)}", config, params, began)
         return params
 
-    return config, read
+    return config, WeightReader(read, functools.partial(digest_of_files, path))
 
 
 def _log(done: str, config: ModelConfig, params: Params, began: float) -> None:

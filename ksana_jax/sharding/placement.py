@@ -81,14 +81,6 @@ class Placement:
         """Places one weight, or its shape; path: of it in Params, from `jax.tree_util`."""
         return weight
 
-    def sampled(
-        self, config: ModelConfig, path: Any, weight: jax.Array, most: int
-    ) -> tuple[tuple[int, ...], np.ndarray]:
-        """Returns a weight's shape, and between `most` and twice as many of its numbers in order, or all; both are the
-        same on any number of devices."""
-        flat = weight.reshape(-1)
-        return weight.shape, np.asarray(flat[:: max(flat.size // most, 1)])
-
     def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
         """Returns a weight that is read in parts, one for each device, and placed before the next one is read.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.sharding.operators import DividedOperators
 from ksana_jax.sharding.placement import Placement
-from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, division, local_layout, local_model, pool_layout, share
+from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share, local_layout, local_model, pool_layout, share
 from ksana_jax.sharding.specs import AXIS, BY_HEAD, EVERYWHERE, field_of, spec_of_weight, specs_of
 from ksana_jax.sharding.vocabulary import DividedVocabulary
 
@@ -107,26 +106,6 @@ class TensorParallel(Placement):
             # Between processes, a copy to where the array is would be a collective.
             return weight if weight.sharding == wanted else jax.device_put(weight, wanted)
         return self.weight(config, path, weight.shape, functools.partial(_taken, weight))
-
-    def sampled(
-        self, config: ModelConfig, path: Any, weight: jax.Array, most: int
-    ) -> tuple[tuple[int, ...], np.ndarray]:
-        rows, repeats, divides = weight.shape[0], 1, division(field_of(path))
-        if divides == "vocabulary":
-            rows = config.vocab_size
-        elif divides == "kv heads":
-            repeats = max(self.num_devices // config.num_kv_heads, 1)
-            rows //= repeats
-        shape = (rows, *weight.shape[1:])
-        if self.num_local < self.num_devices:  # of this process's parts
-            part = weight.addressable_shards[0].data.reshape(-1)
-            return shape, np.asarray(part[:: max(part.size // most, 1)])
-        size = math.prod(shape)
-        row, *column = np.unravel_index(np.arange(0, size, max(size // most, 1)), shape)
-        of_head = rows // config.num_kv_heads
-        if repeats > 1:
-            row = row // of_head * (repeats * of_head) + row % of_head
-        return shape, np.asarray(weight[(row, *column)])
 
     def weight(self, config: ModelConfig, path: Any, shape: tuple[int, ...], read: Callable[[Share], Any]) -> Any:
         divided, parts = spec_of_weight(path, shape) != EVERYWHERE, []

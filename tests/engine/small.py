@@ -17,7 +17,7 @@ from ksana_jax.core.request import CompletionOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.layout import group_layers
-from ksana_jax.loading.load import load_model
+from ksana_jax.loading.load import open_model
 from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
@@ -120,11 +120,6 @@ _OF_A_RUNNER = operator.attrgetter(
 _programs: dict = collections.defaultdict(dict)
 
 
-@functools.cache
-def _stored(folder: Path, dtype: str):
-    return load_model(folder, dtype)
-
-
 def make_llm(
     tokenizer: Tokenizer | None = None,
     pattern=None,
@@ -134,7 +129,7 @@ def make_llm(
 ) -> LLM:
     """An engine with one bucket of each kind, so that it has three shapes of steps; engines that compile the same steps
     share them, unless a dict of programs is given. folder: of another model."""
-    model_config, params = model() if folder is None else _stored(folder, settings.get("dtype", "f32"))
+    model_config, params = model() if folder is None else open_model(folder, settings.get("dtype", "f32"))
     patterns = read_patterns(pattern, model_config)
     config = engine_config(SMALL | settings).for_model(model_config, patterns)
     groups = tuple(group.layers for group in group_layers(patterns))

@@ -122,6 +122,21 @@ def test_other_weights_take_effect_without_compiling_and_drop_prefixes(asleep, f
         assert llm.num_compilations == compiled + asleep, "only a sleep moves blocks to the host"
 
 
+@pytest.mark.parametrize("lora", [{}, {"enable_lora": True}], ids=["", "lora"])
+def test_an_engine_wakes_up_with_the_weights_that_it_took_last(lora, folders, expected):
+    with engine(folders[0], **lora) as llm:
+        llm.update_weights(folders[1])
+        llm.sleep(2)
+        llm.wake_up()
+        assert tokens(llm) == expected[1] and llm.engine.source == (str(folders[1]), "auto")
+        llm.update_weights(load_model(folders[0])[1])
+        llm.sleep(2)
+        with pytest.raises(ConfigError, match=r"in memory, and sleep\(2\) has dropped them: call update"):
+            llm.wake_up()
+        llm.update_weights(folders[0])
+        assert tokens(llm) == expected[0]
+
+
 def test_weights_in_memory_stay_usable_and_are_given_again_after_deep_sleep(folders, expected):
     config, params = load_model(folders[0])
     with LLM.from_params(config, params, **SIZES) as llm:

@@ -14,7 +14,7 @@ import ksana_jax
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.fingerprint import fingerprint
+from ksana_jax.engine.fingerprint import digest_of_params
 
 
 def header(engine: Engine, decisions: bool = True) -> dict[str, Any]:
@@ -68,9 +68,8 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 def digest(engine: Engine) -> str:
     """Returns a digest of the model's config and weights."""
     params = getattr(engine.executor, "params", None)
-    if params is None:
-        return hashlib.sha256(str(engine.model).encode()).hexdigest()[:32]
-    return fingerprint(engine.model, params, dtype=engine.config.dtype, kv_dtype="", max_model_len=engine.max_model_len)
+    weights = "" if params is None else digest_of_params(params)
+    return hashlib.sha256(f"{engine.model} {weights}".encode()).hexdigest()[:32]
 
 
 def plain_patterns(patterns: Sequence[AttentionPattern]) -> list[dict[str, Any]]:
