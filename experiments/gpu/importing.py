@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, write_atomic
 from ksana_jax.lab.experiments import plain_json
-from ksana_jax.lab.experiments.records import records_text
+from ksana_jax.lab.experiments.records import Records
+from ksana_jax.lab.experiments.report import records_text
 from ksana_jax.lab.experiments.tasks.base import Results, number
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
@@ -236,8 +237,9 @@ def _text_of(bundle: Mapping[str, Any]) -> str:
         "rows": [{**row, "trials": [ids[case]]} for case, row in rows.items()],
         "time": calendar.timegm(time.strptime(bundle["started"], STARTED)),
     }
-    starts = ({"trial": ids[case], "config": configs[case], "environment": about} for case in cases)
-    return records_text(plan, zip(starts, cases.values(), strict=True))
+    starts = {ids[c]: {"trial": ids[c], "config": configs[c], "environment": about} for c in cases}
+    done = {ids[case]: found for case, found in cases.items()}
+    return records_text(Records(plan=plan, done=done, starts=starts), KernelTimes())
 
 
 def _by(measurements: Sequence[Measurement]) -> str:

@@ -19,6 +19,10 @@ Overrides = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
+OwnCode = Annotated[
+    bool,
+    typer.Option("--own-code", help="run own tasks and methods that the files name: code of whoever wrote them"),
+]
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]

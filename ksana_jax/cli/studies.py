@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides
+from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 if TYPE_CHECKING:
     from ksana_jax.lab.experiments.on_ray import OnRay
@@ -95,6 +95,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="folder for table and figure", show_default="the run's; none for several runs")
     ] = None,
+    own_code: OwnCode = False,
 ) -> None:
     """Redraws the table and figure of a run from its records, or combines several runs in one table.
 
@@ -102,7 +103,7 @@ def report(
     """
     from ksana_jax.lab.experiments.command import report_and_show
 
-    report_and_show(folders, out)
+    report_and_show(folders, out, None if own_code else ())
 
 
 def compare(
@@ -112,6 +113,7 @@ def compare(
         Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
     ] = None,
     as_json: AsJson = False,
+    own_code: OwnCode = False,
 ) -> None:
     """Compares two runs row by row: differences of their trials, and a paired t-test for each number.
 
@@ -127,18 +129,19 @@ def compare(
 
     if is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)
-    compare_and_show(a, b, out, as_json)
+    compare_and_show(a, b, out, as_json, None if own_code else ())
 
 
 def export(
     folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
+    own_code: OwnCode = False,
 ) -> None:
     """Prints a run as CSV, one row per finished trial: label, grid, seed, trial id, and every number of its summary."""
     from ksana_jax.core.files import write_atomic
     from ksana_jax.lab.experiments.export import export as make
 
-    text = make(folder)
+    text = make(folder, None if own_code else ())
     if out is None:
         print(text, end="")
     else:

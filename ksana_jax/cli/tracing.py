@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli.options import AsJson
+from ksana_jax.cli.options import AsJson, OwnCode
 
 
 def trace(
@@ -75,12 +75,14 @@ def replay(
         Path | None, typer.Option(help="folder for the replay's own recording; new or empty", show_default="none")
     ] = None,
     as_json: AsJson = False,
+    own_code: OwnCode = False,
 ) -> None:
     """Replays a recording of `ksana trace --record` step by step, and reports the first difference.
 
     The same requests enter before the same steps; decisions, blocks and tokens are compared. Without overrides a
-    difference ends the replay with exit code 1; with them, it goes on to the end.
+    difference ends the replay with exit code 1; with them, it goes on to the end. Folders, devices and hosts that the
+    recording names are left out.
     """
     from ksana_jax.lab.trace.command import replay_and_show
 
-    raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json))
+    raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json, own_code))

@@ -1,23 +1,36 @@
 """Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
 
 A policy or a task can thus live in the user's project. Modules are found on the Python path and in the working
-directory.
+directory. Names in files of others are resolved within `trusting`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ksana_jax.core.errors import ConfigError
 
 T = TypeVar("T")
+_trusted: ContextVar[Collection[str] | None] = ContextVar("trusted", default=None)
+
+
+@contextlib.contextmanager
+def trusting(names: Collection[str] | None) -> Iterator[None]:
+    """Lets `resolve` import own code only by these names "package.module:name", in this thread; None: all of it."""
+    token = _trusted.set(names)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
 
 
 def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
@@ -29,12 +42,15 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
       what: name of the setting, for messages.
 
     Raises:
-      ConfigError: there is no such name, module or attribute, it cannot be imported, or it is not callable.
+      ConfigError: there is no such name, module or attribute, it cannot be imported, it is not callable, or own code
+        is not trusted here.
     """
     if isinstance(spec, str) and spec in registry:
         found = registry[spec]
         return _imported(found, what) if isinstance(found, str) else found
     if isinstance(spec, str) and ":" in spec:
+        if (trusted := _trusted.get()) is not None and spec not in trusted:
+            raise ConfigError(f"{what} is {spec!r:.80}: code that a file names runs only with --own-code")
         spec = _imported(spec, what)
     if not callable(spec):
         raise ConfigError(f"{what} is {spec!r:.80}, must be one of {', '.join(registry)}, or 'package.module:name'")

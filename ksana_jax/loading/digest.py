@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
+from io import BufferedReader
 from pathlib import Path
 
 from ksana_jax.core.compilation_cache import cache_folder
-from ksana_jax.core.files import open_to_read, write_atomic
+from ksana_jax.core.files import open_to_read, read_bytes, write_atomic
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources.hub import INDEX, SMALL_FILES
 
 _WEIGHTS = (".safetensors",)
 # Digests of larger files are kept in the user's cache: reading a GB takes a second.
-_KEPT_BYTES = 2**20
+_KEPT_BYTES = 2**21
 # Within a clock tick a file can change twice with the same times; those of network file systems take up to 2 s.
 _TICK_NS = 2 * 10**9
 
@@ -29,33 +31,32 @@ def digest_of_files(model: Path, load_format: str = "auto") -> str:
     """
     digest = hashlib.sha256()
     for path, header_bytes in _files(model):
-        if header_bytes is None or load_format != "dummy":
-            digest.update(f"{path.name} {digest_of_file(path)} ".encode())
-        elif header_bytes:
-            with open_to_read(path) as file:
-                digest.update(f"{path.name} ".encode() + file.read(header_bytes))
+        dummy = header_bytes is not None and load_format == "dummy"
+        if dummy and not header_bytes:
+            continue
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with open_to_read(path) as file:
+            digest.update(file.read(header_bytes) if dummy else _content(file))
     return digest.hexdigest()[:16]
 
 
-def digest_of_file(path: Path) -> str:
-    """Returns a file's SHA-256 in hex. That of a large file is computed again once its inode, size or times differ."""
-    with open_to_read(path) as file:
-        found = os.fstat(file.fileno())
-        if found.st_size < _KEPT_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        version = _version(found)
-        kept = None
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            kept = cache_folder("digests") / hashlib.sha256(version.encode()).hexdigest()[:32]
-            if len(text := kept.read_text()) == hashlib.sha256().digest_size * 2:
-                return text
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK_NS
-        if kept is not None and settled and _version(os.fstat(file.fileno())) == version:
-            with contextlib.suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(kept, digest)
-        return digest
+def _content(file: BufferedReader) -> bytes:
+    """Returns a small file's content; of a large one its SHA-256, computed again once inode, size or times differ."""
+    found = os.fstat(file.fileno())
+    if found.st_size <= _KEPT_BYTES:
+        return file.read()
+    version, kept = _version(found), None
+    with contextlib.suppress(OSError):
+        kept = cache_folder("digests") / hashlib.sha256(version.encode()).hexdigest()[:32]
+        if re.fullmatch(rb"[0-9a-f]{64}", text := read_bytes(kept)):
+            return text
+    digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
+    settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK_NS
+    if kept is not None and settled and _version(os.fstat(file.fileno())) == version:
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept, digest)
+    return digest
 
 
 def _version(found: os.stat_result) -> str:

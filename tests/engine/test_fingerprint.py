@@ -63,8 +63,7 @@ def test_each_byte_of_a_file_counts_and_digests_are_kept_until_the_file_changes(
     before = digest_of_files(file.parent)
     [kept] = (tmp_path / "cache/ksana_jax/digests").iterdir()
     monkeypatch.setattr(digests.hashlib, "file_digest", None)  # a second reading would fail
-    with pytest.raises(TypeError):
-        digest_of_files(file.parent)
+    assert digest_of_files(file.parent) == before
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kept.write_text("damaged")

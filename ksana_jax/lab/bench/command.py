@@ -41,7 +41,7 @@ def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool)
 def report_of(bench: Bench, records: Records) -> Report:
     assert records.plan is not None
     rows = result_rows(records, bench)
-    return report_of_rows(records.plan["name"], records.plan["title"], bench, rows, [], {})
+    return report_of_rows(records.plan["name"], records.plan["title"], bench, rows, [], {}, [])
 
 
 def plain(made: Report, records: Records) -> dict[str, Any]:

@@ -234,7 +234,8 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
 def _records(
     bench: Bench, cases: Sequence[Case], measured: Mapping[str, Sequence[Measurement]], environment: dict[str, Any]
 ) -> tuple[Records, str]:
-    from ksana_jax.lab.experiments.records import Records, records_text
+    from ksana_jax.lab.experiments.records import Records
+    from ksana_jax.lab.experiments.report import records_text
 
     task = name_of(type(bench))
     settings = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}  # pyright: ignore[reportArgumentType]
@@ -243,11 +244,11 @@ def _records(
     ids = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
     rows = [{"label": case.label, "point": dict(case.point), "trials": [ids[case.name]]} for case in cases]
     name = f"bench-{type(bench).__module__.rpartition('.')[2].replace('_', '-')}"
-    plan = {"name": name, "title": bench.title(), "task": task, "rows": rows}
+    plan = {"name": name, "title": bench.title(), "task": task, "rows": rows, "time": time.time()}
     starts = {
         ids[case]: {"trial": ids[case], "config": json.loads(texts[case]), "environment": environment}
         for case in measured
     }
     done = {ids[case]: list(found) for case, found in measured.items()}
-    text = records_text(plan | {"time": time.time()}, zip(starts.values(), done.values(), strict=True))
-    return Records(plan=plan, done=done, starts=starts), text
+    records = Records(plan=plan, done=done, starts=starts)
+    return records, records_text(records, bench)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.experiments.recorded_results import Recorded
 from ksana_jax.lab.experiments.report import Report, read_report, report_of_rows
 from ksana_jax.lab.experiments.tasks.base import Results
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 
 
-def combine(folders: Sequence[Path]) -> Report:
-    """Returns a report of the rows of several folders, each row labelled with its run.
+def combine(folders: Sequence[Path], trusted: Collection[str] | None = ()) -> Report:
+    """Returns a report of the rows of several folders, each row labelled with its run. trusted: see `report`.
 
     Raises:
       FileNotFoundError: a folder has no records.
       ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
     names = names_of(folders)
-    reports = {name: read_report(folder) for name, folder in zip(names, folders, strict=True)}
+    reports = {name: read_report(folder, trusted) for name, folder in zip(names, folders, strict=True)}
     first = reports[names[0]]
     for name, made in reports.items():
         check_comparable(names[0], first.task, first.rows, name, made.task, made.rows)
@@ -34,7 +36,9 @@ def combine(folders: Sequence[Path]) -> Report:
         if done < planned:
             notes.append(f"{done} of {planned} trials of {name} are done.")
     failed = {trial: error for made in reports.values() for trial, error in made.failed.items()}
-    return report_of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed)
+    starts = [start for made in reports.values() for start in made.starts]
+    with trusting(trusted):
+        return report_of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed, starts)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -50,8 +54,8 @@ def check_comparable(
     a: str, a_task: Results, a_rows: Sequence[ResultRow], b: str, b_task: Results, b_rows: Sequence[ResultRow]
 ) -> None:
     """Rejects runs of different tasks, and runs whose values of the same key come from different samples."""
-    if type(a_task) is not type(b_task):
-        kinds = [type(task).__name__ for task in (a_task, b_task)]
+    kinds = [task.name if isinstance(task, Recorded) else type(task).__name__ for task in (a_task, b_task)]
+    if type(a_task) is not type(b_task) or kinds[0] != kinds[1]:
         raise ConfigError(f"{a} is of task {kinds[0]}, {b} of {kinds[1]}: they have no columns in common")
     mine, theirs = _samples(a_rows), _samples(b_rows)
     for key in mine.keys() & theirs.keys():

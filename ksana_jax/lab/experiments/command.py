@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,14 @@ from rich.table import Table
 
 from ksana_jax.core.compilation_cache import cache_use
 from ksana_jax.core.files import write_atomic
+from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.experiments import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.experiments.combine import combine
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.records import Shard
 from ksana_jax.lab.experiments.report import Report, draw, read_report, write_tables
-from ksana_jax.lab.experiments.run import run
+from ksana_jax.lab.experiments.run import own_names, run
 
 if TYPE_CHECKING:
     from ksana_jax.lab.experiments.on_ray import OnRay
@@ -59,7 +60,7 @@ def run_and_report(
         return 1
     if use.asked:
         errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
-    report_and_show([folder])
+    report_and_show([folder], trusted=own_names(plan))
     if outcome.num_skipped:
         errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were already done")
     for label, error in outcome.failed.items():
@@ -67,14 +68,20 @@ def run_and_report(
     return 1 if outcome.failed else 0
 
 
-def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
+def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: Collection[str] | None = ()) -> None:
     """Prints the report of a folder, or of several side by side, and writes tables and figure.
 
     Args:
       out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
+      trusted: see `report`.
     """
+    with trusting(trusted):
+        _report_and_show(folders, out, trusted)
+
+
+def _report_and_show(folders: Sequence[Path], out: Path | None, trusted: Collection[str] | None) -> None:
     one = len(folders) == 1
-    made = read_report(folders[0]) if one else combine(folders)
+    made = read_report(folders[0], trusted) if one else combine(folders, trusted)
     out = folders[0] if one and out is None else out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -87,14 +94,17 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None) -> None:
         Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
 
 
-def compare_and_show(a: Path, b: Path, out: Path | None = None, as_json: bool = False) -> None:
+def compare_and_show(
+    a: Path, b: Path, out: Path | None = None, as_json: bool = False, trusted: Collection[str] | None = ()
+) -> None:
     """Prints run B against run A, row by row.
 
     Args:
       out: folder for compare.md and compare.json; None writes nothing.
       as_json: also print one line of JSON, with every number of the summaries.
+      trusted: see `report`.
     """
-    made = compare(a, b)
+    made = compare(a, b, trusted)
     line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ksana_jax.lab.experiments import dotted, noise
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.experiments import classes, dotted, noise
 from ksana_jax.lab.experiments.combine import check_comparable, names_of
-from ksana_jax.lab.experiments.identity import canonical, defining
-from ksana_jax.lab.experiments.report import done_of, read_planned, result_rows, values_of
-from ksana_jax.lab.experiments.tasks import results_named
+from ksana_jax.lab.experiments.identity import canonical, recorded_config
+from ksana_jax.lab.experiments.report import done_of, read_planned, result_rows, results_of, values_of
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
 from ksana_jax.lab.experiments.tasks.results import mean
 
@@ -80,13 +80,18 @@ class Comparison:
     notes: list[str]
 
 
-def compare(a: Path, b: Path) -> Comparison:
-    """Compares run B with run A, two folders that `ksana run` wrote.
+def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Comparison:
+    """Compares run B with run A, two folders that `ksana run` wrote. trusted: see `report`.
 
     Raises:
       FileNotFoundError: a folder has no records.
       ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
+    with trusting(trusted):
+        return _compared(a, b)
+
+
+def _compared(a: Path, b: Path) -> Comparison:
     names = names_of([a, b])
     runs = [_Run.read(folder) for folder in (a, b)]
     check_comparable(names[0], runs[0].task, runs[0].rows, names[1], runs[1].task, runs[1].rows)
@@ -95,6 +100,7 @@ def compare(a: Path, b: Path) -> Comparison:
     for name, run in zip(names, runs, strict=True):
         if missing := [row.name for row, config in zip(run.rows, run.configs, strict=True) if config is None]:
             notes.append(f"{name} has no finished trial of: {'; '.join(missing)}.")
+    notes += classes.notes(start for run in runs for start in run.starts)
     rows = [row for run in runs for row in run.rows]
     columns = [c for c in runs[0].task.columns(rows) if any(r.mean(c.key) is not None for r in rows)]
     title = " against ".join(reversed(names))
@@ -112,17 +118,19 @@ class _Run:
     configs: list[_Config | None]
     values: list[dict[str, dict[Hashable, float]]]
     environment: dict[str, Any]
+    starts: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> _Run:
         records, plan = read_planned(folder)
-        task = results_named(plan["task"])
+        task = results_of(records, plan)
         values = [values_of(row, records, task) for row in plan["rows"]]
         firsts = [next(iter(done_of(row, records)), None) for row in plan["rows"]]
-        configs = [None if first is None else _Config.of(records.starts[first]["config"]) for first in firsts]
+        configs = [None if first is None else _Config.of(records.starts[first]) for first in firsts]
         environments = (records.starts[first].get("environment") for first in firsts if first is not None)
         environment = dotted.flat(next(filter(None, environments), {}))
-        return cls(plan["task"], task, result_rows(records, task), configs, values, environment)
+        starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
+        return cls(plan["task"], task, result_rows(records, task), configs, values, environment, starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +141,9 @@ class _Config:
     all: dict[str, Any]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Config:
-        return cls(dotted.flat(defining({**config, "seed": None})), dotted.flat(config))
+    def of(cls, start: Mapping[str, Any]) -> _Config:
+        config = {**start["config"], "seed": None}
+        return cls(dotted.flat(recorded_config({**start, "config": config})), dotted.flat(start["config"]))
 
     def differs(self, other: _Config) -> Differs:
         """Returns the settings that define other trials, with their values."""

@@ -2,7 +2,8 @@
 
 A trial is one point of the experiment: model, engine settings, attention pattern, task settings and a seed, all
 resolved. Its id is a hash of its non-default values and its inputs (weights, texts): changing a value makes another
-trial; changing a label, or adding a setting in a later version, does not.
+trial, and so does editing own code that its settings name; changing a label, or adding a setting in a later version,
+does not.
 
 Numbers may be given as multiples of the model's training context: `window: ${context:1/4}`.
 """
@@ -30,6 +31,7 @@ from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.experiments import dotted, text_files
+from ksana_jax.lab.experiments.classes import own_digests
 from ksana_jax.lab.experiments.identity import canonical, trial_id
 from ksana_jax.lab.experiments.models import inputs_of, num_layers
 from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of, write_patterns
@@ -91,7 +93,8 @@ TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patter
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One point of an experiment. config: resolved plain values with the keys TRIAL_KEYS, `seed` and `inputs`."""
+    """One point of an experiment. config: resolved plain values with the keys TRIAL_KEYS, `seed`, `inputs` and, if
+    settings name own code, `code`."""
 
     id: str
     label: str
@@ -329,6 +332,8 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     if given and wanted is not None and given != wanted:
         raise ConfigError(f"layer_patterns has {given} patterns, {config['model']} has {wanted} layers")
     config["inputs"] = {**inputs_of(config), **task.inputs(settings)}
+    if code := own_digests(config):
+        config["code"] = code
     return config
 
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Collection
 from pathlib import Path
 
-from ksana_jax.lab.experiments.report import done_of, read_planned, summary
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.experiments.report import done_of, read_planned, results_of, summary
 from ksana_jax.lab.experiments.tables import csv_text
-from ksana_jax.lab.experiments.tasks import results_named
 
 
-def export(folder: Path) -> str:
+def export(folder: Path, trusted: Collection[str] | None = ()) -> str:
     """Returns CSV text: row label, the grid's columns, seed, trial id and every summary number, in full precision.
 
-    Only finished trials, in the plan's order; numbers that a trial lacks are empty.
+    Only finished trials, in the plan's order; numbers that a trial lacks are empty. trusted: see `report`.
 
     Raises:
       FileNotFoundError: the folder has no records.
       ConfigError: the records contain no plan, or are not valid records.
     """
-    records, plan = read_planned(folder)
-    name = plan["task"]
-    task = results_named(name)
     found = []
-    for row in plan["rows"]:
-        for trial in done_of(row, records):
-            left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
-            found.append((left, {key: value for key, value, _ in summary(task, name, trial, records.done[trial])}))
+    with trusting(trusted):
+        records, plan = read_planned(folder)
+        task = results_of(records, plan)
+        for row in plan["rows"]:
+            for trial in done_of(row, records):
+                left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
+                found.append((left, {key: value for key, value, _ in summary(task, plan["task"], trial, records)}))
     point = list(plan["rows"][0]["point"]) if plan["rows"] else []
     keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
     text = io.StringIO()

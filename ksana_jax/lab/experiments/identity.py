@@ -87,11 +87,14 @@ def recorded_id(start: Mapping[str, Any]) -> str:
 
 
 def recorded_config(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `defining` of a recorded trial of any version; empty if its config has no known task."""
+    """Returns `defining` of a recorded trial of any version; its whole config if its task is not known, or not trusted;
+    empty without a readable one."""
     try:
         return defining(start["config"])
     except _NO_CONFIG:
-        return {}
+        config: Any = start.get("config")
+        parts = [config, config.get("engine"), config.get("settings")] if isinstance(config, dict) else [None]
+        return config if all(isinstance(part, dict) for part in parts) else {}
 
 
 def differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:

@@ -5,8 +5,12 @@ Kinds of line, each with "schema_version" and "kind":
   plan         name, title, task and rows of the experiment; written whenever it differs from the last one
   start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
-  done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored
+  done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored.
+               summary, samples: its numbers by key, and the samples on which they were measured
   failed       the trial raised an exception; "error" holds its text
+  table        columns, notes and sentence of the table, for readers without the task's code; see `recorded_results`
+
+The last plan of a file counts; of several files, the plan with the highest "number". Clocks decide nothing.
 
 Numbers may be infinite or NaN, see `plain_json`.
 
@@ -24,7 +28,7 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,14 +74,17 @@ class Records:
     """The records of an output folder, by current trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
-    record of those measurements}. failed: {trial id: error} of trials whose last attempt failed.
+    record of those measurements}. summaries: {trial id: (numbers by key, samples by key)}, of trials whose records have
+    them. failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
     num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
     plan: dict[str, Any] | None = None
     done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     starts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    summaries: dict[str, tuple[dict[str, float], dict[str, Hashable]]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    table: dict[str, Any] | None = None
     num_at_once: int = 1
 
 
@@ -127,11 +134,11 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
     opened: dict[str, list[dict[str, Any]]] = {}
     starts: dict[str, dict[str, Any]] = {}
     spans: list[_Span] = []
+    plan = None
     for where, record in _lines(path):
         kind, trial = record["kind"], record.get("trial", "")
         if kind == "plan":
-            if records.plan is None or record["time"] >= records.plan["time"]:
-                records.plan = record
+            plan = record
         elif kind == "start":
             opened[trial] = []
             ids[trial] = recorded_id(record)
@@ -147,6 +154,9 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 spans += _span(starts[trial], record)
                 records.done.setdefault(ids[trial], measured)
                 records.starts.setdefault(ids[trial], starts[trial])
+                if "summary" in record:
+                    samples = {key: _hashable(sample) for key, sample in record.get("samples", {}).items()}
+                    records.summaries.setdefault(ids[trial], (record["summary"], samples))
                 records.failed.pop(ids[trial], None)
             elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
@@ -155,7 +165,15 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
             known = ids[trial] if trial in ids else trial
             if known not in records.done:
                 records.failed[known] = record["error"]
+        elif records.table is None or record["num_trials"] >= records.table["num_trials"]:
+            records.table = record
+    if plan is not None and (records.plan is None or plan.get("number", 0) >= records.plan.get("number", 0)):
+        records.plan = plan
     return spans
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _check_count(where: str, done: dict[str, Any], count: int) -> None:
@@ -173,6 +191,11 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "measurement": {"trial": str, "metric": str},
     "done": {"trial": str},
     "failed": {"trial": str, "error": str},
+    "table": {"task": str, "columns": list, "num_trials": int},
+}
+_OPTIONAL_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "plan": {"number": int},
+    "done": {"num_measurements": int, "summary": dict, "samples": dict},
 }
 _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
 
@@ -200,7 +223,8 @@ def _check_fields(where: str, record: dict[str, Any]) -> None:
     kind = record.get("kind")
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ConfigError(f"{where} is of kind {kind!r:.20}, must be one of {', '.join(_FIELDS)}")
-    _check_types(f"{where}, a {kind} line", record, _FIELDS[kind])
+    optional = {name: types for name, types in _OPTIONAL_FIELDS.get(kind, {}).items() if name in record}
+    _check_types(f"{where}, a {kind} line", record, _FIELDS[kind] | optional)
     if kind == "plan":
         for row in record["rows"]:
             _check_types(f"{where}, a row of the plan", row, _ROW_FIELDS)
@@ -223,18 +247,6 @@ def _check_types(what: str, values: Any, fields: dict[str, type | tuple[type, ..
 def record_line(kind: str, **fields: Any) -> str:
     """Returns one record as a line of a records file."""
     return plain_json.dumps({"schema_version": SCHEMA_VERSION, "kind": kind, **fields}) + "\n"
-
-
-def records_text(
-    plan: Mapping[str, Any], trials: Iterable[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
-) -> str:
-    """Returns the text of a records file of trials that are done: for each its start record and its measurements."""
-    lines = [record_line("plan", **plan)]
-    for start, measurements in trials:
-        lines.append(record_line("start", **start))
-        lines += [record_line("measurement", trial=start["trial"], **m) for m in measurements]
-        lines.append(record_line("done", trial=start["trial"], num_measurements=len(measurements)))
-    return "".join(lines)
 
 
 class RecordFile:

@@ -1,4 +1,8 @@
-"""Generates tables, a figure and a summary sentence from the records of a folder alone."""
+"""Generates tables, a figure and a summary sentence from the records of a folder alone.
+
+Records are data, perhaps somebody else's: own code that they name is imported only if the caller trusts it, and an own
+task is otherwise shown by what its records say of its table.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import dataclasses
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.experiments import figures, noise, tables
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.experiments import classes, figures, noise, tables
 from ksana_jax.lab.experiments.identity import recorded_config
-from ksana_jax.lab.experiments.records import Records, read
+from ksana_jax.lab.experiments.recorded_results import Recorded, summary_of, table_of
+from ksana_jax.lab.experiments.records import Records, read, record_line
 from ksana_jax.lab.experiments.tasks import results_named
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
 from ksana_jax.lab.experiments.tasks.compression import marked, simulated_note
@@ -34,28 +40,53 @@ class Report:
     notes: list[str]
     conclusion: str
     failed: dict[str, str]
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-def report(folder: Path) -> Report:
+def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
     """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
+
+    Args:
+      trusted: names "package.module:name" of own code that may be imported; None: all that the records name.
 
     Raises:
       FileNotFoundError: the folder has no records.
       ConfigError: the records contain no plan, are not valid records, or belong to another task than the plan's.
     """
-    made = read_report(folder)
-    write_tables(made, folder)
-    draw(made, folder)
+    with trusting(trusted):
+        made = read_report(folder, trusted)
+        write_tables(made, folder)
+        draw(made, folder)
     return made
 
 
-def read_report(folder: Path) -> Report:
-    """Returns the report of a folder's records; writes nothing."""
-    records, plan = read_planned(folder)
-    task = results_named(plan["task"])
-    rows = result_rows(records, task)
-    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
-    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed)
+def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
+    """Returns the report of a folder's records; writes nothing. trusted: see `report`."""
+    with trusting(trusted):
+        records, plan = read_planned(folder)
+        task = results_of(records, plan)
+        rows = result_rows(records, task)
+        starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
+        notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
+        return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)
+
+
+def results_of(records: Records, plan: Mapping[str, Any]) -> Results:
+    """Returns the reader of a plan's measurements: its task, or what the records say of it.
+
+    Raises:
+      ConfigError: there is no such task, or it is not trusted, and the records do not have its numbers.
+    """
+    try:
+        return results_named(plan["task"])
+    except ConfigError as error:
+        if not records.summaries and records.done:
+            raise ConfigError(f"{error}; these records have no table of their own") from error
+    table = records.table if records.table and records.table["task"] == plan["task"] else None
+    try:
+        return Recorded(plan["task"], table)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"the records' table of task {plan['task']!r} cannot be read: {error}") from error
 
 
 def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
@@ -72,12 +103,22 @@ def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
 
 
 def report_of_rows(
-    name: str, title: str, task: Results, rows: list[ResultRow], notes: list[str], failed: dict[str, str]
+    name: str,
+    title: str,
+    task: Results,
+    rows: list[ResultRow],
+    notes: list[str],
+    failed: dict[str, str],
+    starts: list[dict[str, Any]],
 ) -> Report:
-    """Returns the report of rows, with the given notes followed by those on the numbers."""
+    """Returns the report of rows, with the given notes followed by those on the numbers and on versions.
+
+    Args:
+      starts: start records of all trials.
+    """
     columns = task.columns(rows)
-    said = [*notes, *task.notes(rows), *simulated_note(rows), *noise.notes(rows, columns)]
-    return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed)
+    said = [*notes, *task.notes(rows), *simulated_note(rows), *noise.notes(rows, columns), *classes.notes(starts)]
+    return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed, starts)
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
@@ -118,7 +159,8 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
         samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, Own) for s in found)}
         config = recorded_config(records.starts[done[0]]) if done else {}
         trials = [records.done[trial] for trial in done]
-        rows.append(marked(ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)))
+        made = ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)
+        rows.append(marked(made, records.starts[done[0]]) if done else made)
     return rows
 
 
@@ -127,6 +169,20 @@ class Own:
     """The sample of a trial that shares its sample with no other trial of its row."""
 
     seed: int | None
+
+
+def records_text(records: Records, task: Results) -> str:
+    """Returns the text of a records file of trials that are done, with a plan."""
+    assert records.plan is not None
+    lines = [record_line("plan", **records.plan)]
+    for trial, start in records.starts.items():
+        measurements = records.done[trial]
+        lines.append(record_line("start", **start))
+        lines += [record_line("measurement", trial=trial, **m) for m in measurements]
+        summary = summary_of(task, measurements)
+        lines.append(record_line("done", trial=trial, num_measurements=len(measurements), **summary))
+    table = table_of(task, result_rows(records, task))
+    return "".join([*lines, record_line("table", task=records.plan["task"], **table)])
 
 
 def done_of(row: Mapping[str, Any], records: Records) -> list[str]:
@@ -140,16 +196,18 @@ def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[s
     values: dict[str, dict[Hashable, float]] = defaultdict(dict)
     for trial in done_of(row, records):
         own = Own(records.starts[trial].get("seed"))
-        for key, value, sample in summary(task, records.plan["task"], trial, records.done[trial]):
+        for key, value, sample in summary(task, records.plan["task"], trial, records):
             values[key].setdefault(own if sample is None else sample, value)
     return values
 
 
-def summary(
-    task: Results, name: str, trial: str, measurements: list[dict[str, Any]]
-) -> list[tuple[str, float, Hashable | None]]:
+def summary(task: Results, name: str, trial: str, records: Records) -> list[tuple[str, float, Hashable | None]]:
     """Returns (key, value, sample) of each number of a trial."""
+    measurements = records.done[trial]
     try:
+        if isinstance(task, Recorded):
+            found, samples = records.summaries[trial]
+            return [(key, value + 0.0, samples.get(key)) for key, value in found.items()]
         found = task.summarise(measurements)
         for value in found.values():
             math.isfinite(value)  # a TypeError unless it is a number, finite or not

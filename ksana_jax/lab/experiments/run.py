@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from ksana_jax.core import interrupts
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
+from ksana_jax.core.plugins import trusting
 from ksana_jax.devices.starting import use_device
 from ksana_jax.lab.experiments.config import Plan, Trial
 from ksana_jax.lab.experiments.environment import environment
+from ksana_jax.lab.experiments.recorded_results import table_of
 from ksana_jax.lab.experiments.records import WHOLE, RecordFile, Shard, locked, read
+from ksana_jax.lab.experiments.report import result_rows
+from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.trials import Context, EnginePool, Record, attempt
 
 if TYPE_CHECKING:
@@ -142,7 +146,8 @@ def run(
     with locked(folder, shard):
         path = folder / f"records{shard.suffix}.jsonl"
         with contextlib.closing(RecordFile(path)) as file:
-            before = read(folder)
+            with trusting(own_names(plan)):
+                before = read(folder)
             _write_plan(plan, before.plan, file)
             _write_run(plan, about, folder, shard)
             mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
@@ -171,7 +176,15 @@ def run(
                         seconds = fields["time"] - start["time"]
                         on_end(Ended(trial, seconds, measurements, error, num_ended, len(mine)))
             on_progress(len(mine), len(mine), "", 0.0)
+            if todo:
+                with trusting(own_names(plan)):
+                    _write_table(plan, folder, file)
     return Outcome(len(todo) - len(failed), len(mine) - len(todo), failed)
+
+
+def own_names(plan: Plan) -> set[str]:
+    """Returns the names of own code in a plan's settings, which the user trusts."""
+    return {name for trial in plan.trials for name in (trial.config["task"], *trial.config.get("code", {}))}
 
 
 def of_all(plan: Plan, name: str) -> Any:
@@ -200,7 +213,18 @@ def _write_plan(plan: Plan, last: dict[str, Any] | None, file: RecordFile) -> No
     rows = [{"label": r.label, "point": r.point, "trials": [t.id for t in r.trials]} for r in plan.rows]
     fields = {"name": plan.name, "title": plan.title, "task": plan.task, "rows": rows}
     if last is None or any(last[k] != v for k, v in fields.items()):
-        file.append("plan", **fields, time=time.time())
+        number = 0 if last is None else last.get("number", 0) + 1
+        file.append("plan", **fields, number=number, time=time.time())
+
+
+def _write_table(plan: Plan, folder: Path, file: RecordFile) -> None:
+    records, task = read(folder), task_named(plan.task)
+    try:
+        table = table_of(task, result_rows(records, task))
+    except Exception:  # of the task's code: the report says what is wrong
+        return
+    if records.table is None or any(records.table.get(name) != value for name, value in table.items()):
+        file.append("table", task=plan.task, **table)
 
 
 def _write_run(plan: Plan, about: dict[str, Any], folder: Path, shard: Shard) -> None:

@@ -14,6 +14,7 @@ from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.processor import pin
 from ksana_jax.devices.starting import use_device
+from ksana_jax.lab.experiments.classes import own_digests
 from ksana_jax.lab.experiments.config import Trial
 from ksana_jax.lab.experiments.identity import contents
 from ksana_jax.lab.experiments.models import inputs_of
@@ -110,11 +111,11 @@ class TrialRunner:
         self._fraction = fraction
 
     def _check_inputs(self, trial: Trial) -> None:
-        config, wanted = trial.config, contents(trial.config["inputs"])
+        config, wanted = trial.config, contents(trial.config["inputs"]) | trial.config.get("code", {})
         task = task_named(config["task"])
         try:
             settings = task.Settings(**config["settings"])
-            found = contents({**inputs_of(config), **task.inputs(settings)})
+            found = contents({**inputs_of(config), **task.inputs(settings)}) | own_digests(config)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{error} (in {os.getcwd()}; the command's folder is {self._sender.folder})") from None
         if differing := [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]:

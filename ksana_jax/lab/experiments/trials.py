@@ -15,12 +15,14 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.errors import JobError
 from ksana_jax.core.files import replacing
 from ksana_jax.core.patterns import FULL
+from ksana_jax.lab.experiments.classes import package_digests
 from ksana_jax.lab.experiments.config import Trial
 from ksana_jax.lab.experiments.environment import environment
 from ksana_jax.lab.experiments.patterns import layer_groups, patterns_of
+from ksana_jax.lab.experiments.recorded_results import summary_of
 from ksana_jax.lab.experiments.records import record_line
 from ksana_jax.lab.experiments.tasks import task_named
-from ksana_jax.lab.experiments.tasks.compression import simulates
+from ksana_jax.lab.experiments.tasks.compression import facts_of
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -119,21 +121,22 @@ def attempt(context: Context, debug: bool = False) -> Iterator[Record]:
     Raises:
       JobError: other processes of a distributed engine are lost.
     """
-    trial, count = context.trial, 0
+    trial = context.trial
     start = {"label": trial.label, "seed": trial.seed, "config": trial.config, "time": time.time()}
-    if simulates(trial.config):
-        start["memory"] = "simulated"
+    start |= facts_of(trial.config)
+    start["classes"] = package_digests(trial.config)
     yield "start", {**start, "environment": environment()}
-    began = time.perf_counter()
+    began, task, measurements = time.perf_counter(), task_named(trial.config["task"]), []
     try:
-        for measurement in task_named(trial.config["task"]).run(context):
+        for measurement in task.run(context):
             record_line("measurement", trial=trial.id, **measurement)  # what cannot be written is an error of the trial
             yield "measurement", measurement
-            count += 1
+            measurements.append(measurement)
     except Exception as error:
         if debug or isinstance(error, JobError):  # which has ended for all trials
             raise
         context.pool.drop()
         yield "failed", {"error": " ".join(f"{type(error).__name__}: {error}".split()), "time": time.time()}
     else:
-        yield "done", {"num_measurements": count, "seconds": time.perf_counter() - began, "time": time.time()}
+        ended = {"num_measurements": len(measurements), "seconds": time.perf_counter() - began, "time": time.time()}
+        yield "done", ended | summary_of(task, measurements)

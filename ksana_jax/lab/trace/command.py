@@ -41,18 +41,21 @@ def trace_target(words: Sequence[str], target: str, out: Path) -> None:
     print(f"{out}: index.html, trace.json, functions")
 
 
-def replay_and_show(path: Path, overrides: Sequence[str], out: Path | None, as_json: bool) -> int:
+def replay_and_show(
+    path: Path, overrides: Sequence[str], out: Path | None, as_json: bool, own_code: bool = False
+) -> int:
     """Replays a recording and prints the result; returns the exit code: 1 if it differed and no setting was changed.
 
     Args:
       out: folder for the recording of the replay; None writes none.
+      own_code: import own code that the recording names.
     """
     made = recording.read_decisions(path)
     settings = dotlist(list(overrides))
     if out is not None:
         check_new(out)
-    engine = make_llm(made, settings).engine
-    done = replay(made, engine, to_the_end=bool(settings))
+    engine = make_llm(made, settings, own_code=own_code).engine
+    done = replay(made, engine, to_the_end=bool(settings), own_code=own_code)
     what = f"{done.num_steps:,} steps of {len(made.steps):,}, {made.num_requests:,} requests"
     if done.difference is None:
         print(f"{what}: the same decisions, blocks and tokens")

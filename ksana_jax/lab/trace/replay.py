@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.errors import LoadError
+from ksana_jax.core.own_code import is_own, texts
+from ksana_jax.core.plugins import trusting
+from ksana_jax.core.sources import expanded, model_path
 from ksana_jax.engine.engine import Engine, Request
 from ksana_jax.engine.llm import LLM
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.lab.recording import Event, Recording
+from ksana_jax.lab.recording import Event, Recording, events_of
 from ksana_jax.lab.trace.differences import Difference, difference
 from ksana_jax.lab.trace.header import digest, versions
 from ksana_jax.lab.trace.recorder import Recorder
@@ -28,15 +33,20 @@ class Replay:
     recorder: Recorder
 
 
-def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None) -> LLM:
-    """Creates the engine of a recording.
+# Settings of a recording that name places of the machine that wrote it: folders, devices, hosts.
+PLACES = ("disk_cache_dir", "device", "distributed")
+
+
+def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None, *, own_code: bool = False) -> LLM:
+    """Creates the engine of a recording, which may be somebody else's: it downloads nothing and leaves out PLACES.
 
     Args:
       settings: fields of `EngineConfig` that differ from the recorded ones.
+      own_code: import own code that the recording names.
 
     Raises:
-      ConfigError: the version of the package or of jax differs, the weights differ or cannot be found, or a
-        setting was an object of Python.
+      ConfigError: the version of the package or of jax differs, the weights differ or cannot be found, a setting was an
+        object of Python, or own code is named that may not be imported.
     """
     header, settings = recording.header, settings or {}
     for name, version in versions().items():
@@ -47,10 +57,29 @@ def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None) ->
     if opaque := [name for name in header["opaque"] if name not in settings]:
         name = opaque[0]
         raise ConfigError(f"{recording.path}: {name} was an object, {header['config'][name]}: give {name}=NAME")
-    given = header["config"] | dict(settings)
+    named = [text for text in texts(header["config"]) if is_own(text)]
+    if named and not own_code:
+        raise ConfigError(f"{recording.path} names own code, {named[0]!r:.80}, which runs only with --own-code")
+    _check_local(recording)
+    given = {name: value for name, value in header["config"].items() if name not in PLACES} | dict(settings)
     llm = LLM(header["model"], load_format=header["load_format"], pattern=_patterns(header["patterns"]), **given)
     check_model(recording, llm.engine)
     return llm
+
+
+def _check_local(recording: Recording) -> None:
+    """Checks that models and adapters of a recording are on this machine: names of others are not downloaded.
+
+    Raises:
+      LoadError: one is not.
+    """
+    draft = recording.header["config"].get("speculative_config") or {}
+    for model in filter(None, (recording.header["model"], draft.get("model"))):
+        model_path(model, download=False)
+    for created in events_of("created", recording.events):
+        for adapter in filter(None, (request.get("lora_request") for request in created["requests"])):
+            if not os.path.exists(expanded(adapter["lora_path"])):
+                raise LoadError(f"{recording.path}: the adapter {adapter['lora_path']!r:.200} is not on this machine")
 
 
 def check_model(recording: Recording, engine: Engine) -> None:
@@ -63,11 +92,12 @@ def check_model(recording: Recording, engine: Engine) -> None:
         )
 
 
-def replay(recording: Recording, engine: Engine, *, to_the_end: bool = False) -> Replay:
+def replay(recording: Recording, engine: Engine, *, to_the_end: bool = False, own_code: bool = False) -> Replay:
     """Replays a recording on an idle engine that has served nothing yet.
 
     Args:
       to_the_end: continue after the first difference, until every request has ended.
+      own_code: import own eviction methods that the recording names.
     """
     recorder = Recorder(engine)
     waiting: dict[str, Request] = {}
@@ -75,7 +105,8 @@ def replay(recording: Recording, engine: Engine, *, to_the_end: bool = False) ->
     try:
         for event in recording.events:
             if event["event"] != "step":
-                _apply(event, engine, waiting)
+                with trusting(None if own_code else ()):
+                    _apply(event, engine, waiting)
                 continue
             mine = _step(engine, recorder)
             found = found or difference(event, mine)

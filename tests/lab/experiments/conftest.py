@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fake_llm
 import fake_task
 
+from ksana_jax.core import own_code
 from ksana_jax.core.sources import model_path
 from ksana_jax.lab.experiments import run as run_module
 from ksana_jax.lab.experiments import trials
@@ -57,7 +58,8 @@ def no_device(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The task "fake" is known."""
+    """The task "fake" is known, and its file counts as the package's."""
+    monkeypatch.setattr(own_code, "PACKAGES", (*own_code.PACKAGES, "fake_task"))
     monkeypatch.setitem(TASKS, "fake", "fake_task:Fake")
     return fake_task
 

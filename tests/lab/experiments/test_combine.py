@@ -89,7 +89,7 @@ def test_an_export_has_a_row_for_each_finished_trial(make_run, tmp_path, capsys)
 def test_an_export_leaves_out_what_is_not_finished(make_run):
     folder = make_run("a")
     lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
-    (folder / "records.jsonl").write_text("".join(lines[:-1]))
+    (folder / "records.jsonl").write_text("".join(lines[:-2]))
     assert [r["seed"] for r in csv.DictReader(io.StringIO(export(folder)))] == ["0"]
 
 

@@ -1,5 +1,6 @@
 """JSON records that no run writes: an error names the line, or the line is harmless; a repaired file resumes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -20,7 +21,8 @@ def experiment(model):
 
 @pytest.fixture
 def written(experiment, tmp_path):
-    """A folder of two finished trials and the lines of its records: a plan, then start, three measurements, done."""
+    """A folder of two finished trials and the lines of its records: a plan; of each its start, three measurements and
+    done; a table."""
     run(experiment, tmp_path / "out")
     path = tmp_path / "out/records.jsonl"
     return path, [json.loads(line) for line in path.read_text().splitlines()]
@@ -80,10 +82,10 @@ def test_lines_that_leave_no_doubt_about_the_results_change_nothing(written, har
         (lambda r: [{**r[0], "rows": [[]]}, *r[1:]], 1, r"a row of the plan: \[\] is not an object"),
         (lambda r: [{**r[0], "rows": [{**r[0]["rows"][0], "trials": [1]}]}], 1, "must be a list of ids"),
         (lambda r: [{**r[0], "rows": [r[0]["rows"][0], {**r[0]["rows"][1], "point": {}}]}], 1, "different points"),
-        (lambda r: [*r, {**r[1], "kind": "failed"}], 12, "a failed line: it has no 'error'"),
+        (lambda r: [*r, {**r[1], "kind": "failed"}], 13, "a failed line: it has no 'error'"),
         (lambda r: [r[0], {**r[1], "trial": ["a"]}, *r[2:]], 2, r"'trial' is \['a'\]"),
         (lambda r: [*r[:2], without(r[2], "metric"), *r[3:]], 3, "it has no 'metric'"),
-        (lambda r: [*r, 5], 12, "is not a record"),
+        (lambda r: [*r, 5], 13, "is not a record"),
     ],
 )
 def test_a_line_out_of_place_is_named_and_the_run_goes_on_once_it_is_repaired(experiment, written, damage, line, said):
@@ -110,3 +112,15 @@ def test_measurements_that_the_task_did_not_write_are_refused_with_their_trial(w
     rewrite(path, [*records[:3], {**records[3], "value": "many"}, *records[4:]])
     with pytest.raises(ConfigError, match=f"trial {records[3]['trial']} are not those of task 'fake': TypeError"):
         report(path.parent)
+
+
+def test_plans_are_ordered_by_their_place_and_number_and_not_by_clocks(experiment, written, monkeypatch):
+    path, records = written
+    rewrite(path, [{**records[0], "time": 4e9}, *records[1:]])  # by a clock that ran ahead
+    other = dataclasses.replace(experiment, title="the newer one")
+    run(other, path.parent)
+    assert read(path.parent).plan["title"] == "the newer one"
+    shard = records[0] | {"title": "of another file", "time": 0}
+    for number, title in ((0, "the newer one"), (2, "of another file")):
+        rewrite(path.with_name("records.2-of-2.jsonl"), [shard | {"number": number}])
+        assert read(path.parent).plan["title"] == title

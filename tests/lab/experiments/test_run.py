@@ -91,7 +91,8 @@ def test_a_torn_last_line_is_dropped_with_a_warning_and_its_trial_runs_again(mod
     run(experiment, whole)
     run(experiment, torn)
     path = torn / "records.jsonl"
-    path.write_bytes(path.read_bytes()[:-17])
+    *lines, _table = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines)[:-17])
     with pytest.warns(UserWarning, match=r"incomplete last line \(\d+ bytes\)"):
         outcome = run(experiment, torn)
     assert (outcome.num_done, outcome.num_skipped) == (1, 7)

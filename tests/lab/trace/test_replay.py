@@ -329,8 +329,65 @@ def test_a_recording_has_all_that_its_engine_needs_to_be_built_again(tmp_path, m
             self.engine = make_engine(**SETTINGS)
 
     monkeypatch.setattr("ksana_jax.lab.trace.replay.LLM", Built)
-    header = made.header | {"model": "somewhere", "load_format": "dummy"}
+    header = made.header | {"model": str(tmp_path), "load_format": "dummy"}
     make_llm(dataclasses.replace(made, header=header), {"policy": "shortest_first"})
-    assert (given["model"], given["load_format"], given["policy"]) == ("somewhere", "dummy", "shortest_first")
+    assert (given["model"], given["load_format"], given["policy"]) == (str(tmp_path), "dummy", "shortest_first")
     assert (given["num_blocks"], given["max_model_len"], given["preempt"]) == (12, 40, "swap")
     assert given["pattern"] == [AttentionPattern()] * 2
+
+
+@pytest.mark.parametrize(
+    ("header", "config", "said"),
+    [
+        ({"model": "nobody/nothing"}, {}, "nobody/nothing"),
+        ({}, {"speculative_config": {"method": "draft_model", "model": "nobody/nothing"}}, "nobody/nothing"),
+        (
+            {},
+            {"policy": "no_such_module:policy"},
+            "own code, 'no_such_module:policy', which runs only with --own",
+        ),
+        ({}, {"kv_eviction": {"of": [{"method": "no_such_module:M"}]}}, "names own code, 'no_such_module:M'"),
+    ],
+)
+def test_a_recording_of_somebody_else_runs_no_code_and_downloads_nothing(
+    header, config, said, tmp_path, monkeypatch, no_downloads
+):
+    made, _ = record(tmp_path / "a", lambda engine: None)
+    header = made.header | {"model": str(tmp_path), "load_format": "dummy"} | header
+    header["config"] = header["config"] | config
+    with pytest.raises(ValueError, match=said):
+        make_llm(dataclasses.replace(made, header=header))
+
+
+@pytest.fixture
+def no_downloads(monkeypatch):
+    def refuse(*args, **settings):
+        pytest.fail("something is downloaded")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("ksana_jax.core.sources.hub._download", refuse)
+
+
+def test_places_of_a_recording_are_left_out_unless_they_are_given(tmp_path, monkeypatch):
+    made, _ = record(tmp_path / "a", lambda engine: None)
+    folder, given = tmp_path / "never made", {}
+
+    class Built:
+        def __init__(self, model, **settings):
+            given.update(settings)
+            self.engine = make_engine(**SETTINGS)
+
+    monkeypatch.setattr("ksana_jax.lab.trace.replay.LLM", Built)
+    config = made.header["config"] | {"disk_cache_dir": str(folder), "distributed": {"hosts": ["example"]}, "device": 1}
+    made = dataclasses.replace(made, header=made.header | {"model": str(tmp_path), "config": config})
+    make_llm(made)
+    assert given.keys() == config.keys() - {"disk_cache_dir", "distributed", "device"} | {"pattern", "load_format"}
+    make_llm(made, {"disk_cache_dir": "here"})
+    assert given["disk_cache_dir"] == "here" and not folder.exists()
+
+
+def test_an_event_of_a_recording_runs_no_own_code(tmp_path):
+    made, _ = record(tmp_path / "a", lambda engine: None)
+    event = {"event": "eviction", "method": {"method": "no_such_module:M", "budget": 8}}
+    with pytest.raises(ConfigError, match=r"'no_such_module:M': code that a file names runs only with --own-code"):
+        replay(dataclasses.replace(made, events=[event]), make_engine(**SETTINGS))

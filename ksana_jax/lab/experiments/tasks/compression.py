@@ -9,7 +9,6 @@ from typing import Any
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.lab.experiments.tasks.results import SIMULATED, ResultRow, kib, ranked
 
 # Keys that must be equal for rows to differ by their cache alone; the engine's settings should differ little.
@@ -32,28 +31,27 @@ def _evicts(setting: Mapping[str, Any] | None) -> bool:
     return not (isinstance(budget, float) and budget == 1 and setting.get("layers", "uniform") == "uniform")
 
 
-def foresees(row: ResultRow) -> bool:
-    """True if a row's eviction method must know the text beforehand: an upper bound, not a usable cache."""
-    method = _method(row.config)
-    return method is not None and method.needs_full_text
-
-
-def _method(config: Mapping[str, Any]) -> EvictionMethod | None:
+def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the records of a trial say of its eviction method: "memory" is "simulated" if it hides evicted
+    tokens; "foresees" is true if it must know the text beforehand: an upper bound, not a usable cache."""
     try:
-        return read_eviction(config.get("engine", {}).get("kv_eviction"))
-    except ValueError:  # a setting of an earlier version, or a class that is not here
-        return None
+        method = read_eviction(config.get("engine", {}).get("kv_eviction"))
+    except ValueError:  # a setting of an earlier version, or a class that is not here or not trusted
+        method = None
+    simulated, foresees = method is not None and method.hides, method is not None and method.needs_full_text
+    return {**({"memory": "simulated"} if simulated else {}), **({"foresees": True} if foresees else {})}
 
 
-def simulates(config: Mapping[str, Any]) -> bool:
-    """True if trials of this config hide evicted tokens: their memory is simulated."""
-    method = _method(config)
-    return method is not None and method.hides
+def marked(row: ResultRow, start: Mapping[str, Any]) -> ResultRow:
+    """Returns a row with the facts of its method; one of simulated memory with a mark, and without the bytes of KV that
+    it really held.
 
-
-def marked(row: ResultRow) -> ResultRow:
-    """Returns a row; one of simulated memory with a mark, and without the bytes of KV that it really held."""
-    if not simulates(row.config):
+    Args:
+      start: record of one of its trials.
+    """
+    facts = {**facts_of(row.config), **start}
+    row = dataclasses.replace(row, foresees=facts.get("foresees") is True)
+    if facts.get("memory") != "simulated":
         return row
 
     def is_held(key: str) -> bool:

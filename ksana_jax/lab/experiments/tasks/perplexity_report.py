@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from ksana_jax.lab.experiments import noise
 from ksana_jax.lab.experiments.tasks.base import Results
-from ksana_jax.lab.experiments.tasks.compression import best_and_full, foresees, is_compressed, kv_said
+from ksana_jax.lab.experiments.tasks.compression import best_and_full, is_compressed, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers
 
@@ -274,7 +274,7 @@ _two = number(2)
 
 
 def _is_usable(row: ResultRow) -> bool:
-    return is_compressed(row) and not foresees(row) and not row.simulated
+    return is_compressed(row) and not row.foresees and not row.simulated
 
 
 def _rank(key: str) -> Callable[[ResultRow], tuple[bool, float, float]]:

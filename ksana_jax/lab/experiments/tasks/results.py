@@ -96,6 +96,7 @@ class ResultRow:
     samples: {summary key: the sample of each value}; see `Results.sample`.
     config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
     simulated: whether its memory is simulated, see `compression.marked`: it has no bytes and no rank beside others.
+    foresees: whether its eviction method must know the text beforehand, so that it is only an upper bound.
     """
 
     label: str
@@ -106,6 +107,7 @@ class ResultRow:
     samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     simulated: bool = False
+    foresees: bool = False
 
     @property
     def name(self) -> str:
