@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.experiments import classes, dotted, noise
+from ksana_jax.lab.experiments import classes, dotted, noise, plain_json
 from ksana_jax.lab.experiments.combine import check_comparable, names_of
-from ksana_jax.lab.experiments.identity import canonical, recorded_config
+from ksana_jax.lab.experiments.identity import recorded_config
 from ksana_jax.lab.experiments.report import done_of, read_planned, result_rows, results_of, values_of
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
 from ksana_jax.lab.experiments.tasks.results import mean
@@ -157,7 +157,7 @@ class _Config:
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:
     keys = dict.fromkeys((*a, *b))
-    return {k: (a.get(k), b.get(k)) for k in keys if canonical(a.get(k)) != canonical(b.get(k))}
+    return {k: (a.get(k), b.get(k)) for k in keys if plain_json.dumps(a.get(k)) != plain_json.dumps(b.get(k))}
 
 
 def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tuple[int | None, int | None]]:

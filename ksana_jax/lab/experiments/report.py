@@ -116,9 +116,13 @@ def report_of_rows(
     Args:
       starts: start records of all trials.
     """
-    columns = task.columns(rows)
-    said = [*notes, *task.notes(rows), *simulated_note(rows), *noise.notes(rows, columns), *classes.notes(starts)]
-    return Report(name, title or name, task, rows, columns, said, task.conclusion(rows), failed, starts)
+    try:
+        columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{name}: task {type(task).__name__} cannot show these measurements: {why}") from error
+    said = [*notes, *of_task, *simulated_note(rows), *noise.notes(rows, columns), *classes.notes(starts)]
+    return Report(name, title or name, task, rows, columns, said, conclusion, failed, starts)
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
@@ -207,12 +211,15 @@ def summary(task: Results, name: str, trial: str, records: Records) -> list[tupl
     try:
         if isinstance(task, Recorded):
             found, samples = records.summaries[trial]
-            return [(key, value + 0.0, samples.get(key)) for key, value in found.items()]
-        found = task.summarise(measurements)
-        for value in found.values():
+            numbers = [(key, value, samples.get(key)) for key, value in found.items()]
+        else:
+            found = task.summarise(measurements)
+            numbers = [(key, value, task.sample(key, measurements)) for key, value in found.items()]
+        for _, value, sample in numbers:
             math.isfinite(value)  # a TypeError unless it is a number, finite or not
-        return [(key, value, task.sample(key, measurements)) for key, value in found.items()]
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            hash(sample)
+        return numbers
+    except Exception as error:
         # Measurements come from a file; if a task cannot read them, it did not write them.
         raise ConfigError(
             f"the measurements of trial {trial} are not those of task {name!r}: {type(error).__name__}: {error}; "
