@@ -100,6 +100,25 @@ def test_an_override_wins_over_the_file(model):
     assert (trial.config["settings"]["x"], trial.seed) == (5, 3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "title"),
+    [
+        (["settings.x=5", "seeds=[1,2]"], "n with settings.x=5, seeds=[1,2]"),
+        (["engine.block_size=8", "settings.x=1", "name=other"], "other with engine.block_size=8"),
+        (["grid.engine.block_size=[4]"], "n with grid.engine.block_size=[4]"),
+        ([f"fetch={'x' * 90}"], f"n with fetch={'x' * 70}..."),
+        (["settings.x=1", "name=other"], "A mean of one"),
+        (["settings.x=5", "title=Mine"], "Mine"),
+        (["settings.x=5", 'title=""'], ""),
+    ],
+)
+def test_a_title_of_the_file_does_not_stay_where_an_override_may_contradict_it(model, overrides, title):
+    given = small(model, name="n", title="A mean of one", settings={"x": 1}, variants=[{"name": "a"}])
+    made = plan(given, overrides)
+    assert made.title == made.source["title"] == title
+    assert plan(small(model, name="n"), ["settings.x=5"]).title == ""
+
+
 @pytest.mark.parametrize("name", ["/abs", "../up", "..", ".", ".hidden", "a/b", "a\\b", "two\nlines", "a\0", "x" * 201])
 def test_a_name_is_one_path_component(model, name):
     with pytest.raises(ConfigError, match=r"name (is|has) .*") as raised:
