@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.lab.experiments import noise
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, deviation, mean
-
-MISSING = "—"
+from ksana_jax.lab.experiments.tasks.results import MISSING, Column, ResultRow, deviation, mean
 
 
 def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
