@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -163,7 +161,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        given, written = dotted.plain(OmegaConf.load(io.StringIO(text))), yaml.load(text, yaml.BaseLoader)
+        given, written = dotted.from_yaml(text), yaml.load(text, yaml.BaseLoader)
     except OmegaConfBaseException as error:
         raise explained(error) from error
     except (YAMLError, UnicodeDecodeError, OSError) as error:
