@@ -71,9 +71,10 @@ class Prepared:
         """
         from ksana_jax.engine.fingerprint import fingerprint
         from ksana_jax.loading.load import embedding_on_host
-        from ksana_jax.models.params import quantised
+        from ksana_jax.models.params import owned, quantised
 
         model, config, layout, placement = self.model, self.config, self.layout, self.placement
+        params = params if callable(params) else owned(params, config.tensor_parallel_size)
         placement.connect()
         if callable(params):
             params = params()
