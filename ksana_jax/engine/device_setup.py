@@ -74,9 +74,10 @@ class Prepared:
         """
         from ksana_jax.engine.fingerprint import digest_of_params, fingerprint
         from ksana_jax.loading.load import WeightReader, embedding_on_host
-        from ksana_jax.models.params import quantised
+        from ksana_jax.models.params import owned, quantised
 
         model, config, layout, placement = self.model, self.config, self.layout, self.placement
+        params = params if callable(params) else owned(params, config.tensor_parallel_size)
         placement.connect()
         caching, weights = config.enable_prefix_caching, None
         if caching and isinstance(params, WeightReader):

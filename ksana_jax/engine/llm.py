@@ -107,7 +107,8 @@ class LLM(LLMFacts, Sessions, Sleeps):
 
     @classmethod
     def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
-        """Creates an LLM from weights that are already in memory."""
+        """Creates an LLM from weights in memory. NumPy arrays are copied, arrays of jax are shared: once they are
+        donated, as to a training step, requests raise RuntimeError until `update_weights` gives the new ones."""
         self = cls.__new__(cls)
         self.name, config = "from_params", engine_config(settings)
         if config.distributed is not None:

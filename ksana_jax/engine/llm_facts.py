@@ -74,10 +74,12 @@ class LLMFacts:
             pool has room for.
 
         Raises:
-          ValueError: block tables of this shape do not hold such rows.
+          ValueError: block tables of this shape do not hold such rows, or no shape does.
         """
         if shape is None:
-            width = -(-(context or self.engine.max_model_len) // self.config.block_size)
+            if (tokens := context or self.engine.max_model_len) > self.engine.max_model_len:
+                raise ValueError(f"context is {tokens:,} tokens, max_model_len is {self.engine.max_model_len:,}")
+            width = -(-tokens // self.config.block_size)
             shape = self.engine.builder.buckets.shape(self.config.max_num_seqs, (), width)
         return step_function(self.runner, shape, context)
 

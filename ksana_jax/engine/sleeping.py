@@ -98,7 +98,7 @@ class Sleeps:
         Cached prefixes are dropped, and adapters are read again.
 
         Args:
-          weights: path or name of a model, or weights as of `loading.load_model`.
+          weights: path or name of a model, or weights as of `loading.load_model`, taken as by `LLM.from_params`.
 
         Raises:
           RuntimeError: requests are running. ValueError: the weights do not fit, and the old ones stay; or they cannot

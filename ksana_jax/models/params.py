@@ -11,6 +11,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
@@ -223,6 +224,26 @@ def quantised(params: Params, quantization: str | None) -> Params:
         }
         layers.append(layer.replace(**found))  # pyright: ignore[reportAttributeAccessIssue]
     return params.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def owned(params: Params, num_devices: int = 1) -> Params:
+    """Returns weights whose NumPy arrays are copies, which their caller cannot change; arrays of jax are shared.
+
+    Args:
+      num_devices: of several, each takes its part from host memory.
+    """
+    copy = jnp.array if num_devices == 1 else np.array
+    return jax.tree.map(lambda x: copy(x) if isinstance(x, np.ndarray) else x, params)
+
+
+def check_undeleted(params: Params) -> None:
+    """Raises RuntimeError if a weight has been deleted; names it."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise RuntimeError(
+                f"weight params{jax.tree_util.keystr(path)} has been deleted, as by a training step to which it was "
+                "donated: an engine shares arrays of jax. Give it the new weights with update_weights"
+            )
 
 
 def init_params(

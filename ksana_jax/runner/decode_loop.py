@@ -16,7 +16,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.packing import Packing, bucket_of_top
 from ksana_jax.runner.step_program import Network, step_packed
 from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with, report_packing
 from ksana_jax.scheduler.step.types import StepInput, StepShape, share_a_call
@@ -37,6 +37,13 @@ class LoopKey(NamedTuple):
     num_top: int | None
     distributions: bool = False
     stops: bool = False
+
+    @classmethod
+    def of(cls, steps: Sequence[StepInput], vocab_size: int, distributions: bool, stop: Stop | None) -> LoopKey:
+        """Returns the key of a loop of steps."""
+        shape, sampling, top = steps[0].shape, steps[0].sampling, steps[0].num_logprobs
+        num_top = None if top is None else bucket_of_top(top, vocab_size)
+        return cls(shape, len(steps), sampling is not None, num_top, distributions, stop is not None)
 
 
 class Stop(NamedTuple):

@@ -20,7 +20,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import Params
+from ksana_jax.models.params import Params, check_undeleted
 from ksana_jax.ops.implementations import choose
 from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
 from ksana_jax.ops.linear import choose_linear
@@ -31,15 +31,7 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, PackedLoop, Stop, lower_loop, serves
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.packing import (
-    Fetched,
-    FetchedVerification,
-    PackedStep,
-    Packing,
-    Submitted,
-    array_shapes,
-    bucket_of_top,
-)
+from ksana_jax.runner.packing import Fetched, FetchedVerification, PackedStep, Packing, Submitted, array_shapes
 from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
 from ksana_jax.runner.token_programs import (
     OutputHead,
@@ -214,11 +206,19 @@ class Runner:
         """Starts one step; see `step.types.Executor`. New shapes are compiled first."""
         if self.chooses_in_step and serves(step):
             return self.submit_together([step])[0]
-        return self.run(self.pack(step))
+        try:
+            return self.run(self.pack(step))
+        except Exception:
+            check_undeleted(self.params)
+            raise
 
     def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
         """Starts several steps in one call; see `step.types.Executor`."""
-        return self.run_loop(self.pack_loop(steps))
+        try:
+            return self.run_loop(self.pack_loop(steps))
+        except Exception:
+            check_undeleted(self.params)
+            raise
 
     def pack(self, step: StepInput) -> PackedStep:
         """Returns the arguments of `run` for a step."""
@@ -229,11 +229,9 @@ class Runner:
         self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
     ) -> PackedLoop:
         """Returns the arguments of `run_loop` for several steps. distributions: see `LoopKey`. stop: ends it early."""
-        step = steps[0]
-        top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        key = LoopKey(step.shape, len(steps), step.sampling is not None, top, distributions, stop is not None)
+        key = LoopKey.of(steps, self.config.vocab_size, distributions, stop)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
-        return PackedLoop(key, vectors, step.moves, stop)
+        return PackedLoop(key, vectors, steps[0].moves, stop)
 
     def run(self, step: PackedStep) -> Submitted:
         """Starts one step."""
@@ -267,9 +265,8 @@ class Runner:
         before = len(self._compiled)
         finish, move_s, compiled = self._start_moves(loop.moves)
         run, given = self._program(loop.key), self._fed(loop.key.shape)
-        self.cache, self._sampled, reports, drawn_from = run(
-            self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop
-        )
+        made = run(self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop)
+        self.cache, self._sampled, reports, drawn_from = made
         fetched = Fetched(reports, report_packing(loop.key.shape.num_tokens, loop.key.num_top))
         first = Submitted(finish, move_s, compiled=compiled or len(self._compiled) > before, drawn_from=drawn_from)
         return first.of_loop(fetched, len(loop.vectors))

@@ -152,6 +152,38 @@ def test_weights_in_memory_stay_usable_and_are_given_again_after_deep_sleep(fold
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"operators": {"linear": "xla"}}, {"quantization": "int8"}],
+)
+def test_numpy_weights_are_copied_and_may_change_afterwards(settings, folders, expected):
+    config, params = load_model(folders[0])
+    read = jax.tree.map(np.array, params)
+    with LLM.from_params(config, read, **SIZES | settings) as llm:
+        wanted = tokens(llm)
+        for leaf in jax.tree.leaves(read):
+            leaf *= 0.5
+        assert tokens(llm) == wanted
+        llm.update_weights(read)
+        changed = tokens(llm)
+        for leaf in jax.tree.leaves(read):
+            leaf *= 2
+        assert tokens(llm) == changed != wanted
+    assert wanted == expected[0] or settings == {"quantization": "int8"}
+
+
+def test_weights_that_were_donated_are_named_until_others_are_given(folders, expected):
+    config, params = load_model(folders[0])
+    with LLM.from_params(config, params, **SIZES) as llm:
+        assert tokens(llm) == expected[0]
+        params = jax.jit(lambda given: jax.tree.map(lambda x: x * 1, given), donate_argnums=0)(params)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"weight params\S+ has been deleted, .* update_weights"):
+                tokens(llm)
+        llm.update_weights(params)
+        assert tokens(llm) == expected[0]
+
+
 def test_what_does_not_fit_is_refused_and_the_old_weights_stay(folders, expected, tmp_path):
     _, params = load_model(folders[1])
     larger = write_model(tmp_path / "larger", random_tensors(TINY), rms_norm_eps=0.5)

@@ -100,7 +100,9 @@ def test_scaled_ropes_are_read(tmp_path):
     assert "rope.scaling.type is 'longrope'; supported: none, linear, yarn" in refusal(
         tmp_path, rope__scaling__type="longrope"
     )
-    assert "rope.scaling.attn_factor is 1.5; not supported" in refusal(tmp_path, **yarn, rope__scaling__attn_factor=1.5)
+    for name in ("attn_factor", "yarn_attn_factor"):
+        said = f"rope.scaling.{name} is 1.5; not supported"
+        assert said in refusal(tmp_path, **yarn, **{f"rope__scaling__{name}": 1.5})
 
 
 def test_divisors_of_frequencies_must_fit(tmp_path):

@@ -49,3 +49,11 @@ def test_a_decode_of_all_rows_is_the_default_and_jax_traces_it():
 def test_rows_that_block_tables_do_not_hold_are_refused(context):
     with pytest.raises(ValueError, match=f"context is {context} tokens, must be from 1, a tile, to 64, a block table"):
         make_llm().step_function(StepShape((Part(2, 1),), 4, 2), context=context)
+
+
+def test_rows_beyond_max_model_len_are_refused_where_the_shape_is_chosen():
+    llm = make_llm()
+    longest = llm.engine.max_model_len
+    with pytest.raises(ValueError, match=f"context is {longest + 1:,} tokens, max_model_len is {longest:,}"):
+        llm.step_function(context=longest + 1)
+    assert llm.step_function(context=longest).shape.table_width * llm.config.block_size >= longest

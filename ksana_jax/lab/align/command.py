@@ -52,12 +52,10 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: the file does not exist, or is not YAML.
     """
-    from ksana_jax.lab.experiments.dotted import dotlist, plain
+    from ksana_jax.lab.experiments.dotted import dotlist, from_yaml
 
     if given.endswith((".yaml", ".yml")):
-        from omegaconf import OmegaConf
-
-        settings = plain(OmegaConf.load(given))
+        settings = from_yaml(Path(given).read_text(encoding="utf-8"))
     else:
         settings = {} if given.strip() in ("", "-") else dotlist(given.split())
     return settings.pop("model", model), settings

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -47,7 +45,8 @@ class Experiment:
 
     name: name of the default output folder in runs/; empty takes the file's name. One path component; --out takes any
       path.
-    title: one line above the table.
+    title: one line above the table. An override that changes a field, and may make it wrong, replaces it by the name
+      and the overrides, unless it gives another title.
     task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
     model: its path (a Hugging Face directory or a .gguf file) or name (shipped, fetched, or of the Hugging Face hub).
     load_format: "auto" reads the weights, "dummy" draws random ones.
@@ -165,7 +164,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        given, written = dotted.plain(OmegaConf.load(io.StringIO(text))), yaml.load(text, yaml.BaseLoader)
+        given, written = dotted.from_yaml(text), yaml.load(text, yaml.BaseLoader)
     except OmegaConfBaseException as error:
         raise explained(error) from error
     except (YAMLError, UnicodeDecodeError, OSError) as error:
@@ -203,9 +202,10 @@ def plan(
     task = str(pinned.get("task", given.get("task", Experiment.task)))
     given, pinned = _anchored(given, folder, task), _anchored(pinned, None, task)
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
-    given = _merge(given, pinned)
+    written, given = _merge(given), _merge(given, pinned)
     source = dotted.plain(typed(Experiment, given))
     name = _folder_name(source["name"] or default_name)
+    source["title"] = _title(source["title"], name, written, overrides, task)
     _check_seeds(source["seeds"])
     variants, grid = _variants(source["variants"]), _grid(source["grid"])
     _refuse_doubled(variants, grid)
@@ -274,6 +274,18 @@ def _folder_name(name: str) -> str:
     if (size := len(name.encode())) > 200:
         raise ConfigError(f"name has {size:,} bytes, must have at most 200: it names a folder")
     return name
+
+
+def _title(title: str, name: str, written: Mapping[str, Any], overrides: Sequence[str], task: str) -> str:
+    """Returns the title, or the name with the overrides that change what was written: it may be wrong of those."""
+    changed = []
+    for item in overrides:
+        pinned = _anchored(dotted.dotlist([item]), None, task)
+        if "title" in pinned or not title:
+            return title
+        if "name" not in pinned and _merge(written, pinned) != written:
+            changed.append(item if len(item) < 80 else f"{item[:76]}...")
+    return f"{name} with {', '.join(changed)}" if changed else title
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.yaml_numbers import check_numbers
 
 
 def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
@@ -24,6 +26,20 @@ def plain(config: Any, resolve: bool = False) -> dict[str, Any]:
     return cast(dict[str, Any], content)
 
 
+def from_yaml(text: str) -> dict[str, Any]:
+    """Reads a YAML file's text.
+
+    Raises:
+      ConfigError: it is not a mapping, or has a number that a person reads otherwise than YAML 1.1 does.
+      OmegaConfBaseException, YAMLError, OSError: it cannot be read.
+    """
+    from omegaconf import OmegaConf
+
+    given = plain(OmegaConf.load(io.StringIO(text)))
+    check_numbers(given, text)
+    return given
+
+
 def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
     """Converts ["a.b=1"] to {"a": {"b": 1}}; values are read as YAML.
 
@@ -37,6 +53,9 @@ def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
         if "=" not in item or item.startswith("="):
             raise ConfigError(f"{item!r} is not an override: write key=value, for instance engine.block_size=8")
     try:
+        for item in overrides:
+            key, _, text = item.partition("=")
+            check_numbers(OmegaConf.select(OmegaConf.from_dotlist([item]), key), text, key)
         return plain(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from error

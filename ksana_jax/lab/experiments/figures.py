@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 COLUMN_INCHES = 3.25
 _LEGEND_ROW_INCHES = 0.13
+_UNLABELLED = re.compile(r"(_nolegend_|_child\d+|_container\d+)?")  # matplotlib's own labels; others are a user's
 
 # Okabe and Ito's palette, "Color Universal Design" (2008), without its yellow, which is too pale for lines on white;
 # and wine and olive of Paul Tol's muted scheme ("Colour Schemes", 2021).
@@ -93,12 +95,16 @@ def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
     """
     found: dict[str, Any] = {}
     for some in axes:
-        handles, labels = some.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
+        # Not get_legend_handles_labels, which leaves out every label that begins with an underscore.
+        for artist in (*some.lines, *some.patches, *some.collections, *some.containers):
+            if not _UNLABELLED.fullmatch(label := str(artist.get_label() or "")):
+                found[label] = artist
+    # Before version 3.10, matplotlib drops such labels here too; a space without width keeps them.
+    labels = [re.sub("^_", "\N{ZERO WIDTH SPACE}_", label) for label in found]
     if not found:
         return
     for columns in range(ncols, 0, -1):
-        made = figure.legend(found.values(), found, loc="outside upper center", ncols=columns)
+        made = figure.legend(found.values(), labels, loc="outside upper center", ncols=columns)
         if columns == 1 or made.get_window_extent().width <= figure.bbox.width:
             num_rows = -(-len(found) // columns)
             figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_INCHES * max(num_rows - 4, 0))

@@ -9,13 +9,12 @@ import csv
 import io
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.lab.experiments import noise
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, deviation, mean
-
-MISSING = "—"
+from ksana_jax.lab.experiments.tasks.results import MISSING, Column, ResultRow, deviation, mean
 
 
 def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
@@ -75,7 +74,7 @@ def markdown_grid(
 def latex(
     title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str], name: str = ""
 ) -> str:
-    """Returns a LaTeX table environment, which needs only the booktabs package.
+    """Returns a LaTeX table environment, which needs only the booktabs package and LaTeX of 2020 or later.
 
     Args:
       name: name of the run; \\ref{tab:NAME} refers to the table.
@@ -92,7 +91,7 @@ def latex(
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
     # Characters that \label cannot contain, such as # and spaces, become hyphens.
     lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
-    lines[1:1] = [_OTHER_SCRIPTS] * any(r"\otherscript" in line for line in lines)
+    lines[1:1] = [macro for name, macro in _DEFINED.items() if any(name in line for line in lines)]
     return "\n".join(lines) + "\n"
 
 
@@ -107,6 +106,11 @@ _TEX = {
     "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\texttt{\char34}",
+    "`": r"\textasciigrave{}",
     "—": "---",
     "–": "--",
     "±": r"$\pm$",
@@ -125,20 +129,33 @@ _TEX = {
 }
 
 
-# Characters that pdfLaTeX lacks without further packages; \Umathchar is defined by XeLaTeX and LuaLaTeX.
-_LACKING = re.compile("[^ -~¡-ſ‘’“”†‡•€]+")
-_OTHER_SCRIPTS = (
-    "% Other scripts need XeLaTeX or LuaLaTeX with a font that has them; pdfLaTeX shows their codes.\n"
-    r"\providecommand{\otherscript}[2]{\ifdefined\Umathchar#1\else\texttt{#2}\fi}"
-)
+# Letters that are in T1 fonts but not in OT1, the default of pdfLaTeX; its kernel declares both encodings.
+_ONLY_IN_T1 = re.compile("[«»ÐÞðþĄąĐđĘęĮįŊŋŲų]+")
+# Characters that pdfLaTeX lacks without further packages.
+_LACKING = re.compile("[^ -~¡-ĥĨ-ķĹ-ľŁ-ňŊ-ťŨ-ž‘’“”†‡•€]+")
+# Macros by name; \Umathchar is defined by XeLaTeX and LuaLaTeX.
+_DEFINED = {
+    r"\latinletters": r"\providecommand{\latinletters}[1]"
+    r"{\ifdefined\Umathchar#1\else{\fontencoding{T1}\selectfont#1}\fi}",
+    r"\otherscript": "% Other scripts need XeLaTeX or LuaLaTeX with a font that has them; pdfLaTeX shows their codes.\n"
+    r"\providecommand{\otherscript}[2]{\ifdefined\Umathchar#1\else\texttt{#2}\fi}",
+}
 
 
 def _tex(text: str) -> str:
-    return _LACKING.sub(_other_script, "".join(_TEX.get(char, char) for char in text))
+    text = unicodedata.normalize("NFC", text)  # pdfLaTeX has é, but no combining accent
+    parts = [_TEX.get(char, char) for char in text]
+    # Doubled, these characters are ligatures: -- is a dash, '' a closing quote.
+    shown = "".join(
+        part + r"\kern0pt" * (part[-1] in "-'," and part[-1] == after[0])
+        for part, after in zip(parts, [*parts[1:], " "], strict=False)
+    )
+    shown = _ONLY_IN_T1.sub(r"\\latinletters{\g<0>}", _LACKING.sub(_other_script, shown))
+    return "{}" * shown.startswith(("[", "*")) + shown  # after \\ and rules, these begin an argument
 
 
 def _other_script(found: re.Match[str]) -> str:
-    shown = re.sub("[\x00-\x1f\x7f-\x9f]", "", found[0])  # control characters end a run of LaTeX
+    shown = re.sub("[\x00-\x1f\x7f-\x9f\ufffd-\uffff]", "", found[0])  # which end a run of some LaTeX
     return rf"\otherscript{{{shown}}}{{{' '.join(f'U+{ord(char):04X}' for char in found[0])}}}"
 
 

@@ -31,7 +31,8 @@ class Program:
     """One XLA program of a compiled function.
 
     calls: how often one call of the function runs it. flops, bytes_accessed: of one run by XLA's count, which is
-    0 for a custom call; None where XLA has none. parts: {HLO operation: part of the model}, see `parts`.
+    0 for a custom call and has the body of a loop once; None where XLA has none.
+    parts: {HLO operation: part of the model}, see `parts`.
     collectives: exchanges of devices in one run: kind, bytes of each on a device, number.
     """
 

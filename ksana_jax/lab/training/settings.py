@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.core.shipped import training_path
+from ksana_jax.core.yaml_numbers import check_numbers
 
 
 @dataclasses.dataclass
@@ -244,11 +246,14 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     """
     path, schema = training_path(path), OmegaConf.structured(TrainConfig)
     try:
-        with open(path, encoding="utf-8") as file:
-            loaded = OmegaConf.load(file)
+        text = path.read_text(encoding="utf-8")
+        loaded = OmegaConf.load(io.StringIO(text))
+        check_numbers(loaded, text)
         for override in overrides:
             if "=" not in override or override.startswith("="):
                 raise ConfigError(f"{override!r} is not of the form key=value")
+            key, _, text = override.partition("=")
+            check_numbers(OmegaConf.select(OmegaConf.from_dotlist([override]), key), text, key)
         given = OmegaConf.merge(loaded, OmegaConf.from_dotlist(overrides))
         merged = OmegaConf.merge(schema, given)
         config = OmegaConf.to_object(merged)

@@ -96,3 +96,17 @@ def test_long_labels_take_fewer_columns_and_many_make_the_figure_taller():
     assert drawn("about the half of a column", 3) == (1, 2)
     columns, height = drawn("short", 20)
     assert columns == 2 and height > 2.5
+
+
+def test_a_legend_has_the_labels_of_a_user_that_begin_with_an_underscore():
+    axes = Figure().subplots()
+    named = ["_baseline", "__init__ window", "_childlike", "plain"]
+    axes.plot([1, 2], label=named[0])
+    axes.errorbar([1, 2], [1, 2], [1, 1], label=named[1])
+    axes.bar([1, 2], [1, 2], label=named[2])
+    axes.axhline(1)
+    axes.errorbar([1, 2], [1, 2], [1, 1])
+    axes.plot([1], [1], label="_nolegend_")
+    axes.fill_between([1, 2], [1, 2], label=named[3])
+    figures.legend(axes.figure, axes)
+    assert {text.get_text().lstrip("\u200b") for text in axes.figure.legends[0].get_texts()} == {*named}

@@ -2,6 +2,8 @@
 
 import csv
 import re
+import shutil
+import subprocess
 
 import pytest
 from matplotlib.text import Text
@@ -64,6 +66,62 @@ def test_latex_has_a_label_and_no_character_that_pdflatex_lacks():
     assert r"\label" not in tables.latex("", [row], COLUMNS, [])
 
 
+HOSTILE = ["a | b\nc", "$\\frac{1}{$ x", "=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "a\n\n\\input{/etc/passwd}"]
+LABELS = {
+    "[0, 1]": "{}[0, 1]",
+    "*full [x]": "{}*full [x]",
+    "<eos> | >= 2": r"\textless{}eos\textgreater{} \textbar{} \textgreater{}= 2",
+    '"x" `y`': r"\texttt{\char34}x\texttt{\char34} \textasciigrave{}y\textasciigrave{}",
+    "--kv ,,a": r"-\kern0pt-kv ,\kern0pt,a",
+    "-–": r"-\kern0pt--",
+    "cafe\N{COMBINING ACUTE ACCENT}": "café",
+    "«ą» ħ": r"\latinletters{«ą»} \otherscript{ħ}{U+0127}",
+}
+LATIN = [chr(code) for code in range(0xA0, 0x180)]
+
+
+def test_latex_shows_what_would_be_a_command_a_ligature_or_another_glyph():
+    text = tables.latex("", [ResultRow(label, {}, 1, (), {}) for label in LABELS], [Column("a", "<b>", number(1))], [])
+    lines = text.splitlines()
+    first = lines.index(r"\midrule") + 1
+    assert [line.partition(" & ")[0] for line in lines[first : first + len(LABELS)]] == list(LABELS.values())
+    assert r"row & \textless{}b\textgreater{} \\" in lines
+    assert text.count(r"\providecommand{\latinletters}") == text.count(r"\providecommand{\otherscript}") == 1
+
+
+def set_by_latex(folder, labels: list[str], *options: str) -> None:
+    """Sets two tables of some labels, as rows, heads, notes and titles, and their list; an error of LaTeX raises."""
+    made = [ResultRow(label, {"settings.x": label}, 1, (), {"a": [1.0]}) for label in labels]
+    for name in "ab":
+        columns = [Column("a", labels[0] + labels[-1], number(1), "min"), *COLUMNS]
+        (folder / f"{name}.tex").write_text(tables.latex(" ".join(labels), made, columns, labels, name), "utf-8")
+    (folder / "paper.tex").write_text(
+        r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{a}\clearpage\input{b}\listoftables"
+        r"\end{document}"
+    )
+    for _ in range(2):  # the second time with a list of tables
+        command = ["pdflatex", "-halt-on-error", *options, "paper.tex"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+        assert not done.returncode, done.stdout[-2000:]
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
+@pytest.mark.parametrize("labels", [LATIN, [char * 2 for char in LATIN], [f"[{char}" for char in LATIN]])
+def test_pdflatex_sets_all_latin_letters_and_symbols(labels, tmp_path):
+    for first in range(0, len(labels), 40):
+        set_by_latex(tmp_path, labels[first : first + 40], "-draftmode")
+
+
+@pytest.mark.skipif(not (shutil.which("pdflatex") and shutil.which("pdftotext")), reason="needs pdflatex, pdftotext")
+def test_pdflatex_shows_labels_as_they_are(tmp_path):
+    labels = [label for label in [*LABELS, *HOSTILE, "\\\\[1em]", "\\midrule", "{}"] if label.isascii()]
+    set_by_latex(tmp_path, labels)
+    shown = subprocess.run(["pdftotext", "paper.pdf", "-"], cwd=tmp_path, capture_output=True, text=True).stdout
+    titles = [" ".join(" ".join(labels).split()), *labels]
+    for text in ["".join(text.split()) for text in titles]:
+        assert "".join(shown.split()).count(text) >= 2, text
+
+
 def test_csv_has_means_deviations_and_counts():
     lines = tables.comma_separated(rows(), COLUMNS).splitlines()
     assert lines[0] == "row,pattern.window,seeds,a,a_sd,b,b_sd"
@@ -79,9 +137,6 @@ def test_a_column_where_all_agree_has_no_best():
 def test_a_table_without_rows_is_empty_rather_than_an_error():
     assert tables.markdown("", [], COLUMNS, []).splitlines()[0] == "| A_1 % | B |"
     assert tables.comma_separated([], COLUMNS)
-
-
-HOSTILE = ["a | b\nc", "$\\frac{1}{$ x", "=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "a\n\n\\input{/etc/passwd}"]
 
 
 @pytest.fixture

@@ -85,6 +85,14 @@ def test_what_cannot_be_is_refused_in_one_line(yaml_file, text, says):
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_in_base_8_or_60_is_refused(yaml_file):
+    said = r"has 0?1:?00, which YAML reads as 6[04]"
+    with pytest.raises(ConfigError, match=f"batch_size {said}"):
+        load_config(yaml_file("batch_size: 0100\n"), ["out_dir=x"])
+    with pytest.raises(ConfigError, match=rf"model\.d_ff {said}"):
+        load_config(yaml_file(""), ["out_dir=x", "model.d_ff=1:00"])
+
+
 def test_a_missing_file_and_a_malformed_override_are_named(yaml_file, tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file"):
         load_config(tmp_path / "nothing.yaml", [])

@@ -30,6 +30,7 @@ from ksana_jax.lab.experiments.tasks.results import (
     number,
     of_metric,
     percent,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Agreement(PairedTask):
 
 
 def _point(row: ResultRow) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items())
+    return ", ".join(words(row.point))
 
 
 def completion(output: Any) -> tuple[list[int], np.ndarray]:

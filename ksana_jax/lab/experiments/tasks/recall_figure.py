@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.lab.experiments.figures import legend
-from ksana_jax.lab.experiments.tasks.results import ResultRow, number
+from ksana_jax.lab.experiments.tasks.results import ResultRow, number, words
 from ksana_jax.lab.experiments.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def _heat_maps(figure: Figure, rows: Sequence[ResultRow], option: str, values: S
     key, label, scale = _measure(rows)
     panels: dict[str, dict[Any, ResultRow]] = defaultdict(dict)
     for row in rows:
-        others = {k: v for k, v in row.point.items() if k != LENGTH}
-        name = ", ".join([row.label] * bool(row.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in others.items()])
+        others = words({k: v for k, v in row.point.items() if k != LENGTH})
+        name = ", ".join([row.label] * bool(row.label) + others)
         panels[name][row.point[LENGTH]] = row
     lengths = sorted({row.point[LENGTH] for row in rows})
     drawn = {

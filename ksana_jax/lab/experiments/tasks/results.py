@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 Measurement = dict[str, Any]
+MISSING = "—"
 SIMULATED = " (simulated memory)"  # ends the label of a row of simulated memory
 
 
@@ -112,7 +113,7 @@ class ResultRow:
     @property
     def name(self) -> str:
         """The row's name in the figure and in sentences."""
-        parts = [self.label] * bool(self.label) + [f"{k.rpartition('.')[2]} {v}" for k, v in self.point.items()]
+        parts = [self.label] * bool(self.label) + words(self.point)
         return ", ".join(parts) or "this configuration"
 
     def mean(self, key: str) -> float | None:
@@ -124,6 +125,11 @@ class ResultRow:
         """Returns the standard deviation over samples; None for fewer than two."""
         values = self.values.get(key, ())
         return deviation(values) if len(values) > 1 else None
+
+
+def words(point: Mapping[str, Any]) -> list[str]:
+    """Returns "key value" for each key of a point; a dash for null, as in the table."""
+    return [f"{key.rpartition('.')[2]} {MISSING if value is None else value}" for key, value in point.items()]
 
 
 def of_metric(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:

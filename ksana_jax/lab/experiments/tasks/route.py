@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ksana_jax.lab.experiments.figures import COLOURS, legend, log_ticks
 from ksana_jax.lab.experiments.tasks.base import float_field, int_field
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, number
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, number, words
 from ksana_jax.lab.experiments.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 from ksana_jax.lab.simulator.fleet import NETWORK_S
 
@@ -115,6 +115,6 @@ def _groups(rows: Sequence[ResultRow]) -> dict[str, list[ResultRow]]:
     found: dict[str, list[ResultRow]] = {}
     for row in rows:
         label = row.label if "settings.policy" in row.point else row.label.rpartition(", ")[0]
-        others = [f"{k.rpartition('.')[2]} {v}" for k, v in row.point.items() if k != "settings.policy"]
+        others = words({k: v for k, v in row.point.items() if k != "settings.policy"})
         found.setdefault(", ".join([label] * bool(label) + others), []).append(row)
     return found

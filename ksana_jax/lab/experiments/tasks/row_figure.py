@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.lab.experiments.figures import COLOURS, bars, integer_ticks, legend, line_style
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, Scaled
+from ksana_jax.lab.experiments.tasks.results import Column, ResultRow, Scaled, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
     last = list(rows[0].point)[-1]
     lines: dict[str, list[ResultRow]] = defaultdict(list)
     for row in rows:
-        others = [f"{k.rpartition('.')[2]} {v}" for k, v in row.point.items() if k != last]
+        others = words({k: v for k, v in row.point.items() if k != last})
         lines[", ".join([row.label] * bool(row.label) + others)].append(row)
     for index, (label, members) in enumerate(lines.items()):
         members.sort(key=lambda row: row.point[last])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.lab.experiments.figures import COLOURS, legend, line_style
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.experiments.tasks.results import ResultRow, words
 from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_bars, draw_panels
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _draw_quality(figure: Figure, rows: Sequence[ResultRow]) -> None:
 
 def _choices(row: ResultRow) -> tuple[str, str, str]:
     """Returns a row's label, its values of the grid's keys but the last, and its value of that."""
-    *others, last = [""] * (not row.point) + [f"{key.rpartition('.')[2]} {value}" for key, value in row.point.items()]
+    *others, last = [""] * (not row.point) + words(row.point)
     return row.label, ", ".join(others), last
 
 
