@@ -21,7 +21,7 @@ Out = Annotated[Path | None, typer.Option(help="output folder", show_default="ru
 AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
 OwnCode = Annotated[
     bool,
-    typer.Option("--own-code", help="run own tasks and methods that the files name: code of whoever wrote them"),
+    typer.Option("--own-code", help="run own tasks and methods that the files name: code of their authors"),
 ]
 # Arguments of commands that generate text.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax import __version__
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.dtypes import canonical_dtype
@@ -162,7 +161,7 @@ def open_model(
             _log("drew random weights", config, params, began)
             return params
 
-        return config, WeightReader(draw, lambda: f"dummy {seed} {jax.__version__} {__version__}")
+        return config, WeightReader(draw, lambda: f"dummy {seed} {jax.__version__}")
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
     path = model_path(source)
