@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -29,6 +30,15 @@ def digest_of_files(model: Path, load_format: str = "auto") -> str:
       model: a model's directory or GGUF file.
       load_format: with "dummy", weights are left out.
     """
+    near = model.iterdir() if model.is_dir() else model.parent.glob("*.gguf")
+    found = [(path.name, path.stat()) for path in sorted(near) if path.is_file()]
+    if any(map(_may_change_unseen, (stat for _, stat in found))):
+        return _digest.__wrapped__(model, load_format, ())
+    return _digest(model, load_format, tuple((name, _version(stat)) for name, stat in found))
+
+
+@functools.lru_cache(64)
+def _digest(model: Path, load_format: str, versions: tuple[tuple[str, str], ...]) -> str:
     digest = hashlib.sha256()
     for path, header_bytes in _files(model):
         dummy = header_bytes is not None and load_format == "dummy"
@@ -51,12 +61,16 @@ def _content(file: BufferedReader) -> bytes:
         if re.fullmatch(rb"[0-9a-f]{64}", text := read_bytes(kept)):
             return text
     digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
-    settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK_NS
-    if kept is not None and settled and _version(os.fstat(file.fileno())) == version:
+    if kept is not None and not _may_change_unseen(found) and _version(os.fstat(file.fileno())) == version:
         with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, digest)
     return digest
+
+
+def _may_change_unseen(found: os.stat_result) -> bool:
+    """True of a file that has just changed, and could once more with the same times."""
+    return time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) <= _TICK_NS
 
 
 def _version(found: os.stat_result) -> str:

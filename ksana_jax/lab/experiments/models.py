@@ -80,12 +80,10 @@ def _field(model: str, name: str) -> tuple[Path, Any]:
     return path, values.get(family.fields.get(name) or name, family.defaults.get(name))
 
 
-@functools.cache
 def fingerprint(model: str, load_format: str = "auto", key: str = "model") -> dict[str, str]:
-    """Returns {key: digest} of a model's files: config and tokenizer in full, weights by size, first and last MiB.
+    """Returns {key: digest} of a model's files, all bytes of them: a changed model's trials run again.
 
-    After further training, the digest differs, so the model's trials run again. For a model of the Hugging Face hub,
-    {key}_commit is the commit.
+    For a model of the Hugging Face hub, {key}_commit is the commit.
     """
     path = model_path(model, weights=load_format != "dummy")
     commit = commit_of(path)

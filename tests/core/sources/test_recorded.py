@@ -13,7 +13,7 @@ from ksana_jax.serve.gateway.running import _tokenizes
 from tests.core.sources.hub_cache import COMMIT, LATER, model_files, write_snapshot
 
 REPO = "someone/some-model"
-CACHED = (fingerprint, num_layers, tokenizer_of, training_context)
+CACHED = (num_layers, tokenizer_of, training_context)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,6 @@ def test_a_trial_records_the_commit_beside_the_digest(cache, tiny):
 def test_a_commit_with_the_same_files_makes_no_other_trial(cache, tiny, monkeypatch):
     write_snapshot(cache, REPO, tiny)
     first = trial()
-    fingerprint.cache_clear()
     monkeypatch.setattr(hub, "_commits", {})
     write_snapshot(cache, REPO, tiny, LATER)
     second = trial()
@@ -53,7 +52,6 @@ def test_a_commit_with_the_same_files_makes_no_other_trial(cache, tiny, monkeypa
     assert recorded_config({"config": json.loads(json.dumps(first.config))}) == recorded_config(
         {"config": second.config}
     )
-    fingerprint.cache_clear()
     config = json.loads(tiny["config.json"]) | {"rms_norm_eps": 0.1}
     write_snapshot(cache, REPO, tiny | {"config.json": json.dumps(config).encode()}, LATER)
     assert trial().id != first.id

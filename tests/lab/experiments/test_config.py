@@ -244,9 +244,6 @@ def test_the_id_changes_with_a_setting_a_seed_and_the_weights(model):
     assert len(ids) == 4
     assert trial_id("settings.y=0.5") == trial_id()
     Path(model, "model.safetensors").write_bytes(b"weights")
-    from ksana_jax.lab.experiments.models import fingerprint
-
-    fingerprint.cache_clear()
     assert trial_id() not in ids
 
 

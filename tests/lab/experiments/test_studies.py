@@ -38,7 +38,7 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
 def forgotten_models():
     """Forgets stand-ins: a path relative to one test's folder is another model in the next one's."""
     yield
-    for of_model in (models.training_context, models.num_layers, models.tokenizer_of, models.fingerprint):
+    for of_model in (models.training_context, models.num_layers, models.tokenizer_of):
         of_model.cache_clear()
 
 

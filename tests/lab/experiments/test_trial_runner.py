@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import models, trial_runner
+from ksana_jax.lab.experiments import trial_runner
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.trial_runner import Assignment, Sender, TrialRunner
 
@@ -68,7 +68,6 @@ def test_a_model_that_is_not_here_is_named_with_both_folders(model, monkeypatch,
     runner = TrialRunner(Sender.here())
     trial = trial_of("model")
     monkeypatch.chdir("/")
-    models.fingerprint.cache_clear()
     with pytest.raises(ConfigError, match=rf"^there is no model 'model';.*\(in /; the command's folder is {tmp_path}"):
         runner.run(Assignment(trial, 0))
 
