@@ -185,7 +185,8 @@ class _Keys:
             elif key not in self.keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
-        fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids() | self.experts()
+        fields |= self.shapes(fields)
+        fields |= self.rope() | self.attention(fields) | self.special_ids(fields) | self.experts()
         if self.architecture in gguf_families.OWN:
             fields |= gguf_families.OWN[self.architecture](fields, self.keys, self.file.tensors)
         if self.architecture.startswith("granite"):
@@ -305,12 +306,14 @@ class _Keys:
         wide = num_layers == LAYERS_OF_27B[self.architecture]
         return found | {"query_pre_attn_scalar": width if wide else self.get(WIDTHS[0], width)}
 
-    def special_ids(self) -> dict[str, Any]:
+    def special_ids(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns BOS, and all ids that end a text: of the text, a turn or a message."""
         metadata = self.file.metadata
         has_tokenizer = "tokenizer.ggml.tokens" in metadata
         ids = special_ids(metadata, str(self.file.path)) if has_tokenizer else SpecialIds(None, ())
-        return {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos)}
+        # One without a row in the embedding is never drawn, as with the tokenizer of a directory.
+        drawn = [index for index in ids.eos if index < fields["vocab_size"]]
+        return {"bos_token_id": ids.bos, "eos_token_id": drawn}
 
     def refuse_others(self) -> None:
         for key, value in self.keys.items():

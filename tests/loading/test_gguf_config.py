@@ -129,6 +129,8 @@ def test_ids_that_end_a_text_are_those_of_text_turn_and_message(tmp_path):
     assert (config.bos_id, config.eos_ids) == (None, ())
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.eos_token_id is 99, must be an id below 32"):
         read(tmp_path, config=dataclasses.replace(TINY, eos_ids=(99,)))
+    metadata["tokenizer.ggml.tokens"] += ["<|im_end|>"]  # the embedding has no row for it
+    assert load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING)).eos_ids == ()
     del metadata["tokenizer.ggml.tokens"]
     config = load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING))
     assert (config.bos_id, config.eos_ids) == (None, ())
