@@ -21,6 +21,14 @@ from ksana_jax.tokenizers.gguf_splits import SPLITS
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPECIAL = (UNKNOWN, CONTROL)
 _WHOLE = "iu"
+# Keys of tokens that only chat templates use, by their names there; the spelling is llama.cpp's.
+NAMED_IDS = {
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
 # Converters write this for a token that a model lacks: -1, or its 32 bits.
 _NO_ID = (-1, 2**32 - 1)
 
@@ -67,6 +75,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     tokenizer.more_eos_ids = ends = fields.special_ids().eos
     if tokenizer.eos_id not in ends:
         tokenizer.eos_id = None  # named, but does not end a text
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **fields.named_tokens()}
     try:
         tokenizer.set_templates(fields.chat_templates(), source)
     except TokenizerError as error:  # only chats need one
@@ -172,6 +181,10 @@ class _Fields:
 
     def special_tokens(self) -> SpecialTokens:
         return SpecialTokens(*(None if index is None else self.tokens[index] for index in self._bos_and_eos()))
+
+    def named_tokens(self) -> dict[str, str]:
+        ids = {name: self._metadata.get(f"tokenizer.ggml.{key}") for name, key in NAMED_IDS.items()}
+        return {n: self.tokens[i] for n, i in ids.items() if type(i) is int and 0 <= i < len(self.tokens)}
 
     def added(self, add_bos: bool) -> tuple[str | None, str | None]:
         """Texts of the tokens that begin and end every text; None for no such token."""

@@ -17,7 +17,15 @@ from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_text
 from ksana_jax.tokenizers.gguf_endings import TURN_ENDS
 from ksana_jax.tokenizers.gguf_splits import SPLITS
-from ksana_jax.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer, special_ids
+from ksana_jax.tokenizers.gguf_tokenizer import (
+    CONTROL,
+    NAMED_IDS,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    gguf_tokenizer,
+    special_ids,
+)
 from ksana_jax.tokenizers.load import JSON, MODEL, load_tokenizer
 
 # Texts that no two of `SPLITS` split alike. Composed characters only: GGUF does not normalise.
@@ -64,6 +72,8 @@ def gguf_tokens(directory: Path, vocab_size: int, bos_id: int | None, eos_ids: S
     ids = dict(zip(("eos", "eot", "eom"), ends[:1] + sorted(ends[1:], key=lambda index: tokens[index] in TURN_ENDS)))
     ids |= {} if bos is None else {"bos": bos}
     found |= {f"{name}_token_id": index for name, index in ids.items()}
+    named = {NAMED_IDS[name]: text for name, text in tokenizer.named_tokens.items() if name in NAMED_IDS}
+    found |= {key: tokens.index(text) for key, text in named.items() if text in tokens}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
     for name, template in tokenizer.chat_templates.items():
         metadata[f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}"] = template

@@ -55,11 +55,13 @@ def test_every_id_that_ends_a_text_is_kept_the_tokenizers_first(case, tmp_path):
     given = make("gpt-2")
     folder = folder_of(given, tmp_path)
     names = {"bos_token": given.bos_token, "eos_token": eos_token}
+    names |= {"pad_token": "<think>", "image_token": "<think>", "sep_token": "none such"}  # GGUF has keys for some
     names["added_tokens_decoder"] = {str(given.vocab_size): {"content": "<|far|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     found = read_again(folder, given.vocab_size, None, eos_ids)
     assert list(found.eos_ids) == ends + [588] * (588 not in ends)
     assert (found.bos_id, found.eos_id) == (given.bos_id, ends[0])
+    assert found.named_tokens == {"pad_token": "<think>"}
 
 
 def test_ends_that_have_no_key_are_refused_by_name(tmp_path):
