@@ -130,7 +130,7 @@ NAN = np.full((4, 32), np.nan, np.float32)
         ({"lora_B.weight": None}, "self_attn.q_proj has no lora_B.weight"),
         ({"lora_A.weight": np.zeros((4, 16), np.float32)}, "has shape [4, 16], config and model give [4, 32]"),
         ({"lora_A.weight": NAN}, "lora_A.weight has values that are NaN or infinite in float32"),
-        ({"lora_A.weight": np.zeros((4, 32), np.float64)}, "lora_A.weight is F64, supported: F32, BF16, F16"),
+        ({"lora_A.weight": np.zeros((4, 32), np.int32)}, "lora_A.weight is I32, supported: F32, BF16, F16, F64"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(folder, tensors, problem):
