@@ -103,6 +103,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
       TokenizerError: ids of special tokens are not in the file's vocabulary.
       LoadError: the divisors of the rope's frequencies cannot be read.
     """
+    for key, value in (("general.type", "mmproj"), ("general.architecture", "clip")):  # newer and older converters
+        if str(file.metadata.get(key)) == value:
+            said = f"{key} is {value!r}, must be 'model'" if value == "mmproj" else f"{key} is {value!r}"
+            raise ConfigError(f"{file.path}: {said}: it encodes images or sounds, give the file of the model itself")
     values = hf_values(file)
     config = config_from_hf(gguf_families.in_own_names(values), str(file.path))
     if ROPE_FACTORS not in file.tensors:

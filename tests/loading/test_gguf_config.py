@@ -207,6 +207,14 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
             ", gptneox, falcon, mpt, gpt2, stablelm, command-r, cohere2, gpt-oss, granitemoe, qwen2moe, qwen3moe, olmoe"
         )
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
+    for kind, architecture, said in (
+        ("mmproj", "clip", "type is 'mmproj', must be 'model': it encodes images or sounds, give the file"),
+        (None, "clip", "architecture is 'clip': it encodes images or sounds"),  # of older converters
+        ("adapter", "llama", "type is 'adapter', must be 'model'; an adapter is merged into its model first"),
+    ):
+        general = {"general.architecture": architecture} | ({} if kind is None else {"general.type": kind})
+        with pytest.raises(ConfigError, match=said):
+            load_config(write_gguf(tmp_path / "model.gguf", general, EMBEDDING))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         load_config(write_gguf(tmp_path / "model.gguf", {}, EMBEDDING))
 
