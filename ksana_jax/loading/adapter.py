@@ -8,6 +8,7 @@ would change this is refused by name.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from ksana_jax.loading.views import sources_of
 from ksana_jax.models.adapted import Change, LayerAdapter, adaptable
 from ksana_jax.models.params import is_shape, param_shapes
 
+logger = logging.getLogger("ksana_jax")
 CONFIG, WEIGHTS = ADAPTER
 PREFIX = "base_model.model."
 MAX_RANK = 4096
@@ -36,7 +38,7 @@ _READ = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern b
 _WITHOUT_EFFECT = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
     "exclude_modules lora_dropout fan_in_fan_out layers_to_transform layers_pattern megatron_core runtime_config "
-    "eva_config qalora_group_size"
+    "eva_config qalora_group_size ensure_weight_tying"
 )
 _REASONS = {"modules_to_save": ": each slot would hold whole matrices; merge the adapter into a model of its own"}
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
@@ -48,6 +50,7 @@ _A, _B, _LENGTHS = "A.weight", "B.weight", "magnitude_vector"
 _PIECES = re.compile(r"\.\*|\\[\W_]|\((?:\?:)?|[\w.^$|)-]")
 _SUPPORTED = "names, '.*' and alternatives such as (q_proj|v_proj)"
 MAX_PATTERN_LENGTH = 2**18
+MAX_CHECKED = 1000  # keys; adapters in use have one for each module at most
 
 
 class Adapter(NamedTuple):
@@ -91,7 +94,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
     ranks, alphas = (_patterns(settings, name, source) for name in ("rank_pattern", "alpha_pattern"))
     layers: list[dict[str, Change]] = [{} for _ in config.layers]
     lengths: list[dict[str, np.ndarray]] = [{} for _ in config.layers]
-    has_lengths, largest = bool(settings.get("use_dora")), 0
+    has_lengths, largest, adapted = bool(settings.get("use_dora")), 0, []
     for name, found in _found(tensors, config, modules, has_lengths):
         module, a, b = modules[name], found[_A], found[_B]
         rank = a.shape[0]
@@ -105,8 +108,18 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
             if of_rows is not None:
                 lengths[layer][field] = of_rows if rows is None else of_rows[rows]
         largest = max(largest, rank)
+        adapted.append(name)
     if not largest:
         raise LoadError(f"{folder / WEIGHTS} has no matrices of an adapter")
+    ends = {module[place:] for module in adapted for place in (0, *(m.end() for m in re.finditer(r"\.", module)))}
+    for name, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        for key, pattern in list(zip(settings.get(name) or (), patterns))[:MAX_CHECKED]:
+            if key not in ends and not any(_of_module([pattern], module, None) is not None for module in adapted):
+                logger.warning(
+                    "%s: key %.80r of %s matches no module of the adapter, such as %s: it has no effect, as in PEFT",
+                    *(source, key, name, adapted[0]),
+                )
+                break
     digest = _digest([*layers, *lengths] if has_lengths else layers)
     return Adapter(tuple(layers), tuple(lengths) if has_lengths else None, largest, digest)
 

@@ -95,6 +95,20 @@ def test_a_hostile_pattern_takes_linear_time(folder):
     assert time.perf_counter() - began < 5
 
 
+def test_keys_of_patterns_that_match_no_module_are_named_in_a_warning(folder, caplog):
+    before = read(folder).digest
+    change(folder, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj|o_proj": 8, "down_proj": 8})
+    assert read(folder).digest == before and not caplog.messages
+    change(folder, rank_pattern={"q_proj": 4, f"{Q}": 2, "k_proj": 7}, alpha_pattern={"gate_proj": 3, "q_proj": 8})
+    assert read(folder).digest == before
+    for pattern, key, said in zip(("rank_pattern", "alpha_pattern"), (Q, "gate_proj"), caplog.messages, strict=True):
+        module = "model.layers.0.mlp.down_proj"
+        assert said.endswith(
+            f"adapter_config.json: key {key!r} of {pattern} matches no module of the adapter, such as {module}: it has "
+            "no effect, as in PEFT"
+        )
+
+
 def test_the_digest_is_of_the_contents(folder):
     first = read(folder).digest
     change(folder, base_model_name_or_path="another/name", lora_dropout=0.5)
@@ -147,6 +161,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(folder, fields,
         {"use_dora": False, "modules_to_save": None, "loftq_config": {}, "of_the_future": None},
         {"fan_in_fan_out": True, "lora_dropout": 0.1, "task_type": None, "layers_to_transform": [0, 1]},
         {"init_lora_weights": "gaussian", "inference_mode": False, "target_modules": ".*q_proj"},
+        {"ensure_weight_tying": True},
     ],
 )
 def test_fields_without_effect_on_a_finished_adapter_are_left_out(folder, fields):
