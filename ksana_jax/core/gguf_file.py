@@ -117,6 +117,7 @@ def gguf_of(path: Path) -> Path | None:
     """Returns the GGUF file that a model's path stands for; None if the path is something else.
 
     It is a path that ends in .gguf, or the only model in a folder without a config.json: one file, or the parts of one.
+    The encoder of images next to it, whose name says mmproj, is no model.
 
     Raises:
       LoadError: a folder without a config.json has several.
@@ -126,7 +127,8 @@ def gguf_of(path: Path) -> Path | None:
     if (path / "config.json").exists():
         return None
     models: dict[str, Path] = {}
-    for file in sorted(path.glob(f"*{SUFFIX}")):
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    for file in [file for file in files if "mmproj" not in file.name.lower()] or files:
         split = _SPLIT.fullmatch(file.name)
         models.setdefault(f"{split['base']} of {split['count']}" if split else file.name, file)
     if len(models) > 1:

@@ -144,9 +144,8 @@ class LLM(LLMFacts, Sessions, Sleeps):
             return build_engine(model, params(placement), config, **settings)
 
         self._take(build_replicas(config, build), resident_before)
-        # The last token of a sequence is sampled and never computed.
-        if self.engine.max_model_len - 1 > model.max_position:
-            warnings.warn(beyond_training(model, self.engine.max_model_len), stacklevel=3)
+        if warning := beyond_training(model, self.engine.max_model_len):
+            warnings.warn(warning, stacklevel=3)
         pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
         blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
         codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"

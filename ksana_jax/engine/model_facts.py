@@ -21,9 +21,10 @@ from ksana_jax.loading.load import auto_dtype
 from ksana_jax.loading.quantised.tensor import QuantisedTensor
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, render_chat
 from ksana_jax.tokenizers.files import one_line
+from ksana_jax.tokenizers.gguf_endings import INFILL_ENDS
 
 MAX_NAMED = 8
-_GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id", *INFILL_ENDS)
 
 
 class Fact(NamedTuple):
@@ -103,7 +104,7 @@ def ending_files(path: Path, config: ModelConfig, tokenizer: Tokenizer | None) -
             for index in listed(values.get("eos_token_id")):
                 found[index].append(file.name)
     for index in config.eos_ids:
-        found[index] = found[index] or [f"default of {config.family}"]
+        found[index] = found[index] or [f"{gguf.name}: its text" if gguf else f"default of {config.family}"]
     if tokenizer is not None and tokenizer.eos_id is not None and gguf is None:
         found[tokenizer.eos_id].append(Path(tokenizer.eos_source).name)
     return {index: files for index, files in found.items() if index != -1}

@@ -59,10 +59,17 @@ def with_token_ids(config: EngineConfig, tokenizer: Any, vocab_size: int) -> Eng
     return dataclasses.replace(config, kv_eviction=method.setting)
 
 
-def beyond_training(model: ModelConfig, max_model_len: int) -> str:
-    """Returns the warning for texts that may be longer than those that a model was trained for."""
-    warning = f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions: "
-    if any(layer.attention.rope.kind == "dynamic" for layer in model.layers):
+def beyond_training(model: ModelConfig, max_model_len: int) -> str | None:
+    """Returns the warning if texts may be longer than those that a model was trained for, or its YaRN reaches."""
+    ropes = [layer.attention.rope for layer in model.layers]
+    reach = max((int(rope.factor * (rope.original_max_len or 0)) for rope in ropes if rope.kind == "yarn"), default=0)
+    # The last token of a sequence is sampled and never computed.
+    if max_model_len - 1 <= max(model.max_position, reach):
+        return None
+    stretched = f", which its YaRN rope stretches to {reach:,}" if reach > model.max_position else ""
+    warning = f"max_model_len is {max_model_len:,}, the model was trained for {model.max_position:,} positions"
+    warning += f"{stretched}: "
+    if any(rope.kind == "dynamic" for rope in ropes):
         return warning + (
             "with its dynamic NTK rope, all texts, short ones too, have the frequencies of a text of max_model_len "
             "tokens; set no more than your texts need, see docs/use/models.md"

@@ -49,6 +49,10 @@ def _renamed(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
         if name in found:
             raise LoadError(f"{stored.path}: {stored.name} and {found[name].name} are the same tensor, {name}")
         found[name] = stored
+    names = FAMILIES[config.family].top_names
+    if config.tie_embeddings and names["embed"] not in found and names["head"] in found:
+        # safetensors' save_model keeps one name of a shared tensor, the head's.
+        found[str(names["embed"])] = found.pop(str(names["head"]))
     return found
 
 

@@ -103,6 +103,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
       TokenizerError: ids of special tokens are not in the file's vocabulary.
       LoadError: the divisors of the rope's frequencies cannot be read.
     """
+    for key, value in (("general.type", "mmproj"), ("general.architecture", "clip")):  # newer and older converters
+        if str(file.metadata.get(key)) == value:
+            said = f"{key} is {value!r}, must be 'model'" if value == "mmproj" else f"{key} is {value!r}"
+            raise ConfigError(f"{file.path}: {said}: it encodes images or sounds, give the file of the model itself")
     values = hf_values(file)
     config = config_from_hf(gguf_families.in_own_names(values), str(file.path))
     if ROPE_FACTORS not in file.tensors:
@@ -185,7 +189,8 @@ class _Keys:
             elif key not in self.keys:
                 self.problem(key, "every model has it")
         self.check()  # the code below computes with them
-        fields |= self.shapes(fields) | self.rope() | self.attention(fields) | self.special_ids() | self.experts()
+        fields |= self.shapes(fields)
+        fields |= self.rope() | self.attention(fields) | self.special_ids(fields) | self.experts()
         if self.architecture in gguf_families.OWN:
             fields |= gguf_families.OWN[self.architecture](fields, self.keys, self.file.tensors)
         if self.architecture.startswith("granite"):
@@ -305,12 +310,14 @@ class _Keys:
         wide = num_layers == LAYERS_OF_27B[self.architecture]
         return found | {"query_pre_attn_scalar": width if wide else self.get(WIDTHS[0], width)}
 
-    def special_ids(self) -> dict[str, Any]:
+    def special_ids(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns BOS, and all ids that end a text: of the text, a turn or a message."""
         metadata = self.file.metadata
         has_tokenizer = "tokenizer.ggml.tokens" in metadata
         ids = special_ids(metadata, str(self.file.path)) if has_tokenizer else SpecialIds(None, ())
-        return {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos)}
+        # One without a row in the embedding is never drawn, as with the tokenizer of a directory.
+        drawn = [index for index in ids.eos if index < fields["vocab_size"]]
+        return {"bos_token_id": ids.bos, "eos_token_id": drawn}
 
     def refuse_others(self) -> None:
         for key, value in self.keys.items():

@@ -95,7 +95,8 @@ def auto_dtype(model: str | os.PathLike[str]) -> str:
         path = path / "config.json"
         values = read_json(path)
         name = "dtype" if values.get("dtype") is not None else "torch_dtype"  # transformers 5, and before
-        dtype = "f32" if values.get(name) is None else canonical_dtype(values[name], f"{path}: {name}")
+        given = values.get(name)
+        dtype = "f32" if given in (None, "float64") else canonical_dtype(given, f"{path}: {name}")
     return "f32" if dtype in tuning(platform_of()).slow_dtypes else dtype
 
 

@@ -39,20 +39,21 @@ class SafetensorsTensor(StoredTensor):
     """
 
     offset: int | None = None
-    dtypes = ("F32", "BF16", "F16")
+    dtypes = ("F32", "BF16", "F16", "F64")
 
     @property
     def value_bytes(self) -> int:
-        return 4 if self.dtype == "F32" else 2
+        return {"F64": 8, "F32": 4}.get(self.dtype, 2)
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         if self.offset is not None:
             return self._of_unknown(self.offset, rows, columns)
         with _opened(self.path) as file:
-            if not self.shape:
-                return file.get_tensor(self.name)
-            found = file.get_slice(self.name)
-            return found[rows] if columns == slice(None) else found[rows, columns]
+            found = file.get_slice(self.name) if self.shape else file.get_tensor(self.name)
+            if self.shape:
+                found = found[rows] if columns == slice(None) else found[rows, columns]
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is refused
+            return found.astype(np.float32) if self.dtype == "F64" else found
 
     def _of_unknown(self, offset: int, rows: slice, columns: slice) -> np.ndarray:
         (num_rows, width), kind = self.shape, UNKNOWN[self.dtype]
@@ -101,6 +102,8 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     found: dict[str, SafetensorsTensor] = {}
     for shard in sorted(set(weight_map.values())):
         for name, stored in read_header(_inside(directory, shard, index)).items():
+            if name not in weight_map:
+                continue  # as in transformers, what the index does not name is not part of the model
             if name in found:
                 raise LoadError(f"{index}: {name} is in both {found[name].path.name} and {shard}")
             found[name] = stored

@@ -30,7 +30,7 @@ class Tokenizer(abc.ABC):
       more_eos_ids: further ids that end a text, such as the end of a turn.
       eos_source: the file that names eos_id.
       added_ids: of the tokens that are matched in a text before the rest is split.
-      bos_token, eos_token: their texts, "" if there is none; chat templates use them.
+      bos_token, eos_token: their texts, "" if there is none. named_tokens: of all that files name, by their names.
       chat_template: Jinja source; None if the model has none that can be used.
       chat_templates: all of them by name, where the model's files name them.
       no_template: why there is none, for messages; "" if the files name none.
@@ -46,6 +46,7 @@ class Tokenizer(abc.ABC):
     added_ids: tuple[int, ...] = ()
     bos_token: str = ""
     eos_token: str = ""
+    named_tokens: Mapping[str, str] = MappingProxyType({})
     chat_template: str | None = None
     chat_templates: Mapping[str, str] = MappingProxyType({})
     no_template: str = ""

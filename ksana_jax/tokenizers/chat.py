@@ -78,12 +78,12 @@ def render_chat(
         "messages": read,
         "tools": tools or None,
         "add_generation_prompt": not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
     }
     more = {} if chat_template_kwargs is None else chat_template_kwargs
-    _check_names(more, {*given, *GLOBALS})
-    text = _render(source, {"documents": None, **given, **more}, now)
+    _check_names(more, {*given, "bos_token", "eos_token", *GLOBALS})
+    own = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    special = {name: text for name, text in own.items() if text} | dict(tokenizer.named_tokens)
+    text = _render(source, {"documents": None, **special, **given, **more}, now)
     return _cut(text) if continue_final_message else text
 
 

@@ -14,21 +14,30 @@ import numpy as np
 
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError
+from ksana_jax.tokenizers.gguf_endings import INFILL, INFILL_ENDS, TURN_ENDS, no_ends
 from ksana_jax.tokenizers.gguf_splits import SPLITS
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPECIAL = (UNKNOWN, CONTROL)
 _WHOLE = "iu"
+# Keys of tokens that only chat templates use, by their names there; the spelling is llama.cpp's.
+NAMED_IDS = {
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
 # Converters write this for a token that a model lacks: -1, or its 32 bits.
 _NO_ID = (-1, 2**32 - 1)
 
 
 class SpecialIds(NamedTuple):
-    """Ids of special tokens that a GGUF file names.
+    """Ids of special tokens in a GGUF file.
 
     bos: None if it names none.
-    eos: ids that end a text: EOS, end of turn, end of message; empty if it names none.
+    eos: ids that end a text, as in llama.cpp: those that the file names, EOS first, and those that have such a text.
     """
 
     bos: int | None
@@ -63,7 +72,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if model is None or model not in _MODELS:
         raise TokenizerError(f"{source}: tokenizer.ggml.model is {model!r:.60}; supported: {', '.join(_MODELS)}")
     tokenizer = _MODELS[model](fields)
-    tokenizer.more_eos_ids = fields.special_ids().eos
+    tokenizer.more_eos_ids = ends = fields.special_ids().eos
+    if tokenizer.eos_id not in ends:
+        tokenizer.eos_id = None  # named, but does not end a text
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **fields.named_tokens()}
     try:
         tokenizer.set_templates(fields.chat_templates(), source)
     except TokenizerError as error:  # only chats need one
@@ -76,7 +88,8 @@ class _Fields:
 
     def __init__(self, metadata: Mapping[str, Any], source: str):
         self._metadata, self.source = metadata, source
-        self.tokens = self._tokens()
+        self.ids = self._ids()
+        self.tokens = list(self.ids)
 
     def error(self, name: str, problem: str) -> TokenizerError:
         return TokenizerError(f"{self.source}: tokenizer.ggml.{name} {problem}")
@@ -102,18 +115,17 @@ class _Fields:
                 raise self.error(name, f"holds {type(value).__name__} at index {index:,}, must be strings")
         return values
 
-    def _tokens(self) -> list[str]:
-        # llama.cpp names empty tokens so too.
-        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.strings("tokens"))]
+    def _ids(self) -> dict[str, int]:
         ids: dict[str, int] = {}
-        for index, token in enumerate(tokens):
+        for index, token in enumerate(self.strings("tokens")):
+            token = token or f"[EMPTY_{index}]"  # llama.cpp names empty tokens so too
             if (first := ids.setdefault(token, index)) != index:
                 raise self.error("tokens", f"has {token!r:.60} twice, at {first:,} and {index:,}")
         try:
-            "".join(tokens).encode()
+            "".join(ids).encode()
         except UnicodeEncodeError:
             raise self.error("tokens", "hold half of a surrogate pair") from None
-        return tokens
+        return ids
 
     def numbers(self, name: str, kinds: str) -> np.ndarray | None:
         """Reads an array with a number for each token; kinds: NumPy's dtype kinds."""
@@ -142,15 +154,37 @@ class _Fields:
             raise self.error(name, f"is {value!r:.60}, must be an id below {len(self.tokens):,}")
         return value
 
-    def special_ids(self) -> SpecialIds:
+    def types(self) -> np.ndarray:
+        """Reads the type of each token; one that llama.cpp knows by its text is a control token whatever its type."""
+        given = self.numbers("token_type", _WHOLE)
+        types = np.full(len(self.tokens), NORMAL) if given is None else given.copy()
+        known = [self._infill(key) for key in INFILL if self.id(key) is None]
+        known += [self.ids.get(text) for text in TURN_ENDS]
+        types[[i for i in known if i is not None and types[i] != UNKNOWN]] = CONTROL
+        return types
+
+    def _infill(self, key: str) -> int | None:
+        named = self.id(key)
+        return next((self.ids[t] for t in INFILL[key] if t in self.ids), None) if named is None else named
+
+    def _bos_and_eos(self) -> tuple[int | None, int | None]:
         # SentencePiece's own ids, which the first files left out.
         bos, eos = (1, 2) if self.string("model") == "llama" and len(self.tokens) > 2 else (None, None)
-        ends = (self.id("eos_token_id", eos), self.id("eot_token_id"), self.id("eom_token_id"))
-        return SpecialIds(self.id("bos_token_id", bos), tuple(dict.fromkeys(i for i in ends if i is not None)))
+        return self.id("bos_token_id", bos), self.id("eos_token_id", eos)
+
+    def special_ids(self) -> SpecialIds:
+        bos, eos = self._bos_and_eos()
+        ends = [eos, self.id("eot_token_id"), self.id("eom_token_id"), *(self.ids.get(text) for text in TURN_ENDS)]
+        ends += map(self._infill, INFILL_ENDS)
+        without = {self.ids.get(text) for text in no_ends(self.ids)}
+        return SpecialIds(bos, tuple(dict.fromkeys(i for i in ends if i is not None and i not in without)))
 
     def special_tokens(self) -> SpecialTokens:
-        bos, ends = self.special_ids()
-        return SpecialTokens(*(None if i is None else self.tokens[i] for i in (bos, ends[0] if ends else None)))
+        return SpecialTokens(*(None if index is None else self.tokens[index] for index in self._bos_and_eos()))
+
+    def named_tokens(self) -> dict[str, str]:
+        ids = {name: self._metadata.get(f"tokenizer.ggml.{key}") for name, key in NAMED_IDS.items()}
+        return {n: self.tokens[i] for n, i in ids.items() if type(i) is int and 0 <= i < len(self.tokens)}
 
     def added(self, add_bos: bool) -> tuple[str | None, str | None]:
         """Texts of the tokens that begin and end every text; None for no such token."""
@@ -172,10 +206,9 @@ def _byte_level(fields: _Fields) -> Tokenizer:
         problem = "is missing: convert the model again" if pre is None else f"is {pre!r:.60}"
         raise fields.error("pre", f"{problem}; supported: {', '.join(SPLITS)}")
     split = SPLITS[pre]
-    types = fields.numbers("token_type", _WHOLE)
-    added = [] if types is None else np.flatnonzero(np.isin(types, (*_SPECIAL, USER_DEFINED))).tolist()
+    types, ids = fields.types(), fields.ids
+    added = np.flatnonzero(np.isin(types, (*_SPECIAL, USER_DEFINED))).tolist()
     bos, eos = fields.added(split.add_bos)
-    ids = {token: index for index, token in enumerate(fields.tokens)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = (
         {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in split.patterns
@@ -190,7 +223,7 @@ def _byte_level(fields: _Fields) -> Tokenizer:
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": types is not None and int(types[index]) in _SPECIAL,
+                "special": int(types[index]) in _SPECIAL,
             }
             for index in added
         ],
@@ -235,11 +268,11 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     from ksana_jax.tokenizers.added_tokens import AddedToken
     from ksana_jax.tokenizers.sentencepiece_model import MARK, SentencePieceTokenizer
 
-    scores, types = fields.numbers("scores", _WHOLE + "f"), fields.numbers("token_type", _WHOLE)
-    for name, values in (("scores", scores), ("token_type", types)):
+    scores, types = fields.numbers("scores", _WHOLE + "f"), fields.types()
+    for name, values in (("scores", scores), ("token_type", fields.numbers("token_type", _WHOLE))):
         if values is None:
             raise fields.error(name, "is missing")
-    assert scores is not None and types is not None
+    assert scores is not None
     proto = model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
     proto.trainer_spec.byte_fallback = bool((types == BYTE).any())

@@ -15,8 +15,17 @@ import numpy as np
 
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_text
+from ksana_jax.tokenizers.gguf_endings import TURN_ENDS
 from ksana_jax.tokenizers.gguf_splits import SPLITS
-from ksana_jax.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer
+from ksana_jax.tokenizers.gguf_tokenizer import (
+    CONTROL,
+    NAMED_IDS,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    gguf_tokenizer,
+    special_ids,
+)
 from ksana_jax.tokenizers.load import JSON, MODEL, load_tokenizer
 
 # Texts that no two of `SPLITS` split alike. Composed characters only: GGUF does not normalise.
@@ -37,10 +46,11 @@ def gguf_tokens(directory: Path, vocab_size: int, bos_id: int | None, eos_ids: S
 
     Args:
       vocab_size: rows of the embedding; tokens that the tokenizer lacks are unused.
-      bos_id, eos_ids: the config's. GGUF has up to three ids that end a text.
+      bos_id, eos_ids: the config's. The tokenizer's BOS and EOS come first. Of further ids that end a text, two have a
+        key, and tokens with such a text need none.
 
     Raises:
-      TokenizerError: there is no tokenizer, or GGUF cannot describe it.
+      TokenizerError: there is no tokenizer, or GGUF cannot describe it or an id that ends a text.
     """
     tokenizer = load_tokenizer(directory)
     found = _of_model(directory / MODEL) if (directory / MODEL).exists() else _of_json(directory / JSON)
@@ -55,13 +65,24 @@ def gguf_tokens(directory: Path, vocab_size: int, bos_id: int | None, eos_ids: S
     found["token_type"] = np.array(types, np.int32)
     if "scores" in found:
         found["scores"] = np.pad(np.array(found["scores"], np.float32), (0, len(tokens) - len(found["scores"])))
-    empty = tokenizer.encode("")
-    found |= {"add_bos_token": empty[:1] == [bos_id], "add_eos_token": empty[-1:] == [next(iter(eos_ids), None)]}
-    ids = dict(zip(("eos", "eot", "eom"), eos_ids)) | ({} if bos_id is None else {"bos": bos_id})
+    ends = list(dict.fromkeys((*(i for i in tokenizer.eos_ids if i < vocab_size), *eos_ids)))
+    bos = bos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    letter = tokenizer.encode("a")
+    found |= {"add_bos_token": letter[:1] == [bos], "add_eos_token": letter[-1:] == ends[:1]}
+    ids = dict(zip(("eos", "eot", "eom"), ends[:1] + sorted(ends[1:], key=lambda index: tokens[index] in TURN_ENDS)))
+    ids |= {} if bos is None else {"bos": bos}
     found |= {f"{name}_token_id": index for name, index in ids.items()}
+    named = {NAMED_IDS[name]: text for name, text in tokenizer.named_tokens.items() if name in NAMED_IDS}
+    found |= {key: tokens.index(text) for key, text in named.items() if text in tokens}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
     for name, template in tokenizer.chat_templates.items():
         metadata[f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}"] = template
+    if lost := sorted({*ends} - {*special_ids(metadata, tokenizer.source).eos}):
+        told = ", ".join(f"{index} {tokens[index]!r:.60}" for index in lost)
+        raise TokenizerError(
+            f"{directory}: a GGUF file cannot say that {told} ends a text besides {len(ends) - len(lost)} others; "
+            "take it out of eos_token_id in config.json and generation_config.json to write the file without"
+        )
     return _like(tokenizer, metadata)
 
 

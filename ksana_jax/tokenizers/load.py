@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
+    # As in transformers: a file with the field added_tokens_decoder is complete.
+    named = _named_tokens([config] if "added_tokens_decoder" in config else sources.values())
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **named}
     tokenizer.eos_source = str(_naming("eos_token", sources) or tokenizer.source)
     _read_template(tokenizer, directory, config)
     return tokenizer
@@ -88,6 +91,18 @@ def _special_token(name: str, sources: Mapping[Path, Mapping[str, Any]]) -> str 
     if not isinstance(text, str):
         raise TokenizerError(f"{path}: {name} is {token!r:.60}, must be a string or an object with content")
     return text or None
+
+
+def _named_tokens(sources: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns texts of special tokens by name, as transformers gives them to chat templates; the first source wins."""
+    found: dict[str, str] = {}
+    for values in sources:
+        groups = [values.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
+        named = {name: token for name, token in values.items() if name.endswith("_token")}
+        for group in (named, *(group for group in groups if isinstance(group, dict))):
+            texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in group.items()}
+            found = {name: text for name, text in texts.items() if isinstance(text, str)} | found
+    return found
 
 
 def _read_template(tokenizer: Tokenizer, directory: Path, config: Mapping[str, Any]) -> None:

@@ -73,6 +73,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos, self._model.bos_id())
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos, self._model.eos_id())
+        self.named_tokens = {"unk_token": self._model.id_to_piece(self._model.unk_id())}
         self._add_bos = config.get("add_bos_token", True) is not False
         self._add_eos = config.get("add_eos_token", False) is True
 

@@ -204,5 +204,9 @@ def test_model_is_a_file_or_the_only_one_in_a_folder(tmp_path):
     write_gguf(tmp_path / "two.gguf", METADATA)
     with pytest.raises(LoadError, match=r"has 2 GGUF models, give one of them: one\.gguf, two\.gguf"):
         gguf_of(tmp_path)
+    (tmp_path / "two.gguf").rename(tmp_path / "two-mmproj-F16.gguf")
+    assert gguf_of(tmp_path) == one
+    one.unlink()
+    assert gguf_of(tmp_path) == tmp_path / "two-mmproj-F16.gguf"
     (tmp_path / "config.json").write_text("{}")
     assert gguf_of(tmp_path) is None and gguf_of(one) == one

@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.core.layer_spec import RopeConfig
+from ksana_jax.engine.settings import beyond_training
 from tests.engine.small import BOS, SMALL, VOCAB, Letters, assert_idle, complete, make_llm, model
 from tests.reference import reference_logprobs
 from tests.sampling.reference import penalised
@@ -303,6 +304,15 @@ def test_a_dynamic_rope_beyond_the_trained_positions_warns_that_short_texts_chan
     config = dataclasses.replace(config, rope=RopeConfig("dynamic", 10_000.0, 2.0, original_max_len=64))
     with pytest.warns(UserWarning, match="all texts, short ones too, have the frequencies of a text of max_model_len"):
         LLM.from_params(config, params, max_model_len=66, **SMALL)
+
+
+def test_a_yarn_rope_is_warned_of_beyond_the_positions_to_which_it_stretches():
+    config = dataclasses.replace(model()[0], rope=RopeConfig("yarn", 1e4, 4.0, original_max_len=48))
+    assert config.max_position == 64 and beyond_training(config, 193) is None
+    said = "max_model_len is 194, the model was trained for 64 positions, which its YaRN rope stretches to 192: beyond"
+    assert str(beyond_training(config, 194)).startswith(said)
+    config = dataclasses.replace(config, max_position=192)  # as other files say it
+    assert "trained for 192 positions: beyond" in str(beyond_training(config, 194))
 
 
 def test_the_pattern_changes_only_while_nothing_runs(llm):

@@ -90,6 +90,19 @@ def test_a_gguf_file_names_the_key_of_each_end(tmp_path):
     }
 
 
+def test_a_gguf_file_says_which_tokens_end_a_text_by_their_text(tmp_path):
+    tokens = ["a", "<|end|>", "b", "<|im_end|>", *"cdefgh"]
+    tokens += map(str, range(TINY.vocab_size - len(tokens)))
+    keys = {"tokens": tokens, "eos_token_id": 2, "fim_pad_token_id": 7}
+    metadata = gguf_metadata("llama", TINY) | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = tmp_path / "m.gguf"
+    write_gguf(path, metadata, gguf_tensors("llama", TINY, random_tensors(TINY)))
+    expected = {2: "tokenizer.ggml.eos_token_id", 7: "tokenizer.ggml.fim_pad_token_id", 1: "its text", 3: "its text"}
+    ends = ending_files(path, load_config(path), None)
+    assert ends == {index: [f"m.gguf: {said}"] for index, said in expected.items()}
+    assert set(load_config(path).eos_ids) == expected.keys()
+
+
 def test_a_tokenizer_is_shown_with_what_it_adds_and_what_is_refused(folder):
     [(said, source)] = found(folder, "tokenizer")
     assert said.startswith(f"{SIZE + 2} ids; prompts with one of the last 1 are refused") and source == "tokenizer.json"

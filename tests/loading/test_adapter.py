@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = "llama-gqa-tied"
 MODEL = load_config(GOLDEN / BASE)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+NAMES = {
+    f"model.layers.{layer}.{module}": (layer, field)
+    for layer in range(2)
+    for module, field in {"self_attn.q_proj": "w_q", "self_attn.v_proj": "w_v", "mlp.down_proj": "w_down"}.items()
+}
 
 
 def read(folder: Path, dtype: str = "f32", max_rank: int = 8):
@@ -64,6 +70,45 @@ def test_patterns_give_modules_ranks_and_scales_of_their_own():
         np.testing.assert_allclose(layers[layer][field][1], stored * scale, rtol=1e-6)  # float32
 
 
+KEYS = r"""
+q_proj ^model.layers.0.mlp.up_proj .*\.q\_proj .*\.(q_proj|v_proj) (?:q|k)_proj mlp.* layers.1.*_proj$ q_proj$.* a|^b |
+(self|cross)_attn.(q|(k|v))_proj proj q.proj m(odel.*|x) ^q_proj .*.*.*.*.*proj layers.(.*|0).mlp $ \.q_proj
+(|.self_attn).q_proj model.layers.1 model.layers.1.self_attn.v_proj
+"""
+
+
+@pytest.mark.parametrize("key", ["", *KEYS.split()])
+def test_keys_of_patterns_match_as_in_peft(folder, key):
+    """PEFT (0.20): re.match(rf"(.*\\.)?({key})$", name)."""
+    change(folder, alpha_pattern={key: 80})
+    layers = read(folder).layers
+    for name, (layer, field) in NAMES.items():
+        scale = 20 if re.match(rf"(.*\.)?({key})$", name) else 2
+        stored = load_file(folder / WEIGHTS)[f"base_model.model.{name}.lora_B.weight"]
+        np.testing.assert_array_equal(layers[layer][field].b, scale * stored)
+
+
+def test_a_hostile_pattern_takes_linear_time(folder):
+    began = time.perf_counter()
+    change(folder, rank_pattern={".*(_|.*)" * 2_000 + "x": 2})
+    read(folder)
+    assert time.perf_counter() - began < 5
+
+
+def test_keys_of_patterns_that_match_no_module_are_named_in_a_warning(folder, caplog):
+    before = read(folder).digest
+    change(folder, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj|o_proj": 8, "down_proj": 8})
+    assert read(folder).digest == before and not caplog.messages
+    change(folder, rank_pattern={"q_proj": 4, f"{Q}": 2, "k_proj": 7}, alpha_pattern={"gate_proj": 3, "q_proj": 8})
+    assert read(folder).digest == before
+    for pattern, key, said in zip(("rank_pattern", "alpha_pattern"), (Q, "gate_proj"), caplog.messages, strict=True):
+        module = "model.layers.0.mlp.down_proj"
+        assert said.endswith(
+            f"adapter_config.json: key {key!r} of {pattern} matches no module of the adapter, such as {module}: it has "
+            "no effect, as in PEFT"
+        )
+
+
 def test_the_digest_is_of_the_contents(folder):
     first = read(folder).digest
     change(folder, base_model_name_or_path="another/name", lora_dropout=0.5)
@@ -94,7 +139,11 @@ def test_the_digest_is_of_the_contents(folder):
         ({"use_rslora": 1}, "use_rslora is 1, must be "),
         ({"rank_pattern": {"q_proj": -2}}, "rank_pattern['q_proj'] is -2, must be an integer from 1"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is ['q_proj'], must be an object of module names"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern has '(', which is no regular expression"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern has '('; supported: names, '.*' and alternatives such as (q_"),
+        ({"alpha_pattern": {"q)(": 2}}, "alpha_pattern has 'q)('; supported: names"),
+        ({"alpha_pattern": {r"layers\.[0-9]+": 2}}, r"alpha_pattern has 'layers\\.[0-9]+'; supported: names"),
+        ({"rank_pattern": {"(.*)*x": 2}}, "rank_pattern has '(.*)*x'; supported: names"),
+        ({"rank_pattern": {"x" * 2**18: 2, "y": 2}}, "rank_pattern has 262,145 characters; supported: at most 262,144"),
         ({"r": 5}, "lora_A.weight has shape [4, 48], config and model give [5, 48]"),
         ({"use_qalora": True, "bias": "all"}, "bias is 'all', supported: none; use_qalora is True, which is not supp"),
     ],
@@ -112,6 +161,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(folder, fields,
         {"use_dora": False, "modules_to_save": None, "loftq_config": {}, "of_the_future": None},
         {"fan_in_fan_out": True, "lora_dropout": 0.1, "task_type": None, "layers_to_transform": [0, 1]},
         {"init_lora_weights": "gaussian", "inference_mode": False, "target_modules": ".*q_proj"},
+        {"ensure_weight_tying": True},
     ],
 )
 def test_fields_without_effect_on_a_finished_adapter_are_left_out(folder, fields):
@@ -130,7 +180,7 @@ NAN = np.full((4, 32), np.nan, np.float32)
         ({"lora_B.weight": None}, "self_attn.q_proj has no lora_B.weight"),
         ({"lora_A.weight": np.zeros((4, 16), np.float32)}, "has shape [4, 16], config and model give [4, 32]"),
         ({"lora_A.weight": NAN}, "lora_A.weight has values that are NaN or infinite in float32"),
-        ({"lora_A.weight": np.zeros((4, 32), np.float64)}, "lora_A.weight is F64, supported: F32, BF16, F16"),
+        ({"lora_A.weight": np.zeros((4, 32), np.int32)}, "lora_A.weight is I32, supported: F32, BF16, F16, F64"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(folder, tensors, problem):

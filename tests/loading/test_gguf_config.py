@@ -131,6 +131,8 @@ def test_ids_that_end_a_text_are_those_of_text_turn_and_message(tmp_path):
     assert (config.bos_id, config.eos_ids) == (None, ())
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.eos_token_id is 99, must be an id below 32"):
         read(tmp_path, config=dataclasses.replace(TINY, eos_ids=(99,)))
+    metadata["tokenizer.ggml.tokens"] += ["<|im_end|>"]  # the embedding has no row for it
+    assert load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING)).eos_ids == ()
     del metadata["tokenizer.ggml.tokens"]
     config = load_config(write_gguf(tmp_path / "model.gguf", metadata, EMBEDDING))
     assert (config.bos_id, config.eos_ids) == (None, ())
@@ -207,6 +209,14 @@ def test_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
             ", gptneox, falcon, mpt, gpt2, stablelm, command-r, cohere2, gpt-oss, granitemoe, qwen2moe, qwen3moe, olmoe"
         )
         assert str(caught.value) == f"{path}: general.architecture is {shown}; {known}"
+    for kind, architecture, said in (
+        ("mmproj", "clip", "type is 'mmproj', must be 'model': it encodes images or sounds, give the file"),
+        (None, "clip", "architecture is 'clip': it encodes images or sounds"),  # of older converters
+        ("adapter", "llama", "type is 'adapter', must be 'model'; an adapter is merged into its model first"),
+    ):
+        general = {"general.architecture": architecture} | ({} if kind is None else {"general.type": kind})
+        with pytest.raises(ConfigError, match=said):
+            load_config(write_gguf(tmp_path / "model.gguf", general, EMBEDDING))
     with pytest.raises(ConfigError, match=r"general\.architecture is None"):
         load_config(write_gguf(tmp_path / "model.gguf", {}, EMBEDDING))
 

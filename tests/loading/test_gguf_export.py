@@ -12,6 +12,7 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import read_gguf
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
+from ksana_jax.engine.request_factory import ending_ids
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.gguf_blocks import apart, decode
 from ksana_jax.loading.gguf_export import export_gguf
@@ -74,6 +75,17 @@ def check(path, config, params, kind):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_file_ends_texts_where_its_folder_does_whichever_of_its_files_says_so(tmp_path):
+    config = dataclasses.replace(TWINS["llama"][1], **WIDTHS, eos_ids=(5,))
+    folder, out = write_model(tmp_path / "model", random_tensors(config), config), tmp_path / "out.gguf"
+    shutil.copy(model_path("ksana-tiny") / "tokenizer.model", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9]}')
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    export_gguf(folder, out, "Q4_1")
+    ends = [ending_ids(load_config(path), load_tokenizer(path)) for path in (folder, out)]
+    assert ends == [(9, 5, 2), (2, 9, 5)]
 
 
 REFUSED = {

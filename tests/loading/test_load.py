@@ -17,10 +17,20 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.loading import abstract_params, load_config, load_model, stored_tensor
+from ksana_jax.loading.load import auto_dtype
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import num_params
-from tests.loading.models_on_disk import STORED, TINY, random_tensors, write_config, write_model, write_shards
+from tests.loading.models_on_disk import (
+    STORED,
+    TINY,
+    random_tensors,
+    read_index,
+    write_config,
+    write_index,
+    write_model,
+    write_shards,
+)
 
 
 def test_every_weight_arrives_at_its_place(tmp_path):
@@ -97,6 +107,39 @@ def test_tied_model_takes_no_head_and_ignores_an_equal_one(tmp_path):
     assert load_model(write_model(tmp_path, tensors, config))[1].head is None
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert load_model(write_model(tmp_path, tensors, config))[1].head is None
+
+
+@pytest.mark.parametrize("write", [write_model, write_shards])
+def test_tied_model_may_store_its_matrix_under_the_name_of_the_head(write, tmp_path):
+    # safetensors.torch.save_model keeps the first of two names of one tensor in alphabetical order.
+    config = dataclasses.replace(TINY, tie_embeddings=True)
+    tensors = random_tensors(config)
+    usual = load_model(write_model(tmp_path / "usual", tensors, config))[1]
+    renamed = {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() - tensors.keys() == {"lm_head.weight"}
+    jax.tree.map(np.testing.assert_array_equal, load_model(write(tmp_path / "renamed", renamed, config))[1], usual)
+
+
+def test_tensors_that_the_index_does_not_name_are_no_part_of_the_model(tmp_path):
+    tensors = random_tensors(TINY)
+    expected = load_model(write_model(tmp_path / "one", tensors))[1]
+    folder = write_shards(tmp_path / "several", tensors | {"model.rotary.more": np.ones(4, np.float32)})
+    weight_map = read_index(folder)
+    del weight_map["model.rotary.more"]
+    write_index(folder, weight_map)
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder)[1], expected)
+
+
+def test_doubles_become_floats_and_one_beyond_their_range_is_refused(tmp_path):
+    given = random_tensors(TINY)
+    tensors = {name: tensor.astype(np.float64) for name, tensor in given.items()}
+    write_model(tmp_path, tensors, dtype="float64")
+    _, params = load_model(tmp_path, auto_dtype(tmp_path))
+    np.testing.assert_array_equal(params.layers[1].w_up, given["model.layers.1.mlp.up_proj.weight"])
+    assert params.embed.dtype == np.float32
+    tensors["model.norm.weight"][3] = 1e39
+    with pytest.raises(LoadError, match=r"model.norm.weight has values that are NaN or infinite in float32"):
+        load_model(write_model(tmp_path, tensors))
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path):

@@ -284,6 +284,53 @@ def test_what_a_template_drops_cannot_be_continued(render):
         render("{{ messages[0].content }}", continue_final_message=True, add_generation_prompt=True)
 
 
+SPECIAL = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "image_token",
+    "boi_token", "extra_special_tokens", "additional_special_tokens",
+)  # fmt: skip
+SHOW = "".join(f"{{% if {name} is defined %}}{name}={{{{ {name} }}}};{{% endif %}}" for name in SPECIAL)
+AS_OBJECT = {"__type": "AddedToken", "content": "<s>", "special": True}
+# A tokenizer_config.json, a special_tokens_map.json, and what transformers 5.23.0's apply_chat_template gives.
+TRANSFORMERS = {
+    "none": ({}, {}, ""),
+    "all": (dict.fromkeys(SPECIAL[:7], "<s>"), {}, "".join(f"{name}=<s>;" for name in SPECIAL[:7])),
+    "null": ({"bos_token": "<s>", "pad_token": None}, {}, "bos_token=<s>;"),
+    "empty": ({"bos_token": "", "eos_token": None}, {}, "bos_token=;"),
+    "objects": ({"bos_token": AS_OBJECT, "image_token": AS_OBJECT}, {}, "bos_token=<s>;image_token=<s>;"),
+    "names": ({"extra_special_tokens": {"image_token": "<s>", "boi_token": AS_OBJECT}}, {},
+              "image_token=<s>;boi_token=<s>;"),
+    "saved names": ({"model_specific_special_tokens": {"boi_token": "<s>"}}, {}, "boi_token=<s>;"),
+    "lists": ({"extra_special_tokens": ["<s>"], "additional_special_tokens": ["<s>"]}, {}, ""),
+    "flags": ({"add_bos_token": True, "image_token": True, "pad_token": "<new>"}, {}, "pad_token=<new>;"),
+    "older": ({"bos_token": "<s>"}, {"pad_token": AS_OBJECT, "image_token": "</s>"},
+              "bos_token=<s>;pad_token=<s>;image_token=</s>;"),
+    "older, beside a complete file": ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"pad_token": "<s>"},
+                                      "bos_token=<s>;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_special_tokens_have_the_names_that_transformers_gives_them(directories, tmp_path, case):
+    config, older, expected = TRANSFORMERS[case]
+    path = shutil.copytree(directories["llama-like"], tmp_path / "model")
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": SHOW}))
+    (path / "special_tokens_map.json").write_text(json.dumps(older))
+    assert render_chat(load_tokenizer(path), HELLO) == expected
+    kept = {"pad_token": "x"}  # as in transformers, a caller's value counts
+    assert "pad_token=x;" in render_chat(load_tokenizer(path), HELLO, chat_template_kwargs=kept)
+
+
+def test_sentencepiece_and_gguf_files_name_special_tokens_too(directories):
+    own = "bos_token=<s>;eos_token=</s>;unk_token=<unk>;"
+    assert render_chat(load_tokenizer(directories["sentencepiece"]), HELLO, chat_template=SHOW) == own
+    ids = {"unknown_token_id": 2**32 - 1, "padding_token_id": 588, "mask_token_id": 587, "seperator_token_id": 10**6}
+    for name, others in (("gpt-2", "eos_token=<|im_end|>;pad_token=<|im_end|>;mask_token=<|begin|>;"), ("llama", None)):
+        values = metadata(name, **ids if others else {"padding_token_id": 0})
+        values.pop("tokenizer.ggml.bos_token_id", None)
+        found = render_chat(gguf_tokenizer(values, "small.gguf"), HELLO, chat_template=SHOW)
+        assert found == (others or f"{own}pad_token=<unk>;")
+
+
 def test_more_names_for_a_template_replace_none_of_its_own(render):
     assert render("{{ a.b[0] }}{{ documents[0] }}", chat_template_kwargs={"a": {"b": [1]}, "documents": [2]}) == "12"
     for name in ("messages", "tools", "range", "raise_exception", "namespace", "strftime_now", "bos_token"):

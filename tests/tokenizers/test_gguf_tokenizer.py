@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError, load_tokenizer, render_chat
+from ksana_jax.tokenizers.gguf_endings import INFILL, INFILL_ENDS, TURN_ENDS
 from ksana_jax.tokenizers.gguf_splits import SPLITS
-from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer, special_ids
+from ksana_jax.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer, special_ids
 from tests import real
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf_tokenizers"
@@ -126,20 +127,73 @@ def test_sentencepiece_text_comes_back_without_special_tokens(name):
 @pytest.mark.parametrize("none", [-1, 2**32 - 1])
 def test_ids_that_stand_for_no_token_keep_no_file_from_loading(none):
     values = metadata("gpt-2", bos_token_id=NUM, eos_token_id=none, eot_token_id=none)
-    assert special_ids(values, "small.gguf") == (None, ())
+    assert special_ids(values, "small.gguf") == (None, (IM_END,))
     tokenizer = gguf_tokenizer(values, "small.gguf")
-    assert (tokenizer.bos_token, tokenizer.eos_id, tokenizer.eos_ids) == ("", None, ())
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_id, tokenizer.eos_ids) == ("", "", None, (IM_END,))
     assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
 
 
-def test_ids_that_end_a_text_are_those_that_the_file_names():
+def test_ids_that_end_a_text_are_those_that_the_file_names_and_then_those_with_such_a_text():
     values = metadata("llama3", eos_token_id=5, eot_token_id=590, eom_token_id=5)
-    assert special_ids(values, "small.gguf") == (values["tokenizer.ggml.bos_token_id"], (5, 590))
+    assert special_ids(values, "small.gguf") == (values["tokenizer.ggml.bos_token_id"], (5, 590, IM_END))
     tokenizer = gguf_tokenizer(values, "small.gguf")
-    assert (tokenizer.eos_id, tokenizer.eos_ids) == (5, (5, 590))
-    assert special_ids(metadata("gpt-2", bos_token_id=None, eos_token_id=None), "small.gguf") == (None, ())
-    assert special_ids(metadata("llama"), "small.gguf") == (1, (2,))  # SentencePiece's own
+    assert (tokenizer.eos_id, tokenizer.eos_ids) == (5, (5, 590, IM_END))
+    assert special_ids(metadata("gpt-2", bos_token_id=None, eos_token_id=None), "small.gguf") == (None, (IM_END,))
+    assert special_ids(metadata("llama"), "small.gguf") == (1, (2, SCORED.index("<|im_end|>")))  # SentencePiece's own
     assert (make("llama").bos_token, make("llama").eos_token) == ("<s>", "</s>")
+
+
+def with_tokens(name, texts, kind, **more):
+    """A file whose vocabulary has more tokens, from id 600, all of one type."""
+    values = stored("sentencepiece" if name in SENTENCEPIECE else "byte_level")
+    more["tokens"] = [*values["tokenizer.ggml.tokens"], *texts]
+    more["token_type"] = [*values["tokenizer.ggml.token_type"], *[kind] * len(texts)]
+    if name in SENTENCEPIECE:
+        more["scores"] = [*values["tokenizer.ggml.scores"], *[0.0] * len(texts)]
+    return metadata(name, **more)
+
+
+FIRST, LATER, LAST = 600, 601, 602
+# Texts and keys of a file, and what llama.cpp's llama_vocab_is_eog answers, apart from the small files' own ends.
+ENDINGS = {
+    **{text: ([text], {}, [FIRST]) for text in TURN_ENDS if text not in ("</s>", "<|im_end|>")},
+    **{text: ([text], {}, [FIRST] * (key in INFILL_ENDS)) for key, texts in INFILL.items() for text in texts},
+    "another": (["<|other|>", "<|im_end|>x"], {}, []),
+    "gpt-oss": (["<|end|>", "<|return|>", "<|call|>"], {}, [LATER, LAST]),
+    "solar": (["<|end|>", "<|calls|>", "<|flush|>"], {}, [LATER, LAST]),
+    "no call": (["<|end|>", "<|return|>", "<|flush|>"], {}, [FIRST, LATER, LAST]),
+    "named": (["<|end|>", "<|return|>", "<|call|>"], {"eot_token_id": FIRST}, [LATER, LAST]),
+    "another is named": (["<|fim_pad|>", "<|fim_prefix|>"], {"fim_pad_token_id": LATER}, [LATER]),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama"])
+@pytest.mark.parametrize("case", ENDINGS)
+def test_tokens_that_end_a_turn_by_their_text_are_those_of_llama_cpp_and_one_id(case, name):
+    texts, keys, ends = ENDINGS[case]
+    for kind in (NORMAL, CONTROL, USER_DEFINED, UNUSED):
+        values = with_tokens(name, texts, kind, **keys)
+        tokenizer = gguf_tokenizer(values, "small.gguf")
+        assert sorted(set(tokenizer.eos_ids) - set(make(name).eos_ids)) == ends
+        assert set(special_ids(values, "small.gguf").eos) == set(tokenizer.eos_ids)
+        for index in ends:
+            found = tokenizer.encode(f"x{texts[index - FIRST]}y", False)
+            assert index in found and (len(found) == 3 or name in SENTENCEPIECE)
+            assert tokenizer.decode(found).replace(" ", "") == "xy"
+
+
+def test_token_that_begins_another_message_does_not_end_a_text_even_if_it_is_named_eos():
+    values = with_tokens("gpt-2", ["<|end|>", "<|return|>", "<|call|>"], CONTROL, eos_token_id=FIRST)
+    tokenizer = gguf_tokenizer(values, "small.gguf")
+    assert sorted(tokenizer.eos_ids) == [IM_END, LATER, LAST]
+    assert (tokenizer.eos_id, tokenizer.eos_token) == (None, "<|end|>")
+
+
+def test_gemma_4_does_not_end_a_text_at_the_end_of_a_strikethrough():
+    assert TOKENS.count("</s>") == 0
+    for text, ends in (("<eos>", [IM_END, FIRST, LATER]), ("<|tool_response>", [IM_END, LATER])):
+        values = with_tokens("gpt-2", ["</s>", text], USER_DEFINED)
+        assert sorted(gguf_tokenizer(values, "small.gguf").eos_ids) == ends
 
 
 def test_chat_template_is_that_of_the_file():
@@ -147,9 +201,9 @@ def test_chat_template_is_that_of_the_file():
     assert gguf_tokenizer(metadata("gpt-2") | {"tokenizer.chat_template": "{{ x }}"}, "f").chat_template == "{{ x }}"
 
 
-def test_file_without_token_types_has_ordinary_tokens_only():
+def test_file_without_token_types_has_ordinary_tokens_and_those_that_end_a_turn():
     tokenizer = make("gpt-2", token_type=None)
-    assert len(tokenizer.encode("<|im_end|>")) > 1
+    assert len(tokenizer.encode("<|im_start|>")) > 1 and tokenizer.encode("<|im_end|>") == [IM_END]
     assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
 
 
@@ -162,7 +216,7 @@ def test_empty_token_does_not_take_the_place_of_another():
 
 TOKENS, SCORED = (stored(kind)["tokenizer.ggml.tokens"] for kind in ("byte_level", "sentencepiece"))
 MERGES = stored("byte_level")["tokenizer.ggml.merges"]
-NUM = len(TOKENS)
+NUM, IM_END = len(TOKENS), TOKENS.index("<|im_end|>")
 BROKEN = {
     "model": ("gpt-2", {"model": "t5"}, "model is 't5'; supported: gpt2, llama"),
     "no model": ("gpt-2", {"model": None}, "model is None; supported: gpt2, llama"),

@@ -39,6 +39,44 @@ def test_byte_level_tokenizers_get_the_name_of_a_split_with_their_ids(name, tmp_
     assert [found.piece(i) for i in given.added_ids] == [given.piece(i) for i in given.added_ids]
 
 
+NAMED = {
+    "none by the config": ("<|im_end|>", (), [588]),
+    "none by the tokenizer": (None, (5, 590), [5, 590]),
+    "the same": ("<|im_end|>", (588,), [588]),
+    "others": ("<|im_end|>", (2, 3), [588, 2, 3]),
+    "all three and one by its text": ("!", (2, 588, 3), [0, 2, 3, 588]),
+    "one beyond the embedding": ("<|far|>", (5,), [5]),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_every_id_that_ends_a_text_is_kept_the_tokenizers_first(case, tmp_path):
+    eos_token, eos_ids, ends = NAMED[case]
+    given = make("gpt-2")
+    folder = folder_of(given, tmp_path)
+    names = {"bos_token": given.bos_token, "eos_token": eos_token}
+    names |= {"pad_token": "<think>", "image_token": "<think>", "sep_token": "none such"}  # GGUF has keys for some
+    names["added_tokens_decoder"] = {str(given.vocab_size): {"content": "<|far|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    found = read_again(folder, given.vocab_size, None, eos_ids)
+    assert list(found.eos_ids) == ends + [588] * (588 not in ends)
+    assert (found.bos_id, found.eos_id) == (given.bos_id, ends[0])
+    assert found.named_tokens == {"pad_token": "<think>"}
+
+
+def test_ends_that_have_no_key_are_refused_by_name(tmp_path):
+    folder = folder_of(make("gpt-2"), tmp_path)
+    with pytest.raises(TokenizerError, match=r"cannot say that 5 '&', 9 '\*' ends a text besides 3 others"):
+        gguf_tokens(folder, 600, None, (2, 3, 5, 9))
+
+
+@pytest.mark.parametrize("adds", [(), ("bos",), ("eos",), ("bos", "eos")])
+def test_one_token_as_bos_and_eos_is_added_where_it_was(adds, tmp_path):
+    given = make("gpt-2", bos_token_id=588, **{f"add_{name}_token": name in adds for name in ("bos", "eos")})
+    found = read_again(folder_of(given, tmp_path), 600, 588, (588,))
+    assert given.encode("a b") == found.encode("a b") and found.encode("") == [588] * len(adds)
+
+
 def test_sentencepiece_models_keep_scores_types_and_spaces(tmp_path):
     given, metadata = load_tokenizer(TINY), gguf_tokens(TINY, 1026, 1, (2,))
     found = gguf_tokenizer(metadata, "made.gguf")

@@ -34,13 +34,17 @@ class KsanaLM(TemplateLM):
     Args:
       pretrained: an `LLM`, a Hugging Face directory, or "ksana-tiny".
       max_gen_toks: maximum number of generated tokens of tasks that do not say it.
+      add_bos_token: whether texts that do not begin with BOS get one; None does as the tokenizer's files say.
+      enable_thinking: of chat templates that read it; None leaves it to them.
+      think_end_token: text after which an answer begins, such as "</think>"; strings of `until` end only the answer.
       batch_size, max_batch_size, device: no effect; lm-evaluation-harness passes them to every model. jax chooses the
         device.
       settings: arguments of `LLM` if `pretrained` is not one: max_model_len, pattern, dtype, ... Dotted names such as
         `pattern.window=64` set fields of an argument.
 
     Raises:
-      ConfigError: settings were given with an `LLM`, or the model has no tokenizer, or neither BOS nor EOS.
+      ConfigError: settings were given with an `LLM`, or the model has no tokenizer, or neither BOS nor EOS, or thinking
+        has no end.
     """
 
     def __init__(
@@ -48,6 +52,9 @@ class KsanaLM(TemplateLM):
         pretrained: str | LLM,
         *,
         max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -61,6 +68,9 @@ class KsanaLM(TemplateLM):
         if pretrained.tokenizer is None:
             raise ConfigError(f"{pretrained.name} has no tokenizer, which tasks in text need")
         self.llm, self.tokenizer, self.max_gen_toks = pretrained, pretrained.tokenizer, max_gen_toks
+        self.add_bos_token, self.enable_thinking, self.think_end_token = add_bos_token, enable_thinking, think_end_token
+        if (enable_thinking or think_end_token is not None) and not isinstance(think_end_token, str):
+            raise ConfigError(f"think_end_token is {think_end_token!r:.60}, must be a text such as </think>")
         if self.tokenizer.bos_id is None and self.tokenizer.eos_id is None:
             raise ConfigError(f"{pretrained.name} has neither a BOS nor an EOS token to begin an empty context with")
 
@@ -87,13 +97,22 @@ class KsanaLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         if add_special_tokens is None:  # a chat template may have written BOS already
             bos = self.tokenizer.bos_token
-            add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+            add_special_tokens = not (bos and string.startswith(bos)) and self.add_bos_token is not False
+        ids, bos_id = self.tokenizer.encode(string, add_special_tokens=add_special_tokens), self.tokenizer.bos_id
+        if add_special_tokens and self.add_bos_token and bos_id is not None and ids[:1] != [bos_id]:
+            ids = [bos_id, *ids]
+        return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Formats a conversation; without a generation prompt, its last message is left open to be continued."""
-        open_end = not add_generation_prompt
-        return render_chat(self.tokenizer, chat_history, add_generation_prompt, continue_final_message=open_end)
+        open_end, more = not add_generation_prompt, {"enable_thinking": self.enable_thinking}
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt,
+            continue_final_message=open_end,
+            chat_template_kwargs=None if self.enable_thinking is None else more,
+        )
 
     def _loglikelihood_tokens(
         self,
@@ -141,7 +160,8 @@ class KsanaLM(TemplateLM):
         prompts, params, dropped = [], [], []
         for request in requests:
             context, settings = request.args
-            params.append(sampling_params(settings, self.max_gen_toks))
+            until = {"until": None} if self.think_end_token else {}
+            params.append(sampling_params({**settings, **until}, self.max_gen_toks))
             assert params[-1].max_tokens is not None
             room = prompt_room(self.llm.engine.max_model_len, params[-1].max_tokens)
             ids = self.tok_encode(context) or [self.prefix_token_id]
@@ -151,7 +171,10 @@ class KsanaLM(TemplateLM):
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         texts = []
         for request, output in zip(requests, outputs, strict=True):
-            texts.append(cut(output.check().outputs[0].text, stop_strings(request.args[1])))
+            text = output.check().outputs[0].text
+            if self.think_end_token:
+                text = text.rpartition(self.think_end_token)[2].lstrip()
+            texts.append(cut(text, stop_strings(request.args[1])))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 

@@ -132,8 +132,11 @@ class InFirst(Format):
         if self.has_zeros:
             return found
         if found.any():
-            stored = parts["qzeros"]
-            raise LoadError(f"{stored.path}: {stored.name} has zeros other than {1 << self.bits - 1}, but sym is true")
+            stored, zero = parts["qzeros"], 1 << self.bits - 1
+            said = f"has zeros other than {zero}, but sym is true"
+            if self.one_less and (found == 1).all():
+                said = f"stores each zero as {zero}, not less 1: set checkpoint_format to gptq_v2 in config.json"
+            raise LoadError(f"{stored.path}: {stored.name} {said}")
         return None
 
     def _of_rows(self, stored: StoredTensor, of_in: slice, rows: slice, added: int = 0) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -152,6 +153,8 @@ def _block(fields: Fields, stored: str) -> tuple[int | None, int | None]:
 
 def _block_size(fields: Fields, name: str) -> tuple[int, int]:
     sizes = fields.get(name)
+    if isinstance(sizes, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", sizes):  # of older compressed-tensors
+        sizes = [int(size) for size in sizes.split("x")]
     if not isinstance(sizes, list) or len(sizes) != 2 or any(checks.integer(name, size, 1) for size in sizes):
         fields.problem(name, sizes, "supported: rows and columns of a block, such as [128, 128]")
         return 1, 1

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import CompletionOutput, RequestMetrics, RequestOutput
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.session_files import SessionError
@@ -24,7 +25,7 @@ from ksana_jax.serve.server.errors import bad_request, json_response
 from ksana_jax.serve.server.fields import SAVE_SESSION, Fields, read_fields
 from ksana_jax.serve.server.json_body import read_object
 from ksana_jax.serve.server.prompts import check_model, one_prompt
-from ksana_jax.serve.server.state import cache_salt, serving_of
+from ksana_jax.serve.server.state import Serving, cache_salt, serving_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -43,6 +44,8 @@ async def save(request: Request) -> Response:
     check_model(serving.model, values["model"])
     request.scope["ksana.salt"] = _salt(serving.settings.api_keys, values["api_key"])
     prompt, salt = await one_prompt(serving, values), cache_salt(request, values["cache_salt"])
+    if (adapter := serving.model.adapters.get(values["model"])) is not None:
+        salt = await _salted(serving, adapter, salt)
     text = RequestOutput(
         name,
         prompt.text,
@@ -77,6 +80,16 @@ def _salt(keys: tuple[str, ...], given: str | None) -> str:
     if given not in keys:
         raise bad_request("api_key must be the key of a client: each key has a prefix cache of its own", "api_key")
     return salt_of_key(given.encode())
+
+
+async def _salted(serving: Serving, adapter: LoRARequest, salt: str) -> str:
+    """Returns the salt under which an adapter's prefixes are cached; raises APIError if it cannot be read."""
+    try:
+        async with serving.any_llm.awake():
+            use = await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
+    except ValueError as error:
+        raise bad_request(str(error), "model") from None
+    return use.salted(salt)
 
 
 async def _read(request: Request, fields: Fields) -> dict[str, Any]:

@@ -124,6 +124,32 @@ def test_chat_templates(lm):
     assert (lm.prefix_token_id, lm.eot_token_id) == (BOS, EOS)
 
 
+def test_bos_is_left_out_or_added_whatever_the_tokenizer_does(lm, monkeypatch):
+    plain = KsanaLM(lm.llm, add_bos_token=False)
+    assert plain.tok_encode("the") == lm.tok_encode("the")[1:] and plain.tok_encode("<s>the") == lm.tok_encode("the")
+    encode = Letters().encode
+    monkeypatch.setattr(lm.tokenizer, "encode", lambda text, add_special_tokens=True: encode(text, False))
+    added = KsanaLM(lm.llm, add_bos_token=True)
+    assert added.tok_encode("the") == added.tok_encode("<s>the") == encode("the") != lm.tok_encode("the")
+    assert added.tok_encode("the", add_special_tokens=False) == lm.tok_encode("the")
+
+
+def test_an_answer_begins_after_its_thinking_in_which_no_stop_string_counts(lm, monkeypatch):
+    [text] = (o.outputs[0].text for o in lm.llm.generate([TEXT], SamplingParams(temperature=0, max_tokens=8)))
+    end = text[2:4]
+    thinking = KsanaLM(lm.llm, max_gen_toks=8, enable_thinking=True, think_end_token=end)
+    answer = text.rpartition(end)[2].lstrip()
+    assert thinking.generate_until(asked((TEXT, {"until": [text[0]]})), disable_tqdm=True) == [answer.split(text[0])[0]]
+    assert thinking.generate_until(asked((TEXT, {"max_gen_toks": 1})), disable_tqdm=True) == [text[0]]  # no end
+    monkeypatch.setattr(lm.tokenizer, "chat_template", "{{ enable_thinking }}")
+    turns = [{"role": "user", "content": "the"}]
+    quiet = KsanaLM(lm.llm, enable_thinking=False)
+    assert [each.apply_chat_template(turns) for each in (lm, thinking, quiet)] == ["", "True", "False"]
+    for wrong in ({"enable_thinking": True}, {"think_end_token": 5}):
+        with pytest.raises(ValueError, match=r"think_end_token is (None|5), must be a text such as </think>"):
+            KsanaLM(lm.llm, **wrong)
+
+
 def test_settings_with_dots_are_fields():
     given = {"max_model_len": 64, "pattern": "streaming_llm", "pattern.window": 8, "pattern.num_sinks": 2}
     pattern = {"preset": "streaming_llm", "window": 8, "num_sinks": 2}

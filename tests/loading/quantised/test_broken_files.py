@@ -73,6 +73,11 @@ BROKEN = [
         "up_proj.weight is stored besides qweight, qzeros, scales, g_idx",
     ),
     ("gptq", at("qzeros", 0x77787777), "up_proj.qzeros has zeros other than 8, but sym is true"),
+    (
+        "gptq",
+        lambda tensors: tensors[NAME + "qzeros"].fill(-0x77777778),  # eights
+        "up_proj.qzeros stores each zero as 8, not less 1: set checkpoint_format to gptq_v2 in config.json",
+    ),
     ("gptq", put("bias", np.full(96, 0.5, np.float16)), "up_proj.bias is not part of this llama config"),
     ("desc_act", without("g_idx"), "up_proj.g_idx is missing"),
     ("desc_act", at("g_idx", 2), "up_proj.g_idx has groups 0 to 2, must be from 0 to 1"),

@@ -58,6 +58,7 @@ REFUSED = [
     (compressed_config(type="float"), r"weights\.type is 'float'; supported by pack-quantized: int"),
     (with_weights(FLOAT, symmetric=False), r"weights\.symmetric is False"),
     (with_weights(FLOAT, strategy="block"), r"weights\.block_structure is None"),
+    (with_weights(FLOAT, strategy="block", block_structure="128x"), r"weights\.block_structure is '128x'"),
     (with_inputs(dynamic=False), r"input_activations\.dynamic is False; supported: true"),
     (with_inputs(dynamic="local"), r"input_activations\.dynamic is 'local'"),
     (fp8_config() | {"activation_scheme": "static"}, "activation_scheme is 'static'; supported: dynamic"),
@@ -113,6 +114,10 @@ PUBLISHED = [
         {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
         | {"modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]},
         "FP8, 8 bits, 128 x 128 share a scale",
+    ),
+    (
+        with_weights(FLOAT, strategy="block", block_structure="128x64"),
+        "compressed-tensors, 8 bits, 128 x 64 share a scale",
     ),
     (
         {"config_groups": {"group_0": {"input_activations": None, "targets": ["Linear"], "weights": INT4}}}

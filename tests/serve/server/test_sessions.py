@@ -1,13 +1,17 @@
 """The server's owner saves and restores sessions by name, in the server's folder."""
 
+from pathlib import Path
+
 import pytest
 
+from ksana_jax import LoRARequest
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.serve.server.settings import ServerSettings
+from ksana_jax.serve.server.settings import ServerSettings, read_lora_modules
 from tests.engine import small
 from tests.serve.server.serving import serving
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 TEXT = "the other inn and the hen in the tin"
 
 
@@ -42,6 +46,34 @@ def test_another_server_continues_a_clients_text_for_that_client_alone(tmp_path)
         assert (reply.status, reply.json) == (200, {"name": "inn.1", "num_tokens": count})
         assert answer(server, "b", prompt=TEXT + " inn", cache_salt="mine") == (expected, 0)
         assert answer(server, prompt=TEXT + " inn", cache_salt="mine") == (expected, count)
+
+
+def test_a_session_of_an_adapter_has_the_adapters_prefix(tmp_path):
+    [adapter] = read_lora_modules([f"tuned={GOLDEN / 'lora' / 'llama-gqa-tied-plain'}"])
+    gone = LoRARequest("gone", 2, str(tmp_path / "gone"))
+    asked = {"prompt": TEXT}
+    options = {"block_size": 4, "num_blocks": 64, "enable_lora": True, "enable_prefix_caching": True}
+
+    def restarted():
+        llm = small.make_llm(small.Letters(), folder=GOLDEN / "llama-gqa-tied", **options)
+        settings = {"session_dir": str(tmp_path), "admin_keys": ("owner",), "served_model_names": ("base",)}
+        return serving(AsyncLLM.around(llm), lora_modules=(adapter, gone), **settings)
+
+    with restarted() as server:
+        answer(server, model="tuned")
+        reply = post(server, "/sessions/base/save", asked | {"model": "base"})
+        assert reply.status == 400 and "is cached" in reply.error["message"]
+        answer(server, model="base", prompt=TEXT[:9])
+        found = [post(server, f"/sessions/{name}/save", asked | {"model": name}).json for name in ("base", "tuned")]
+        shorter, count = (session["num_tokens"] for session in found)
+        assert count > shorter > 0
+        expected, _ = answer(server, model="tuned", prompt=TEXT + " inn")
+        reply = post(server, "/sessions/gone/save", asked | {"model": "gone"})
+        assert (reply.status, reply.error["param"]) == (400, "model") and "adapter 'gone'" in reply.error["message"]
+    with restarted() as server:
+        assert post(server, "/sessions/tuned/restore", {}).json["num_tokens"] == count
+        assert answer(server, model="base", prompt=TEXT + " inn")[1] == 0
+        assert answer(server, model="tuned", prompt=TEXT + " inn") == (expected, count)
 
 
 @pytest.fixture(scope="module")
