@@ -44,6 +44,10 @@ _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _KEY = re.compile(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
 _A, _B, _LENGTHS = "A.weight", "B.weight", "magnitude_vector"
+# Pieces of the keys of rank_pattern and alpha_pattern, and the most characters that all keys of one have.
+_PIECES = re.compile(r"\.\*|\\[\W_]|\((?:\?:)?|[\w.^$|)-]")
+_SUPPORTED = "names, '.*' and alternatives such as (q_proj|v_proj)"
+MAX_PATTERN_LENGTH = 2**18
 
 
 class Adapter(NamedTuple):
@@ -84,14 +88,15 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
     if not (folder / WEIGHTS).is_file():
         raise LoadError(f"{folder / WEIGHTS} is missing or not a file")
     tensors, modules = read_header(folder / WEIGHTS), modules_of(config)
+    ranks, alphas = (_patterns(settings, name, source) for name in ("rank_pattern", "alpha_pattern"))
     layers: list[dict[str, Change]] = [{} for _ in config.layers]
     lengths: list[dict[str, np.ndarray]] = [{} for _ in config.layers]
     has_lengths, largest = bool(settings.get("use_dora")), 0
     for name, found in _found(tensors, config, modules, has_lengths):
         module, a, b = modules[name], found[_A], found[_B]
         rank = a.shape[0]
-        _check_shapes(name, module, found, _of_module(settings, "rank_pattern", "r", name, source), max_rank)
-        alpha = _of_module(settings, "alpha_pattern", "lora_alpha", name, source)
+        _check_shapes(name, module, found, _of_module(ranks, name, settings["r"]), max_rank)
+        alpha = _of_module(alphas, name, settings["lora_alpha"])
         scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
         low, high = _values(a, 1.0, dtype), _values(b, scale, dtype)
         of_rows = _values(found[_LENGTHS], 1.0, "f32").reshape(-1) if has_lengths else None
@@ -137,15 +142,60 @@ def _check_settings(settings: Mapping[str, Any], source: str) -> None:
         raise LoadError(f"{source}: {'; '.join(found)}")
 
 
-def _of_module(settings: Mapping[str, Any], pattern: str, otherwise: str, module: str, source: str) -> Any:
+def _patterns(settings: Mapping[str, Any], name: str, source: str) -> list[tuple[list[str], Any]]:
+    """Returns the keys of a pattern, cut into pieces, with their values.
+
+    Raises:
+      LoadError: a key is another kind of regular expression, of which some take exponential time.
+    """
+    found, keys = [], settings.get(name) or {}
+    if (length := sum(map(len, keys))) > MAX_PATTERN_LENGTH:
+        raise LoadError(f"{source}: {name} has {length:,} characters; supported: at most {MAX_PATTERN_LENGTH:,}")
+    for key, value in keys.items():
+        pieces, depth = _PIECES.findall(key), 0
+        for piece in pieces:
+            depth += piece.startswith("(") - (piece == ")")
+            if depth < 0:
+                break
+        if depth or "".join(pieces) != key:
+            raise LoadError(f"{source}: {name} has {key!r:.60}; supported: {_SUPPORTED}")
+        found.append((["(", *pieces, ")", "$"], value))
+    return found
+
+
+def _of_module(patterns: Sequence[tuple[Sequence[str], Any]], module: str, otherwise: Any) -> Any:
     """Returns a module's rank or alpha: of the first key that matches the end of its name, as in PEFT."""
-    for key, value in (settings.get(pattern) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error as error:
-            raise LoadError(f"{source}: {pattern} has {key!r:.60}, which is no regular expression: {error}") from None
-    return settings[otherwise]
+    places = {char: sum(1 << i for i, other in enumerate(module) if other == char) for char in module}
+    return next((value for pieces, value in patterns if _matches(pieces, places, len(module))), otherwise)
+
+
+def _matches(pieces: Sequence[str], places: Mapping[str, int], length: int) -> bool:
+    """True if a pattern matches a name from its start, or from a dot on, to its end.
+
+    All ways to match are followed at once: bit i of `at` is set if the pieces so far can end before character i.
+
+    Args:
+      places: bits of the characters of the name. length: of the name.
+    """
+    everywhere = (2 << length) - 1
+    at, groups, one_way = 1 | places.get(".", 0) << 1, [], "|" not in pieces
+    for piece in pieces:
+        if one_way and not at:
+            return False
+        if piece in ("(", "(?:"):
+            groups.append((at, 0))
+        elif piece == "|":
+            groups[-1] = (groups[-1][0], groups[-1][1] | at)
+            at = groups[-1][0]
+        elif piece == ")":
+            at |= groups.pop()[1]
+        elif piece == ".*":
+            at = everywhere & -(at & -at)  # from the first place on
+        elif piece in "^$":
+            at &= 1 if piece == "^" else 1 << length
+        else:
+            at = (at if piece == "." else at & places.get(piece[-1], 0)) << 1 & everywhere
+    return at != 0
 
 
 def modules_of(config: ModelConfig) -> dict[str, Module]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = "llama-gqa-tied"
 MODEL = load_config(GOLDEN / BASE)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
+NAMES = {
+    f"model.layers.{layer}.{module}": (layer, field)
+    for layer in range(2)
+    for module, field in {"self_attn.q_proj": "w_q", "self_attn.v_proj": "w_v", "mlp.down_proj": "w_down"}.items()
+}
 
 
 def read(folder: Path, dtype: str = "f32", max_rank: int = 8):
@@ -64,6 +70,31 @@ def test_patterns_give_modules_ranks_and_scales_of_their_own():
         np.testing.assert_allclose(layers[layer][field][1], stored * scale, rtol=1e-6)  # float32
 
 
+KEYS = r"""
+q_proj ^model.layers.0.mlp.up_proj .*\.q\_proj .*\.(q_proj|v_proj) (?:q|k)_proj mlp.* layers.1.*_proj$ q_proj$.* a|^b |
+(self|cross)_attn.(q|(k|v))_proj proj q.proj m(odel.*|x) ^q_proj .*.*.*.*.*proj layers.(.*|0).mlp $ \.q_proj
+(|.self_attn).q_proj model.layers.1 model.layers.1.self_attn.v_proj
+"""
+
+
+@pytest.mark.parametrize("key", ["", *KEYS.split()])
+def test_keys_of_patterns_match_as_in_peft(folder, key):
+    """PEFT (0.20): re.match(rf"(.*\\.)?({key})$", name)."""
+    change(folder, alpha_pattern={key: 80})
+    layers = read(folder).layers
+    for name, (layer, field) in NAMES.items():
+        scale = 20 if re.match(rf"(.*\.)?({key})$", name) else 2
+        stored = load_file(folder / WEIGHTS)[f"base_model.model.{name}.lora_B.weight"]
+        np.testing.assert_array_equal(layers[layer][field].b, scale * stored)
+
+
+def test_a_hostile_pattern_takes_linear_time(folder):
+    began = time.perf_counter()
+    change(folder, rank_pattern={".*(_|.*)" * 2_000 + "x": 2})
+    read(folder)
+    assert time.perf_counter() - began < 5
+
+
 def test_the_digest_is_of_the_contents(folder):
     first = read(folder).digest
     change(folder, base_model_name_or_path="another/name", lora_dropout=0.5)
@@ -94,7 +125,11 @@ def test_the_digest_is_of_the_contents(folder):
         ({"use_rslora": 1}, "use_rslora is 1, must be "),
         ({"rank_pattern": {"q_proj": -2}}, "rank_pattern['q_proj'] is -2, must be an integer from 1"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is ['q_proj'], must be an object of module names"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern has '(', which is no regular expression"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern has '('; supported: names, '.*' and alternatives such as (q_"),
+        ({"alpha_pattern": {"q)(": 2}}, "alpha_pattern has 'q)('; supported: names"),
+        ({"alpha_pattern": {r"layers\.[0-9]+": 2}}, r"alpha_pattern has 'layers\\.[0-9]+'; supported: names"),
+        ({"rank_pattern": {"(.*)*x": 2}}, "rank_pattern has '(.*)*x'; supported: names"),
+        ({"rank_pattern": {"x" * 2**18: 2, "y": 2}}, "rank_pattern has 262,145 characters; supported: at most 262,144"),
         ({"r": 5}, "lora_A.weight has shape [4, 48], config and model give [5, 48]"),
         ({"use_qalora": True, "bias": "all"}, "bias is 'all', supported: none; use_qalora is True, which is not supp"),
     ],
