@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import struct
 import types
 
@@ -91,6 +92,14 @@ def test_missing_extra_and_misshapen_tensors_are_all_listed(tmp_path, tensors):
         "model.norm.weight is I8, supported: F32, BF16, F16",
     ):
         assert part in message
+
+
+@pytest.mark.parametrize("name", ["d_model", "head_dim", "d_ff", "vocab_size"])
+@pytest.mark.parametrize("config", [TINY, dataclasses.replace(TINY, family="phi3")])
+def test_sizes_far_beyond_the_files_are_refused_before_anything_of_them_is_made(tmp_path, tensors, config, name):
+    path = write_model(tmp_path, tensors)
+    write_config(path, dataclasses.replace(config, **{name: 2**31 - 4}))
+    assert re.search(r"the config gives [\d,]+ weights, the tensors of its files at most \d\d,\d\d\d", refusal(path))
 
 
 def test_transposed_matrix_is_misshapen(tmp_path, tensors):
