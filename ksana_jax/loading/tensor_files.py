@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import SUFFIX, gguf_of
-from ksana_jax.core.sources.hub import INDEX, SINGLE
+from ksana_jax.core.sources.hub import INDEX, MAX_PARTS, SINGLE
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.hints import folder_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
@@ -98,8 +98,10 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
         raise LoadError(f"{index}: weight_map must be an object of tensor names and file names")
     if len(weight_map) > MAX_TENSORS:
         raise LoadError(f"{index}: weight_map has {len(weight_map):,} tensors; supported: at most {MAX_TENSORS:,}")
+    if len(shards := sorted(set(weight_map.values()))) > MAX_PARTS:
+        raise LoadError(f"{index}: weight_map has {len(shards):,} files; supported: at most {MAX_PARTS:,}")
     found: dict[str, SafetensorsTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in shards:
         for name, stored in read_header(_inside(directory, shard, index)).items():
             if name in found:
                 raise LoadError(f"{index}: {name} is in both {found[name].path.name} and {shard}")

@@ -183,6 +183,11 @@ def test_index_of_another_form(tmp_path, tensors, weight_map):
     assert "weight_map must be an object" in refusal(tmp_path)
 
 
+def test_index_of_thousands_of_shards(tmp_path, tensors):
+    write_index(write_shards(tmp_path, tensors), {f"t{i}": f"{i}.safetensors" for i in range(1001)})
+    assert "weight_map has 1,001 files; supported: at most 1,000" in refusal(tmp_path)
+
+
 def test_index_that_names_a_tensor_its_shard_lacks(tmp_path, tensors):
     folder = write_shards(tmp_path, tensors)
     write_index(
