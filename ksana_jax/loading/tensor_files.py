@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -114,6 +114,26 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     if absent:
         raise LoadError(f"{index}: weight_map names tensors that are not in the files: {', '.join(absent)}")
     return found
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> None:
+    """Writes a safetensors file. The library's own function leaves a temporary file behind when the process is killed.
+
+    Args:
+      tensors: contiguous arrays of numbers, by name.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # each begins at a multiple of its size
+    for name, values in ordered.items():
+        kind = values.dtype.name.replace("bfloat", "bf").replace("uint", "u").replace("int", "i").replace("float", "f")
+        begin, end = end, end + values.nbytes
+        entries[name] = {"dtype": kind.upper(), "shape": values.shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for values in ordered.values():
+        file.write(values.reshape(-1).view(np.uint8).data)
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:
