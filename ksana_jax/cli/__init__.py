@@ -33,7 +33,7 @@ from ksana_jax.cli import (
 )
 from ksana_jax.core import interrupts, processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
-from ksana_jax.core.errors import JobError
+from ksana_jax.core.errors import JobError, one_line
 
 app = groups.group(
     "Quality, memory and speed of KV-cache techniques, measured on one engine.",
@@ -107,7 +107,11 @@ ANYWHERE = ("--debug", "--verbose", "-v")
 
 
 def _warn(message, category, filename, lineno, file=None, line=None) -> None:
-    print(f"ksana: warning: {message}", file=sys.stderr)
+    _say("warning", str(message))
+
+
+def _say(kind: str, message: str) -> None:
+    print(f"ksana: {kind}: {one_line(' '.join(message.split()))}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -134,17 +138,17 @@ def _run(argv: list[str]) -> None:
     except (ValueError, OSError, NotImplementedError, FloatingPointError, JobError) as error:
         if debug:
             raise
-        print(f"ksana: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say("error", str(error))
         sys.exit(2)
     except RuntimeError as error:
         if debug or type(error).__name__ != "JaxRuntimeError":
             raise
-        print(f"ksana: error: the device refuses: {' '.join(str(error).split())}", file=sys.stderr)
+        _say("error", f"the device refuses: {error}")
         sys.exit(2)
     except ImportError as error:
         if debug:
             raise
-        print(f"ksana: error: {error}{_why_missing(error)}", file=sys.stderr)
+        _say("error", f"{error}{_why_missing(error)}")
         sys.exit(2)
 
 

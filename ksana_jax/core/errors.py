@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+MAX_MESSAGE_CHARS = 2000
+
 
 class ConfigError(ValueError):
     """A configuration is invalid; the message lists every problem found."""
@@ -26,3 +28,11 @@ def system_reason(error: OSError) -> str:
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error)
+
+
+def one_line(message: object) -> str:
+    """Makes a message safe to print and to send, which may quote names from files: control characters are escaped, and
+    it is truncated."""
+    text = str(message)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:MAX_MESSAGE_CHARS])
+    return shown if len(text) <= MAX_MESSAGE_CHARS else shown + "..."

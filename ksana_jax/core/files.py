@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import os
+import secrets
 import stat
+import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -72,12 +76,14 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise.
 
-    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone.
+    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone. Files
+    that killed processes have left for the same path are removed.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # left by a killed process with the same pid
+    remove_leftovers(path.parent, glob.escape(path.name))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with create(temporary) as file:
         try:
+            _hold(file)
             yield file
             file.flush()
             os.replace(temporary, path)
@@ -85,6 +91,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
             raise
+
+
+def _hold(file: BinaryIO) -> None:
+    """Locks a file as long as this process has it open. Where the file system has no locks, nothing is removed."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Removes temporary files of `replacing`, for files of a pattern, whose processes have ended, here or elsewhere."""
+    for path in folder.glob(f".{pattern}.{'[0-9a-f]' * 8}.tmp"):
+        with contextlib.suppress(OSError), open_to_read(path) as file:
+            # Its process locks it before it writes.
+            if file.seek(0, os.SEEK_END) or time.time() - os.fstat(file.fileno()).st_mtime > 60:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

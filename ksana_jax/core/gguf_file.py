@@ -7,6 +7,7 @@ Source: the specification of GGUF 2 and 3 (ggml, docs/gguf.md).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import struct
@@ -318,4 +319,10 @@ class _Header:
             if problem:
                 raise LoadError(f"{self.path}: tensor {info.name!r:.80} {problem}")
             tensors[info.name] = dataclasses.replace(info, offset=start + info.offset)
+        for one, other in itertools.pairwise(sorted(tensors.values(), key=lambda info: info.offset)):
+            if (end := one.offset + one.num_bytes) > other.offset:
+                raise LoadError(
+                    f"{self.path}: tensor {one.name!r:.80} ends at byte {end:,}, {other.name!r:.80} begins before, at "
+                    f"{other.offset:,}: each has bytes of its own"
+                )
         return tensors

@@ -13,10 +13,12 @@ import importlib
 import importlib.util
 import os
 import sys
+import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -79,7 +81,38 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
             close = nearest(str(key), known)
             hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
             raise ConfigError(f"{what} {name!r} has no setting {key!r}{hint}")
-    return found(**fields)
+    problems = [
+        _wrong_type(f"{what} {name!r}: {key}", fields[key], hint) for key, hint in _hints(found, fields).items()
+    ]
+    try:
+        method = found(**fields)
+    except ConfigError:
+        raise
+    except Exception:  # of arithmetic with a value of the wrong type
+        checks.require(*problems, error=ConfigError)
+        raise
+    checks.require(*problems, error=ConfigError)
+    return method
+
+
+_TYPES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a text", type(None): "None"}
+
+
+def _hints(method: type, fields: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """Returns the types of fields that may only have numbers, texts, True, False and None."""
+    try:
+        hints = typing.get_type_hints(method)
+    except (NameError, TypeError):  # of a user's class, which may import names for type checkers only
+        return {}
+    found = {name: typing.get_args(hints.get(name)) or (hints.get(name),) for name in fields}
+    return {name: hint for name, hint in found.items() if all(each in _TYPES for each in hint)}
+
+
+def _wrong_type(name: str, value: Any, hint: tuple[Any, ...]) -> str | None:
+    is_number = checks.is_integer(value) or isinstance(value, float)
+    if (is_number and float in hint) or (type(value) in hint and type(value) is not float):
+        return None
+    return f"{name} is {checks.shown(value)}, must be {' or '.join(_TYPES[each] for each in hint)}"
 
 
 def name_of(spec: Any) -> Any:

@@ -7,8 +7,10 @@ before anything of them is used; this detects accidents, not attacks.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,9 +20,11 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ksana_jax.core.checks import are_integers
 from ksana_jax.core.errors import system_reason
-from ksana_jax.core.files import open_to_read, read_bytes, replacing, write_atomic
+from ksana_jax.core.files import open_to_read, read_bytes, remove_leftovers, replacing, write_atomic
 from ksana_jax.kv.layout import BITS, KVLayout
+from ksana_jax.loading.tensor_files import write_tensors
 
 VERSION = 1
 FACTS = "session.json"
@@ -78,8 +82,10 @@ def write_session(folder: Path, session: Session, layout: KVLayout, made_with: M
     blocks = folder / _BLOCKS.replace("*", secrets.token_hex(8))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the files have the tokens of prompts
+        remove_leftovers(folder, _BLOCKS)
         with replacing(blocks) as file:
-            safetensors.numpy.save_file(tensors, file.name)
+            os.fchmod(file.fileno(), 0o600)
+            write_tensors(file, tensors)
         facts = {
             "version": VERSION,
             "made_with": dict(made_with),
@@ -116,17 +122,76 @@ def read_session(folder: Path, layout: KVLayout, made_with: Mapping[str, str]) -
         raise SessionError(f"{path} is of version {facts.get('version')!r:.20}, this is {VERSION}")
     if _checksum(facts) != checksum:
         raise SessionError(f"{path} is damaged: its checksum is wrong")
+    if not _has_types(facts):
+        raise SessionError(f"{path} is damaged: it is not the JSON of a session")
     for name, here in made_with.items():
         if (there := facts["made_with"].get(name)) != here:
             raise SessionError(f"{folder} was saved with {name} {there!s:.200}, this engine has {here:.200}")
     tensors = _read_blocks(folder, **facts["blocks"])
-    blocks = np.empty((len(tensors[_LEAF + layout.leaves[0].name]), layout.block_bytes), np.uint8)
+    try:
+        return _session(facts, tensors, layout)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise SessionError(f"{folder / facts['blocks']['file']} is damaged: {reason}") from None
+
+
+def _has_types(facts: Mapping[str, Any]) -> bool:
+    """True if all facts of a session are there, and the file that they name is one of the same folder."""
+    kinds = {"made_with": dict, "cache_salt": str, "num_context": int, "parts": list, "blocks": dict}
+    if not all(type(facts.get(name)) is kind for name, kind in kinds.items()):
+        return False
+    of_file = {name: type(value) for name, value in facts["blocks"].items()}
+    if of_file != {"file": str, "bytes": int, "sha256": str} or not are_integers(facts["parts"], 1, 2**31):
+        return False
+    return fnmatch.fnmatchcase(name := facts["blocks"]["file"], _BLOCKS) and name.isprintable() and "/" not in name
+
+
+def _session(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layout: KVLayout) -> Session:
+    """Returns the session of files, after checking each number that indexes or allocates.
+
+    Raises:
+      KeyError, ValueError: a tensor is missing, or its values cannot be a session's.
+    """
+    first, token_ids = layout.leaves[0], _integers("token_ids", tensors, 0, 2**31 - 1)
+    count, num_tokens = len(tensors[_LEAF + first.name]), len(token_ids)
+    for leaf in layout.leaves:
+        found, dtype = tensors[_LEAF + leaf.name], BITS.get(leaf.dtype, leaf.dtype)
+        if found.shape != (count, *leaf.shape) or found.dtype.name != dtype:
+            raise ValueError(f"{leaf.name} is {found.dtype}{list(found.shape)}, the layout has {leaf} for each block")
+    parts = []
+    for number, tokens in enumerate(facts["parts"]):
+        places = _integers(f"{number}.places", tensors, 0, count - 1)
+        starts = _integers(f"{number}.starts", tensors, 0, min(tokens, num_tokens) - 1)
+        groups = _integers(f"{number}.groups", tensors, 0, len(layout.groups) - 1)
+        evicted = _integers(f"{number}.num_evicted", tensors, 0, tokens)
+        if len(evicted):
+            sound = len(evicted) == len(layout.groups) and layout.eviction is not None
+        else:  # full blocks of the prefix index, which come last
+            sound = tokens % layout.block_size == 0 and number == len(facts["parts"]) - 1
+        distinct = set(places.tolist()), set(zip(starts.tolist(), groups.tolist(), strict=False))
+        if not sound or tokens > num_tokens:
+            raise ValueError(f"part {number} has {tokens:,} tokens, {len(evicted)} numbers of evicted ones")
+        if len({*map(len, (places, starts, groups, *distinct))}) > 1 or (starts % layout.block_size).any():
+            raise ValueError(f"part {number} has blocks of which not each has its own place in the text")
+        parts.append(Part(tokens, places, starts, groups, evicted))
+    blocks = np.empty((count, layout.block_bytes), np.uint8)
     for leaf, values in zip(layout.leaves, layout.split(blocks).values(), strict=True):
         values[:] = tensors[_LEAF + leaf.name].view(leaf.dtype)
-    parts = [
-        Part(count, *(tensors[f"{number}.{name}"] for name in _ARRAYS)) for number, count in enumerate(facts["parts"])
-    ]
-    return Session(tensors["token_ids"], facts["num_context"], facts["cache_salt"], parts, blocks)
+    return Session(token_ids, facts["num_context"], facts["cache_salt"], parts, blocks)
+
+
+def _integers(name: str, tensors: Mapping[str, np.ndarray], low: int, high: int) -> np.ndarray:
+    values = tensors[name]
+    sound = values.ndim == 1 and values.dtype == np.int32
+    if not sound or (len(values) and not low <= values.min() <= values.max() <= high):
+        raise ValueError(f"{name} is {values.dtype}{list(values.shape)}, must be int32 from {low:,} to {high:,}")
+    return values
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what killed saves have left in the folder of several sessions."""
+    for session in folder.glob("*/"):
+        remove_leftovers(session, _BLOCKS)
 
 
 def _read_blocks(folder: Path, file: str, bytes: int, sha256: str) -> dict[str, Any]:
@@ -137,7 +202,7 @@ def _read_blocks(folder: Path, file: str, bytes: int, sha256: str) -> dict[str, 
         if _digest(path) != sha256:
             raise SessionError(f"{path} is damaged: its checksum is wrong")
         return safetensors.numpy.load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError) as error:  # also of a type that NumPy lacks
         raise SessionError(f"{path} cannot be read: {_reason(error)}") from None
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import replacing, write_atomic
 from ksana_jax.core.sources.hub import SINGLE
+from ksana_jax.loading.tensor_files import write_tensors
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.families import config_to_hf
 from ksana_jax.models.matrix import Matrix
@@ -62,9 +61,7 @@ def export_hf(model_dir: str | os.PathLike[str], config: ModelConfig, params: Pa
     _replace(directory / "generation_config.json", {name: values[name] for name in ("bos_token_id", "eos_token_id")})
     with replacing(directory / SINGLE) as file:
         # transformers requires the "format" entry, the framework in whose layout the tensors are.
-        safetensors.numpy.save_file(tensors, file.name, metadata={"format": "pt"})
-        # safetensors makes the file readable only by its owner; the other files follow the user's umask.
-        shutil.copymode(directory / "config.json", file.name)
+        write_tensors(file, tensors, {"format": "pt"})
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.gguf_file import gguf_of, read_gguf
+from ksana_jax.core.gguf_file import TensorInfo, gguf_of, read_gguf
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.gguf_tensors import find_gguf_tensors
 from ksana_jax.loading.quantised.find import with_quantised
@@ -16,6 +17,7 @@ from ksana_jax.loading.quantised.scheme import read_scheme
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.tensor_files import find_tensors
 from ksana_jax.models.families import FAMILIES
+from ksana_jax.models.params import num_params
 
 QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 
@@ -28,8 +30,11 @@ def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
       ConfigError: matrices are quantised in a format that is not supported.
     """
     if (gguf := gguf_of(path)) is not None:
-        return find_gguf_tensors(read_gguf(gguf), config)
+        file = read_gguf(gguf)
+        _check_size(config, file.tensors.values(), gguf)
+        return find_gguf_tensors(file, config)
     found, source = _renamed(find_tensors(path), config), path / "config.json"
+    _check_size(config, found.values(), path)
     scheme = read_scheme(read_json(source), str(source))
     if scheme is not None:
         return with_quantised(found, scheme, config, str(path))
@@ -39,6 +44,16 @@ def find_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
             "it, for example the contents of quantize_config.json with a quant_method"
         )
     return found
+
+
+def _check_size(config: ModelConfig, tensors: Iterable[StoredTensor | TensorInfo], path: Path) -> None:
+    """Checks that files can have all weights of a config, before anything of the config's sizes is made.
+
+    Raises:
+      LoadError: they have too few numbers, even if each has eight codes of quantised weights.
+    """
+    if (needed := num_params(config)) > (most := 8 * sum(math.prod(stored.shape) for stored in tensors)):
+        raise LoadError(f"{path}: the config gives {needed:,} weights, the tensors of its files at most {most:,}")
 
 
 def _renamed(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:

@@ -75,6 +75,8 @@ SCALES = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+# Keys whose values become fields as they are, unless they have one for each layer.
+ONE_VALUE = {EXPERT_COUNT, *EXPERT_SIZES, *SCALES, *gguf_families.KEYS, "rope.scaling.attn_factor"}
 # Values, other than 0, false and "", with which further keys change nothing.
 CAUSAL = "attention.causal"
 NEUTRAL = {
@@ -140,7 +142,7 @@ def hf_values(file: GGUFFile) -> dict[str, Any]:
     Raises:
       ConfigError: the architecture is unknown, or keys are missing or unsupported; one line names all of them.
     """
-    if (kind := file.metadata.get("general.type", "model")) != "model":
+    if not isinstance(kind := file.metadata.get("general.type", "model"), str) or kind != "model":
         raise ConfigError(
             f"{file.path}: general.type is {kind!r:.60}, must be 'model'; an adapter is merged into its model first"
         )
@@ -183,6 +185,11 @@ class _Keys:
         fields: dict[str, Any] = {"model_type": ARCHITECTURES[self.architecture]}
         fields |= {name: self.get(key, 1) for key, name in SIZES.items()}
         fields["num_key_value_heads"] = self.get("attention.head_count_kv", fields["num_attention_heads"])
+        for key in ("attention.head_count_kv", *WIDTHS):
+            if checks.integer(key, self.get(key), 1, MAX_INTEGER, optional=True):
+                self.problem(key, "must be a positive integer")
+        for key in self.keys.keys() & ONE_VALUE:
+            self.keys[key] = self.get(key)
         for key, name in SIZES.items():
             if checks.integer(key, fields[name], 1, MAX_LAYERS if key == "block_count" else MAX_INTEGER):
                 self.problem(key, "must be a positive integer")
@@ -202,7 +209,7 @@ class _Keys:
 
     def check(self) -> None:
         if self.problems:
-            raise ConfigError(f"{self.file.path}: {'; '.join(self.problems)}")
+            raise ConfigError(f"{self.file.path}: {'; '.join(dict.fromkeys(self.problems))}")
 
     def shapes(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self.file.tensors

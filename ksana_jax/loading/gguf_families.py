@@ -14,6 +14,8 @@ EPS = "attention.layer_norm_epsilon"
 LAYER_NORMS = ("gptneox", "falcon", "mpt", "gpt2", "stablelm", "command-r", "cohere2")
 # In these, configs of Hugging Face have other names for usual fields.
 OWN_NAMES = ("gpt_neox", "falcon", "mpt", "gpt2", "stablelm", "cohere", "cohere2")
+# That the functions below take out.
+KEYS = ("use_parallel_residual", "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale")
 QKV_BIAS = "blk.0.attn_qkv.bias"
 Values = dict[str, Any]
 
@@ -32,7 +34,7 @@ def in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt_neox(fields: Values, keys: Values, tensors: Container[str]) -> Values:
     return {
-        "use_parallel_residual": bool(keys.pop("use_parallel_residual", True)),
+        "use_parallel_residual": keys.pop("use_parallel_residual", True),
         "attention_bias": QKV_BIAS in tensors,
     }
 
@@ -70,7 +72,7 @@ def _cohere(fields: Values, keys: Values, tensors: Container[str]) -> Values:
 
 
 def _gpt_oss(fields: Values, keys: Values, tensors: Container[str]) -> Values:
-    found = {"intermediate_size": fields.pop("moe_intermediate_size")}
+    found = {"intermediate_size": fields.pop("moe_intermediate_size", None)}
     if fields["rope_scaling"]:
         return found | {"rope_scaling": fields["rope_scaling"] | {"truncate": False}}
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}

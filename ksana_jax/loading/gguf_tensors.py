@@ -24,6 +24,7 @@ from ksana_jax.loading.views import OfFields, PartOfTensor
 from ksana_jax.models.block_matrix import FORMS
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.families.family import Name, View
+from ksana_jax.models.families.fields import MAX_EXPERTS
 from ksana_jax.models.params import stated
 
 # GGUF names by field of Params and LayerParams.
@@ -70,7 +71,7 @@ FUSED = {"attn_qkv.weight": "w_q", "attn_qkv.bias": "b_q"}
 # Divisors of the frequencies of a rope; the config has them.
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-_OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
+_OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +166,11 @@ def as_stored(info: TensorInfo, name: str | None = None, num_heads: int | None =
     return GGUFTensor(info.path, name or info.name, info.type.name, info.shape, info, num_heads, plus_one)
 
 
-def experts_of(info: TensorInfo) -> list[TensorInfo]:
-    """Returns the matrices of a stack of experts [E, out, in]."""
+def experts_of(info: TensorInfo, config: ModelConfig) -> list[TensorInfo]:
+    """Returns the matrices of a stack of experts [E, out, in]; of more than any config has, the stack itself, whose
+    shape is then refused."""
+    if info.shape[0] > MAX_EXPERTS // config.num_layers:
+        return [info]
     num_bytes = info.num_bytes // info.shape[0]
     return [
         dataclasses.replace(info, shape=info.shape[1:], offset=info.offset + index * num_bytes)
@@ -205,6 +209,7 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
         if name == ROPE_FACTORS or (architecture == "phi3" and name in LONGROPE.values()):
             continue
         layer = _OF_LAYER.fullmatch(name)
+        layer = layer if layer and int(layer[1]) < config.num_layers else None  # or the name is not part of the config
         field = of_layer.get(layer[2], "") if layer else top.get(name, "")
         of_field: Name = name
         if layer and field in family.layer_names:
@@ -214,7 +219,7 @@ def find_gguf_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, StoredTe
                 parts |= _of_fields(of_field, info, field, layer[2] in FUSED, config)
                 continue
             if field.endswith("_experts") and len(info.shape) == 3:
-                for index, expert in enumerate(experts_of(info)):
+                for index, expert in enumerate(experts_of(info, config)):
                     one = str(of_field).format(index)
                     found[one] = as_stored(expert, one)
                 continue
@@ -238,7 +243,7 @@ def _of_fields(
     sizes = [config.head_dim * count for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
     whole, ends = as_stored(info), np.cumsum(sizes)
     if not is_fused or info.shape[0] != ends[-1]:  # whose shape is then refused
-        return {field: list(map(as_stored, experts_of(info) if stated(field, "loading").stacked else [info]))}
+        return {field: list(map(as_stored, experts_of(info, config) if stated(field, "loading").stacked else [info]))}
     return {
         name: [PartOfTensor(info.path, info.name, whole.dtype, (size, *info.shape[1:]), whole, rows, transposed=False)]
         for name, size, rows in zip(view.fields, sizes, np.split(np.arange(ends[-1]), ends[:-1]), strict=True)

@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import SUFFIX, gguf_of
-from ksana_jax.core.sources.hub import INDEX, SINGLE
+from ksana_jax.core.sources.hub import INDEX, MAX_PARTS, SINGLE
 from ksana_jax.loading.config_json import read_json
 from ksana_jax.loading.hints import folder_hint
 from ksana_jax.loading.stored_tensor import StoredTensor
@@ -99,8 +99,10 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
         raise LoadError(f"{index}: weight_map must be an object of tensor names and file names")
     if len(weight_map) > MAX_TENSORS:
         raise LoadError(f"{index}: weight_map has {len(weight_map):,} tensors; supported: at most {MAX_TENSORS:,}")
+    if len(shards := sorted(set(weight_map.values()))) > MAX_PARTS:
+        raise LoadError(f"{index}: weight_map has {len(shards):,} files; supported: at most {MAX_PARTS:,}")
     found: dict[str, SafetensorsTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in shards:
         for name, stored in read_header(_inside(directory, shard, index)).items():
             if name not in weight_map:
                 continue  # as in transformers, what the index does not name is not part of the model
@@ -115,6 +117,26 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     if absent:
         raise LoadError(f"{index}: weight_map names tensors that are not in the files: {', '.join(absent)}")
     return found
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> None:
+    """Writes a safetensors file. The library's own function leaves a temporary file behind when the process is killed.
+
+    Args:
+      tensors: contiguous arrays of numbers, by name.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # each begins at a multiple of its size
+    for name, values in ordered.items():
+        kind = values.dtype.name.replace("bfloat", "bf").replace("uint", "u").replace("int", "i").replace("float", "f")
+        begin, end = end, end + values.nbytes
+        entries[name] = {"dtype": kind.upper(), "shape": values.shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for values in ordered.values():
+        file.write(values.reshape(-1).view(np.uint8).data)
 
 
 def _inside(directory: Path, name: str, source: Path) -> Path:

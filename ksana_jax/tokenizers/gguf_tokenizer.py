@@ -146,7 +146,7 @@ class _Fields:
 
     def id(self, name: str, default: int | None = None) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{name}", default)
-        if value is None or (value in _NO_ID and not isinstance(value, bool)):
+        if value is None or (type(value) is int and value in _NO_ID):
             return None
         if name == "bos_token_id" and type(value) is int and value >= len(self.tokens):
             return None  # only a tokenizer would add it, and then reports it

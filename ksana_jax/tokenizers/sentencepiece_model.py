@@ -69,6 +69,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._written_out = _any_of(self._tokens)
         self.added_ids = tuple(sorted(token.id for token in self._tokens.values()))
         self.vocab_size = max(self._num_pieces, 1 + max(self._added, default=-1))
+        self.check_ids(len(data))
         self._pieces: dict[int, Piece] = {}
 
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos, self._model.bos_id())

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -16,6 +17,8 @@ from ksana_jax.tokenizers import template_sandbox
 
 # Ten times as much as the longest conversations of `test_template_process.py` take.
 CPU_S = 2.0
+# For a process that does not run, because the machine is overloaded or it was stopped.
+WAIT_S = 60.0
 MEMORY_BYTES = 2**29
 
 
@@ -50,14 +53,21 @@ class _Sandbox:
             if self._process.poll() is not None:
                 self._stop()
                 self._start()
+            began, timer = time.monotonic(), threading.Timer(WAIT_S, self._process.kill)
+            timer.start()
             try:
                 answer = _exchange(self._process, line)
             except BaseException:  # such as Ctrl-C; the answer would be taken for the next request's
                 self._process.kill()
                 self._process.wait()
                 raise
+            finally:
+                timer.cancel()
             if not answer:
-                raise ValueError(self._why(self._process.wait()))
+                in_time, status = time.monotonic() - began < WAIT_S, self._process.wait()
+                raise ValueError(
+                    self._why(status) if in_time else f"its process has not answered for {WAIT_S:g} seconds"
+                )
         found = json.loads(answer)
         if "error" in found:
             raise ValueError(found["error"])

@@ -50,6 +50,7 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
+        self.check_ids(len(text))
         # By id; True for special ones.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = tuple(sorted(self._added))
@@ -93,7 +94,13 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encode = self._tokenizer.encode
-        return _call(f"{self.source} cannot encode", encode, text, add_special_tokens=add_special_tokens).ids
+        try:
+            return _call(f"{self.source} cannot encode", encode, text, add_special_tokens=add_special_tokens).ids
+        except TokenizerError as error:
+            if "retry-limit" not in str(error):
+                raise
+            reason = f"a regular expression of its normalizer or pre_tokenizer gives up on {len(text):,} characters"
+            raise TokenizerError(f"{self.source} cannot encode: {reason}") from None
 
     def piece(self, token_id: int) -> Piece:
         piece = self._pieces.get(token_id)

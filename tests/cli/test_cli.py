@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import ksana_jax
 from ksana_jax import cli
@@ -159,6 +162,14 @@ def test_errors_of_users_are_one_line_and_exit_code_2(capsys, tmp_path):
     assert "there is no model 'nowhere'" in fails(capsys, "run", str(path))
     assert "no records.jsonl here" in fails(capsys, "report", str(tmp_path))
     assert "shard '9/2' is not k/n" in fails(capsys, "run", str(path), "--shard", "9/2")
+
+
+def test_names_from_files_reach_a_terminal_escaped_and_cut(capsys, tmp_path):
+    shutil.copytree(ROOT / "tests/golden/llama-gqa-tied", model := tmp_path / "model")
+    tensors = {f"evil\x1b[31m\u202e{index}{'x' * 999}": np.zeros(99, np.float32) for index in range(99)}
+    safetensors.numpy.save_file(tensors, model / "model.safetensors")
+    error = fails(capsys, "generate", str(model), "--prompt", "text")
+    assert r"evil\x1b[31m\u202e0xxx" in error and "\x1b" not in error and 1990 < len(error) < 2100
 
 
 def test_options_of_a_benchmark_are_its_fields(capsys, monkeypatch):

@@ -103,10 +103,38 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(path):
     assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["file"]
 
 
-def test_the_temporary_file_of_a_write_follows_no_link(path, outside):
-    path.with_name(f".file.{os.getpid()}").symlink_to(outside)
+def test_the_temporary_file_of_a_write_follows_no_link(path, outside, monkeypatch):
+    monkeypatch.setattr(files.secrets, "token_hex", lambda length: "0" * 8)
+    path.with_name(".file.00000000.tmp").symlink_to(outside)
+    with pytest.raises(FileExistsError), monkeypatch.context() as patch:
+        patch.setattr(files, "remove_leftovers", lambda folder, pattern: None)
+        files.write_atomic(path, "mine")
     files.write_atomic(path, "mine")
     assert path.read_text() == "mine"
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(path):
+    code = """
+import os, signal, sys
+from pathlib import Path
+from ksana_jax.core.files import replacing
+with replacing(Path(sys.argv[1])) as file:
+    file.write(b"part")
+    file.flush()
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"written\n"
+        empty, swap = path.with_name(".file.01234567.tmp"), path.with_name(".file.swp")
+        empty.touch()  # not locked yet
+        swap.touch()
+        files.write_atomic(path, "mine")
+        assert len(left := set(path.parent.iterdir())) == 4 and {path, empty, swap} < left
+        other.kill()
+    os.utime(empty, (0, 0))
+    files.write_atomic(path, "mine again")
+    assert {*path.parent.iterdir()} == {path, swap}
 
 
 def test_a_lock_file_that_is_a_link_locks_nothing(path, outside):

@@ -142,6 +142,16 @@ def test_tensor_given_twice_or_off_the_alignment_is_refused(tmp_path):
     assert "begins at 8, no multiple of the alignment 32" in spoilt(tmp_path, moved)
 
 
+def test_tensors_that_share_bytes_are_refused(tmp_path):
+    tensors = {name: ("F32", (16,), bytes(64)) for name in ("one", "two", "three")}
+    content = gguf_bytes({}, tensors)
+    offset = content.index(b"three") + 5 + 4 + 8 + 4
+    shared = content[:offset] + struct.pack("<Q", 32) + content[offset + 8 :]
+    assert "'one' ends at byte 224, 'three' begins before, at 192: each has bytes of its own" in spoilt(
+        tmp_path, shared
+    )
+
+
 def test_missing_file_folder_and_fifo_are_errors(tmp_path):
     os.mkfifo(tmp_path / "fifo.gguf")
     for name in ("absent.gguf", "fifo.gguf", "."):

@@ -1,5 +1,6 @@
 """Settings may name a function of the user's own, and say in one sentence what is wrong with a name."""
 
+import dataclasses
 import functools
 import re
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.plugins import name_of, nearest, resolve
+from ksana_jax.core.plugins import name_of, nearest, read_method, resolve
 
 REGISTRY = {"first": min, "later": "tests.core.test_plugins:later"}
 
@@ -22,6 +23,44 @@ class Rule:
 
     def __call__(self, seq):
         return seq
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    count: int = 1
+    share: float = 0.5
+    either: float | int | None = None
+    flag: bool = False
+    pairs: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        self.count % 2
+
+
+def read_fields(**fields):
+    return read_method({"method": "own", **fields}, {"own": Method}, Method, "kv_method", "{...}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"count": "x"}, "kv_method 'own': count is 'x', must be an integer"),
+        ({"count": None}, "count is None, must be an integer"),
+        ({"count": True}, "count is True, must be an integer"),
+        ({"count": 2.0}, "count is 2.0, must be an integer"),
+        ({"share": "0.5"}, "share is '0.5', must be a finite number"),
+        ({"either": [1]}, r"either is \[1\], must be a finite number or an integer or None"),
+        ({"flag": 1}, "flag is 1, must be True or False"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        read_fields(**fields)
+
+
+def test_fields_of_the_right_type_are_taken():
+    assert read_fields(count=3, share=1, either=2, flag=True, pairs=[1]) == Method(3, 1, 2, True, [1])
+    assert read_fields(either=0.5).either == 0.5 and read_fields(either=None).either is None
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ksana_jax import SamplingParams
 from ksana_jax.engine import session_files
 from ksana_jax.engine.session_files import SessionError
+from ksana_jax.loading.tensor_files import write_tensors
 from tests.engine import small
 from tests.engine.small import VOCAB, assert_idle, tokens_of
 from tests.soak import soak_unless
@@ -229,6 +231,81 @@ DAMAGE = {
     "blocks-.* cannot be read: No such file": lambda folder: blocks_of(folder).unlink(),
     "session.json cannot be read: No such file": lambda folder: (folder / "session.json").unlink(),
 }
+
+
+def craft(folder, facts=None, **tensors):
+    """Changes a session as somebody would who computes the checksums again."""
+    path, stored = folder / "session.json", blocks_of(folder)
+    values = json.loads(path.read_text())
+    found = load_file(stored) | tensors
+    save_file({name: value for name, value in found.items() if value is not None}, stored)
+    values["blocks"] |= {"bytes": stored.stat().st_size, "sha256": session_files._digest(stored)}
+    values = {name: value for name, value in (values | (facts or {})).items() if name != "sha256"}
+    path.write_text(json.dumps({**values, "sha256": session_files._checksum(values)}))
+
+
+LONG = {"file": "blocks-0.safetensors", "bytes": 1, "sha256": ""}
+NOT_JSON, OF_PART = "it is not the JSON of a session", "part 0 has blocks of which not each has its own place"
+CRAFTED = [
+    ({"made_with": []}, {}, NOT_JSON),
+    ({"cache_salt": None}, {}, NOT_JSON),
+    ({"num_context": "33"}, {}, NOT_JSON),
+    ({"parts": 44}, {}, NOT_JSON),
+    ({"parts": [44.5]}, {}, NOT_JSON),
+    ({"parts": [-4]}, {}, NOT_JSON),
+    ({"blocks": None}, {}, NOT_JSON),
+    ({"blocks": LONG | {"more": 1}}, {}, NOT_JSON),
+    ({"blocks": LONG | {"file": "../blocks-0.safetensors"}}, {}, NOT_JSON),
+    ({"blocks": LONG | {"file": "blocks-/../../x.safetensors"}}, {}, NOT_JSON),
+    ({"blocks": LONG | {"file": "blocks-\0.safetensors"}}, {}, NOT_JSON),
+    ({"parts": [2**30]}, {}, "part 0 has 1,073,741,824 tokens"),
+    ({"parts": [43]}, {}, "part 0 has 43 tokens, 0 numbers of evicted ones"),
+    ({"parts": [44, 40]}, {}, "part 0 has 44 tokens, 0 numbers of evicted ones"),
+    ({}, {"0.places": None}, "it has no '0.places'"),
+    ({}, {"0.places": np.full(11, 3, np.int32)}, OF_PART),
+    ({}, {"token_ids": np.zeros((4, 11), np.int32)}, r"token_ids is int32\[4, 11\], must be int32 from 0"),
+    ({}, {"token_ids": None}, "it has no 'token_ids'"),
+    ({}, {"0.places": np.full(11, 11, np.int32)}, r"0.places is int32\[11\], must be int32 from 0 to 10"),
+    ({}, {"0.places": np.zeros(11)}, r"0.places is float64\[11\], must be int32 from 0 to 10"),
+    ({}, {"0.starts": np.full(11, 44, np.int32)}, r"0.starts is int32\[11\], must be int32 from 0 to 43"),
+    ({}, {"0.groups": np.full(11, 1, np.int32)}, r"0.groups is int32\[11\], must be int32 from 0 to 0"),
+    ({}, {"0.num_evicted": np.full(1, 4, np.int32)}, "part 0 has 44 tokens, 1 numbers of evicted ones"),
+    ({}, {"0.places": np.zeros(10, np.int32)}, OF_PART),
+    ({}, {"0.starts": np.zeros(11, np.int32)}, OF_PART),
+    ({}, {"0.starts": np.arange(11, dtype=np.int32)}, OF_PART),
+    (
+        {},
+        {"block.kv": np.zeros((2**40, 0), np.float32)},
+        r"kv is float32\[1099511627776, 0\], the layout has kv float32",
+    ),
+    ({}, {"block.kv": None}, "it has no 'block.kv'"),
+]
+
+
+@pytest.mark.parametrize(("facts", "tensors", "said"), CRAFTED, ids=lambda value: str(value)[:40])
+def test_crafted_files_are_one_error_before_anything_of_their_sizes_is_made(facts, tensors, said, tmp_path):
+    llm = make_llm()
+    llm.save_session(first_turn(llm), tmp_path)
+    craft(tmp_path, facts, **tensors)
+    with pytest.raises(SessionError, match=f"{tmp_path}/.* is damaged: {said}") as caught:
+        llm.restore_session(tmp_path)
+    assert str(caught.value).isprintable()
+    assert_idle(llm)
+
+
+def test_a_save_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+    llm = make_llm()
+    output = first_turn(llm)
+    (tmp_path / ".blocks-0123.safetensors.01234567.tmp").write_bytes(b"half a session")
+
+    def write(file, tensors):
+        assert len(list(tmp_path.iterdir())) == 1, "a file that is not locked"
+        write_tensors(file, tensors)
+
+    monkeypatch.setattr(session_files, "write_tensors", write)
+    llm.save_session(output, tmp_path)
+    assert {path.suffix: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}[".safetensors"] == 0o600
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("said", DAMAGE)

@@ -208,6 +208,14 @@ def test_tensors_that_do_not_fit_and_numbers_that_are_none_are_named(tmp_path):
     assert "gate_proj.weight has values that are NaN or infinite" in refusal(lambda t: t.update({gate: nan}))
 
 
+@pytest.mark.parametrize("layer", ["1", "2", "9" * 5000])
+def test_stacks_of_more_experts_or_layers_than_a_config_has_are_not_taken_apart(tmp_path, layer):
+    metadata = gguf_metadata("llama", TWINS["mixtral"][1])
+    name = f"blk.{layer}.ffn_gate_exps.weight"
+    path = write_gguf(tmp_path / "model.gguf", metadata, {name: np.zeros((50_001, 1, 1), np.float32)})
+    assert len(find_gguf_tensors(read_gguf(path), TWINS["mixtral"][1])) == 1
+
+
 def test_digest_tells_models_apart_by_header_and_weights(tmp_path):
     tensors = tensors_of_twin(TINY)
     (tmp_path / "folder").mkdir()

@@ -182,8 +182,13 @@ def test_keys_that_change_nothing_are_accepted(tmp_path, changes):
         ("llama", {"rope.freq_base": "far"}, "rope_theta is 'far'"),
         ("llama", {"rope.freq_base": float("nan")}, "rope_theta is nan"),
         ("llama", {"attention.sliding_window": "x"}, "sliding_window is 'x'"),
-        ("gemma2", {"attention.key_length": "x"}, "value_length is 8; supported: 'x', the width of a head"),
-        ("llama", {"attention.key_length": "x\n" * 99}, r"value_length is 8; supported: 'x\nx\nx\nx\nx\nx\nx\n"),
+        ("gemma2", {"attention.key_length": "x"}, "key_length is 'x'; must be a positive integer"),
+        ("llama", {"attention.key_length": "x\n" * 99}, r"key_length is 'x\nx\nx\nx\nx\nx\nx\n"),
+        ("granite", {"attention.key_length": 0}, "key_length is 0; must be a positive integer"),
+        ("glm4", {"attention.value_length_swa": [1, 2]}, "value_length_swa is array([1, 2], dtype=int32); supported"),
+        ("granite", {"residual_scale": [1, 2]}, "residual_scale is array([1, 2], dtype=int32); supported: one value"),
+        ("llama", {"attention.head_count_kv": "x"}, "head_count_kv is 'x'; must be a positive integer"),
+        ("mixtral", {"expert_count": [1, 2]}, "expert_count is array([1, 2], dtype=int32); supported: one value"),
         ("llama", {"block_count": np.array([2, 2])}, "block_count is array([2, 2]); supported: one value"),
         ("llama", {"a\nkey" + "x" * 99: 1}, f"llama.a key{'x' * 75} is 1; not supported"),
         ("gemma3", {"attention.sliding_window": np.array([1, 2, 3])}, "one value, or the same for each layer"),
@@ -191,6 +196,15 @@ def test_keys_that_change_nothing_are_accepted(tmp_path, changes):
 )  # fmt: skip
 def test_keys_that_are_wrong_or_not_supported_are_refused(tmp_path, twin, changes, said):
     assert said in refusal(tmp_path, twin, **changes)
+
+
+def test_experts_without_a_width_are_refused_with_the_key(tmp_path):
+    metadata = {key.replace("llama.", "gpt-oss."): value for key, value in gguf_metadata("llama", LLAMA).items()}
+    path = write_gguf(tmp_path / "model.gguf", metadata | {"general.architecture": "gpt-oss"}, EMBEDDING)
+    with pytest.raises(
+        ConfigError, match=r"gpt-oss\.expert_feed_forward_length is missing; must be a positive integer"
+    ):
+        load_config(path)
 
 
 def test_every_problem_is_in_the_one_line(tmp_path):

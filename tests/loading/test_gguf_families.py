@@ -86,6 +86,13 @@ def test_keys_and_tensors_that_do_not_fit_are_refused(tmp_path):
     said = refusal(NEOX, tmp_path, attention__head_count_kv=2)
     assert "num_key_value_heads is 2; must be absent" in said
     assert "alibi_bias_max is 4.0" in refusal("mpt-mha-alibi-tied", tmp_path, attention__max_alibi_bias=4.0)
+    several = np.array([1.0, 2.0], np.float32)
+    for folder, key in ((NEOX, "use_parallel_residual"), ("cohere-gqa-tied", "logit_scale")):
+        assert f"{key} is array([1., 2.], dtype=float32); supported: one v" in refusal(
+            folder, tmp_path, **{key: several}
+        )
+    assert "clamp_kqv is array" in refusal("mpt-mha-alibi-tied", tmp_path, attention__clamp_kqv=several)
+    assert "use_parallel_residual is 'x'; must be true" in refusal(NEOX, tmp_path, use_parallel_residual="x")
     assert "clip_qkv is 8.0" in refusal("mpt-mha-alibi-tied", tmp_path, attention__clamp_kqv=8.0)
     assert "logit_scale is 0.0" in refusal("cohere-gqa-tied", tmp_path, logit_scale=0.0)
     said = refusal(NEOX, tmp_path, LoadError, {"num_hidden_layers": 3})

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -76,10 +77,10 @@ def test_gguf_files_where_they_are_not_expected_are_named(tmp_path):
     assert refusal(blob).endswith("or a .gguf file")
 
 
-@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+@pytest.mark.parametrize("kind", ["adapter", "mmproj", np.array([1, 2], np.int32)], ids=str)
 def test_a_gguf_file_that_is_no_whole_model_says_what_it_is(tmp_path, kind):
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata("llama", TINY) | {"general.type": kind}, {})
-    assert f"general.type is '{kind}', must be 'model'" in refusal(path)
+    assert f"general.type is {kind!r}, must be 'model'" in refusal(path)
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):

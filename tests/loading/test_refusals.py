@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import struct
 import types
 
@@ -93,6 +94,14 @@ def test_missing_extra_and_misshapen_tensors_are_all_listed(tmp_path, tensors):
         assert part in message
 
 
+@pytest.mark.parametrize("name", ["d_model", "head_dim", "d_ff", "vocab_size"])
+@pytest.mark.parametrize("config", [TINY, dataclasses.replace(TINY, family="phi3")])
+def test_sizes_far_beyond_the_files_are_refused_before_anything_of_them_is_made(tmp_path, tensors, config, name):
+    path = write_model(tmp_path, tensors)
+    write_config(path, dataclasses.replace(config, **{name: 2**31 - 4}))
+    assert re.search(r"the config gives [\d,]+ weights, the tensors of its files at most \d\d,\d\d\d", refusal(path))
+
+
 def test_transposed_matrix_is_misshapen(tmp_path, tensors):
     tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"].T)
     assert "lm_head.weight has shape [16, 32], the config gives [32, 16]" in refusal(write_model(tmp_path, tensors))
@@ -172,6 +181,11 @@ def test_missing_shard(tmp_path, tensors):
 def test_index_of_another_form(tmp_path, tensors, weight_map):
     write_index(write_shards(tmp_path, tensors), weight_map)
     assert "weight_map must be an object" in refusal(tmp_path)
+
+
+def test_index_of_thousands_of_shards(tmp_path, tensors):
+    write_index(write_shards(tmp_path, tensors), {f"t{i}": f"{i}.safetensors" for i in range(1001)})
+    assert "weight_map has 1,001 files; supported: at most 1,000" in refusal(tmp_path)
 
 
 def test_index_that_names_a_tensor_its_shard_lacks(tmp_path, tensors):

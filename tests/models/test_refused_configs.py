@@ -204,6 +204,8 @@ REFUSED = [
     (GPT2, {"add_cross_attention": True}, ["add_cross_attention is True"]),
     (GPT2, {"hidden_size": 32}, ["hidden_size is 32", "is named n_embd here"]),
     (MIXTRAL, {"num_local_experts": 0}, ["num_local_experts is 0"]),
+    (MIXTRAL, {"num_local_experts": 2**31 - 1}, ["num_local_experts is 2,147,483,647", "from 1 to 25,000"]),
+    (FALCON, {"num_attention_heads": 2**31 - 2}, ["num_attention_heads is 2,147,483,646", "from 1 to 10,000"]),
     (MIXTRAL, {"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "at most num_local_experts 8"]),
     (MIXTRAL, {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
     (MIXTRAL, {"scoring_func": "sigmoid"}, ["scoring_func is 'sigmoid'", "softmax"]),

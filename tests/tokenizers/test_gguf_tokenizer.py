@@ -242,6 +242,7 @@ BROKEN = {
     "bos to add": ("gpt-2", {"bos_token_id": NUM, "add_bos_token": True}, "but bos_token_id names no token"),
     "eot": ("llama", {"eot_token_id": 10**9}, "eot_token_id is 1000000000, must be an id below"),
     "eom": ("llama", {"eom_token_id": "2"}, "eom_token_id is '2', must be an id below"),
+    "several eos": ("llama", {"eos_token_id": np.arange(2)}, r"eos_token_id is array\(\[0, 1\]\), must be an id below"),
     "add_bos": ("gpt-2", {"add_bos_token": 1}, "add_bos_token is 1, must be true or false"),
     "nothing to add": (
         "gpt-2",

@@ -178,6 +178,30 @@ def test_vocabulary_that_cannot_express_a_text_is_refused(directory):
         load_tokenizer(path).encode("b")
 
 
+def test_a_regular_expression_that_gives_up_is_one_sentence(directory):
+    path = directory("byte-level")
+    raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    raw.save(str(path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"cannot encode: a regular expression .* gives up on 40 characters$"):
+        load_tokenizer(path).encode("x" * 40)
+    assert load_tokenizer(path).encode("x")
+
+
+def test_an_id_that_no_file_of_its_size_reaches_is_refused(directory):
+    pieces, letters = directory("sentencepiece"), directory("byte-level")
+    (pieces / "added_tokens.json").write_text(json.dumps({"<x>": 2**31 - 1}))
+    values = json.loads((letters / "tokenizer.json").read_text())
+    values["model"]["vocab"]["far"] = 2**32 - 1
+    (letters / "tokenizer.json").write_text(json.dumps(values))
+    for path, said in (
+        (pieces, "model: a token has id 2,147,483,647"),
+        (letters, "json: a token has id 4,294,967,295"),
+    ):
+        with pytest.raises(TokenizerError, match=rf"tokenizer.{said}, too large for a file of [\d,]+ bytes$"):
+            load_tokenizer(path)
+
+
 BROKEN = {
     "tokenizer.json": [
         b"",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,6 +134,15 @@ def test_descriptors_of_sandboxes_that_ended_are_closed(render):
         return set(os.listdir("/proc/self/fd"))
 
     assert refused() == refused() == refused()
+
+
+def test_a_process_that_was_stopped_is_replaced(render, monkeypatch):
+    assert render("first") == "first"
+    os.kill(sandbox()._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch, pytest.raises(ChatTemplateError, match=r"has not answered for 0\.5 s"):
+        patch.setattr(template_process, "WAIT_S", 0.5)
+        render("second")
+    assert render("third") == "third"
 
 
 def test_the_answer_to_an_interrupted_request_is_not_given_to_the_next(render, monkeypatch):

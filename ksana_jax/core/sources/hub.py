@@ -186,6 +186,8 @@ def _weights(folder: Path) -> list[str]:
         named = {*map(str, json.loads(index.read_bytes())["weight_map"].values())}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return []
+    if len(named) > MAX_PARTS:
+        return []
     return sorted(name for name in named if name.endswith(".safetensors") and ".." not in Path(name).parts)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ksana_jax.core.errors import ConfigError, JobError
+from ksana_jax.core.errors import ConfigError, JobError, one_line
 from ksana_jax.core.hosts_setting import AUTO, HostsSetting
 from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.distributed import rendezvous, service
@@ -206,7 +206,7 @@ class Job:
 def end_process(why: str) -> None:
     """Prints one line and ends the process, even if threads wait."""
     sys.stdout.flush()
-    print(f"ksana: error: {why}", file=sys.stderr, flush=True)
+    print(f"ksana: error: {one_line(why)}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NO_ROPE, RopeConfig
 from ksana_jax.models.families.family import Family, View, refuse_windows, with_bias
-from ksana_jax.models.families.fields import Fields
+from ksana_jax.models.families.fields import MAX_HEADS, Fields
 from ksana_jax.models.families.gpt_neox import UNGATED
 from ksana_jax.models.families.mpt import alibi_slopes
 from ksana_jax.models.families.rope import read_rope, rope_fields
@@ -34,7 +34,7 @@ NAMES |= {
 
 def read(fields: Fields) -> dict[str, Any]:
     refuse_windows(fields)
-    num_heads, bias = fields.integer("num_attention_heads"), fields.flag("bias")
+    num_heads, bias = fields.integer("num_attention_heads", most=MAX_HEADS), fields.flag("bias")
     grouped, parallel = fields.flag("new_decoder_architecture"), fields.flag("parallel_attn")
     found = {"norm": "layer", "qkv_bias": bias, "out_bias": bias, "mlp_bias": bias}
     if grouped:

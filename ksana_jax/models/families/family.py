@@ -10,7 +10,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NormPlacement, RopeConfig
 from ksana_jax.core.patterns import AttentionPattern, per_layer
-from ksana_jax.models.families.fields import MAX_INTEGER, MAX_LAYERS, Fields
+from ksana_jax.models.families.fields import MAX_HEADS, MAX_INTEGER, MAX_LAYERS, Fields
 from ksana_jax.models.families.rope import read_rope, write_rope
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ def read_config(family: Family, values: Mapping[str, Any], source: str) -> Model
     for name, harmless in SHARES_KV.items():
         fields.must_be(name, harmless, "layers share keys and values in llama_cla only, by kv_layers")
 
-    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads", most=MAX_HEADS)
     num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.integer("num_key_value_heads")
     sound = not fields.problems
     if sound and num_heads % num_kv_heads:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.families.family import Family, View, refuse_windows
-from ksana_jax.models.families.fields import Fields
+from ksana_jax.models.families.fields import MAX_HEADS, Fields
 from ksana_jax.models.families.rope import read_no_rope
 
 QKV = View("attn.Wqkv.weight", ("w_q", "w_k", "w_v"))
@@ -60,7 +60,7 @@ def read(fields: Fields) -> dict[str, Any]:
     scale = given.get("softmax_scale")
     return {
         "norm": "layer_no_bias",
-        "alibi": alibi_slopes(fields.integer("num_attention_heads")),
+        "alibi": alibi_slopes(fields.integer("num_attention_heads", most=MAX_HEADS)),
         "attention_scale": None if scale is None else fields.number("attn_config.softmax_scale", scale),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.models.families.family import LAYER_NAMES
-from ksana_jax.models.families.fields import Fields
+from ksana_jax.models.families.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 
 # Without an MLP.
 OTHER_NAMES = {field: name for field, name in LAYER_NAMES.items() if not name.startswith("mlp.")}
@@ -37,7 +37,8 @@ def read_experts(fields: Fields, number: str, *, normalised: bool = True, shared
     """Returns the experts of each layer; number: the config field of their number."""
     for name, value in NEUTRAL.items():
         fields.must_be(name, (value,), f"supported: {value}")
-    num_experts, num_chosen = fields.integer(number), fields.integer("num_experts_per_tok")
+    most = MAX_EXPERTS // fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_experts, num_chosen = fields.integer(number, most=most), fields.integer("num_experts_per_tok")
     if num_chosen > num_experts and not fields.problems:
         fields.problem("num_experts_per_tok", num_chosen, f"must be at most {number} {num_experts}")
     return ExpertsSpec(num_experts, num_chosen, normalised, shared_d_ff)

@@ -19,12 +19,11 @@ from typing import Any
 import aiohttp
 import yarl
 
-from ksana_jax.core.errors import ConfigError, system_reason
+from ksana_jax.core.errors import ConfigError, one_line, system_reason
 from ksana_jax.serve.gateway.settings import ProxySettings
 from ksana_jax.serve.gateway.watching import OwnFigures, read_figures
 from ksana_jax.serve.routing import NoServer, RoutedRequest, Router, RouterSettings
 from ksana_jax.serve.routing.health import Health, HealthSettings, State
-from ksana_jax.serve.server.errors import one_line
 
 log = logging.getLogger("ksana_jax.serve.gateway")
 

@@ -60,7 +60,7 @@ def make_app(
         Route("/tokenizer_info", tokens.tokenizer_info),
         Route("/kv_events", kv_events),
         *page.routes(),
-        *(sessions.routes() if settings.session_dir is not None else ()),
+        *(sessions.routes(settings.session_dir) if settings.session_dir is not None else ()),
         *(adapters.routes() if settings.admin_keys else ()),
     ]
     before = guards(settings) if middleware is None else middleware

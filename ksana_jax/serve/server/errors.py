@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from ksana_jax.core.errors import one_line
+
 # Types of errors by status, as OpenAI names them.
 _TYPES = {
     401: "authentication_error",
@@ -18,7 +20,6 @@ _TYPES = {
     502: "server_error",
     503: "service_unavailable_error",
 }
-MAX_MESSAGE_CHARS = 2000
 # Statuses of requests that were not read to their end.
 UNREAD = (408, 413, 431)
 
@@ -72,9 +73,3 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     """Returns a response of JSON. Clients of all kinds decode ASCII."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return Response(text, status, headers, media_type="application/json")
-
-
-def one_line(message: str) -> str:
-    """Makes a message safe to print and to send: control characters escaped, truncated."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message[:MAX_MESSAGE_CHARS])
-    return text if len(message) <= MAX_MESSAGE_CHARS else text + "..."

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from ksana_jax.core.errors import ConfigError, system_reason
+from ksana_jax.core.errors import ConfigError, one_line, system_reason
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.ops.pool import EXACT_CODECS
@@ -266,4 +266,4 @@ def _resolve(future: asyncio.Future, result: object, error: BaseException | None
 
 
 def _say(text: str) -> None:
-    print(f"ksana: {text}", file=sys.stderr, flush=True)
+    print(f"ksana: {one_line(text)}", file=sys.stderr, flush=True)

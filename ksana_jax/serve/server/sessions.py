@@ -19,7 +19,7 @@ from starlette.routing import Route
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import CompletionOutput, RequestMetrics, RequestOutput
 from ksana_jax.engine.llm import LLM
-from ksana_jax.engine.session_files import SessionError
+from ksana_jax.engine.session_files import SessionError, remove_unfinished
 from ksana_jax.serve.server.auth import SESSION_PATHS, salt_of_key
 from ksana_jax.serve.server.errors import bad_request, json_response
 from ksana_jax.serve.server.fields import SAVE_SESSION, Fields, read_fields
@@ -30,7 +30,8 @@ from ksana_jax.serve.server.state import Serving, cache_salt, serving_of
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def routes() -> list[Route]:
+def routes(folder: str) -> list[Route]:
+    remove_unfinished(Path(folder))
     return [
         Route(SESSION_PATHS + "{name}/save", save, methods=["POST"]),
         Route(SESSION_PATHS + "{name}/restore", restore, methods=["POST"]),

@@ -290,11 +290,14 @@ def test_a_name_that_the_hub_does_not_allow_is_refused_without_a_request(cache, 
     assert "not a name that the hub allows" in refusal("some--one/some..model")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": 5}', b'{"weight_map": {"a": ["x"]}}'])
+MANY = json.dumps({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(1001)}}).encode()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": 5}', b'{"weight_map": {"a": ["x"]}}', MANY])
 def test_of_an_index_that_cannot_be_read_the_loader_says_why(cache, files, content):
     del files["model.safetensors"]
     write_snapshot(cache, REPO, files | {"model.safetensors.index.json": content})
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json(: weight_map| is not valid| holds)"):
         load_model(REPO)
 
 

@@ -154,6 +154,9 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "lagkv", "lag_size": 0}, "LagKV: lag_size is 0, must be an integer from 1"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),
+        ({"method": "snapkv", "kernel": "x"}, "kv_eviction 'snapkv': kernel is 'x', must be an integer"),
+        ({"method": "chunkkv", "kernel": [3]}, r"kernel is \[3\], must be an integer"),
+        ({"method": "qfilter", "statistics": 3}, "statistics is 3, must be a text or None"),
         ({"method": "ksana_jax.core.units:byte_size"}, "which is not a subclass of EvictionMethod"),
     ],
 )

@@ -41,7 +41,9 @@ def test_another_server_continues_a_clients_text_for_that_client_alone(tmp_path)
             reply = post(server, "/sessions/other/save", {"prompt": TEXT, **given})
             assert (reply.status, reply.error["param"]) == (400, param)
     assert [path.name for path in tmp_path.iterdir()] == ["inn.1"]
+    (tmp_path / "inn.1" / ".blocks-0123.safetensors.01234567.tmp").write_bytes(b"of a server that was killed")
     with served(tmp_path, api_keys=("a", "b")) as server:
+        assert len(list((tmp_path / "inn.1").iterdir())) == 2
         reply = post(server, "/sessions/inn.1/restore", {})
         assert (reply.status, reply.json) == (200, {"name": "inn.1", "num_tokens": count})
         assert answer(server, "b", prompt=TEXT + " inn", cache_salt="mine") == (expected, 0)
