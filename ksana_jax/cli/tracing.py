@@ -31,7 +31,7 @@ def trace(
     target: Annotated[
         str | None,
         typer.Option(
-            help="compile an experiment's steps for a machine that is not here: h200, h100, a100 or v5e; runs nothing",
+            help="compile an experiment's steps for a machine that is not here: h200, h100 or a100; runs nothing",
             show_default="run here",
         ),
     ] = None,

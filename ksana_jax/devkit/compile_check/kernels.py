@@ -8,10 +8,9 @@ import sys
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.devkit.compile_check import tpu, tpu_topology
 from ksana_jax.devkit.compile_check.models import LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
-from ksana_jax.devkit.compile_check.targets import gpu_target, targets
+from ksana_jax.devkit.compile_check.targets import gpu_target
 from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape
@@ -94,10 +93,8 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     Raises:
       ValueError: no such target, no such case.
     """
-    if target in tpu_topology.TARGETS:
-        return tpu.main(target, only=only, as_json=as_json)
-    if target not in targets():  # reported before missing packages
-        raise ValueError(f"unknown target {target!r}; there are {', '.join(targets())}")
+    if target not in aot.targets():  # reported before missing packages
+        raise ValueError(f"unknown target {target!r}; there are {', '.join(aot.targets())}")
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2

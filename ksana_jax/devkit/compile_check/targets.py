@@ -1,4 +1,4 @@
-"""Compilation targets that need no attached device: GPUs by their description, TPUs by libtpu's."""
+"""Compilation targets that need no attached device: GPUs by their description."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.devkit.compile_check import tpu_topology
 from ksana_jax.sharding.absent import only_compile, place_on_absent
 from ksana_jax.sharding.placement import Placement
 from pallas_kernels import aot
@@ -38,21 +37,12 @@ class Target:
         return self.device.platform
 
     def placement(self, num_devices: int = 1) -> Placement:
-        """Returns the placement of an engine on as many of its devices.
-
-        Raises:
-          ConfigError: a host has no such number of them.
-        """
+        """Returns the placement of an engine on as many of its devices."""
         return place_on_absent(self.devices(num_devices))
 
     def described(self, num_devices: int = 1) -> contextlib.AbstractContextManager[Any]:
         """Returns a context where jax lowers for num_devices of the target; several are described by their mesh."""
         return self.context() if num_devices == 1 else contextlib.nullcontext()
-
-
-def targets() -> list[str]:
-    """Returns the names of all targets."""
-    return sorted([*aot.targets(), *tpu_topology.TARGETS])
 
 
 def check_target(name: str) -> None:
@@ -61,9 +51,9 @@ def check_target(name: str) -> None:
     Raises:
       ConfigError: it is not; the message says what to install.
     """
-    if name not in targets():
-        raise ConfigError(f"unknown target {name!r}; there are {', '.join(targets())}")
-    if line := tpu_topology.missing() if name in tpu_topology.TARGETS else aot.missing():
+    if name not in aot.targets():
+        raise ConfigError(f"unknown target {name!r}; there are {', '.join(aot.targets())}")
+    if line := aot.missing():
         raise ConfigError(line)
 
 
@@ -71,7 +61,7 @@ def find_target(name: str) -> Target:
     """Returns a target whose compiler is installed; see `check_target`. jax then uses the CPU only."""
     check_target(name)
     only_compile()
-    return tpu_target(name) if name in tpu_topology.TARGETS else gpu_target(aot.target(name))
+    return gpu_target(aot.target(name))
 
 
 def gpu_target(target: aot.Target) -> Target:
@@ -79,9 +69,3 @@ def gpu_target(target: aot.Target) -> Target:
     return Target(
         target.name, target.memory_bytes, lambda number: aot.devices(target, number), lambda: aot.described(target)
     )
-
-
-def tpu_target(name: str) -> Target:
-    """Returns a TPU as a target, by name."""
-    chip = tpu_topology.TARGETS[name]
-    return Target(name, chip.memory_bytes, chip.devices, chip.described)
