@@ -10,7 +10,6 @@ from typing import Any
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.devkit.compile_check.models import LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
-from ksana_jax.devkit.compile_check.targets import gpu_target
 from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape
@@ -80,11 +79,11 @@ def _with_options() -> list[Case]:
 
 def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B, kv: str = "bf16", **settings: Any):
     settings = {"num_blocks": NUM_BLOCKS[kv == "bf16"]} | settings
-    return lower_step(gpu_target(target), model, shape, kv=kv, **settings)
+    return lower_step(target, model, shape, kv=kv, **settings)
 
 
 def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int):
-    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices)
+    return lower_sampling(target, model, rows, num_devices=num_devices)
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:

@@ -12,7 +12,6 @@ from ksana_jax.core.compilation_cache import without_cache
 from ksana_jax.devkit.compile_check import kernels
 from ksana_jax.devkit.compile_check.models import LLAMA_8B, LLAMA_70B, QWEN3_MOE, SHAPES
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
-from ksana_jax.devkit.compile_check.targets import gpu_target
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.sharding.shares import local_model
@@ -29,7 +28,7 @@ needs_plugin = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.miss
 @pytest.fixture
 def h200(monkeypatch):
     with without_cache():
-        yield gpu_target(aot.target("h200"))
+        yield aot.target("h200")
 
 
 @pytest.mark.soak
