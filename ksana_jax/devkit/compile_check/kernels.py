@@ -16,7 +16,6 @@ from ksana_jax.scheduler.step.types import StepShape
 from pallas_kernels import aot
 from pallas_kernels.aot import check
 from pallas_kernels.aot.check import Case
-from pallas_kernels.speed import models
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
@@ -42,8 +41,7 @@ def cases(target: aot.Target) -> list[Case]:
     for attention, shape, kv in chosen:
         config = {"attention": attention} | sizes_of(shape) | ({} if kv == "bf16" else {"kv": kv})
         step = functools.partial(_step, shape=shape, attention=attention, kv=kv)
-        whole = models.step(*sizes_of(shape).values()) if (attention, kv) == ("hopper", "bf16") else None
-        found.append(Case("step of Llama-8B", config, step, speed=whole))
+        found.append(Case("step of Llama-8B", config, step))
     if target.hopper:
         found += _with_options()
     for shape in SHAPES[:2]:
@@ -67,13 +65,13 @@ def _with_options() -> list[Case]:
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
     logits_bytes = 4 * sizes["rows"] * LLAMA_8B.vocab_size  # more than a layer's scores of tokens
-    for shape, option, settings, buffer_bytes, speed in (
-        (sharing, {"shared_rows": SHARED_ROWS}, {}, 0, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
-        (weighing, {"kv_eviction": "h2o"}, evicting, logits_bytes, models.step(sizes["rows"], 0, mass=True)),
+    for shape, option, settings, buffer_bytes in (
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, 0),
+        (weighing, {"kv_eviction": "h2o"}, evicting, logits_bytes),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option
-        found.append(Case("step of Llama-8B", config, step, speed=speed, buffer_bytes=buffer_bytes))
+        found.append(Case("step of Llama-8B", config, step, buffer_bytes=buffer_bytes))
     return found
 
 
