@@ -31,7 +31,6 @@ Array names end in their dimensions if code handles more than one shape:
 
 from typing import TYPE_CHECKING
 
-from ksana_jax.core import moved
 from ksana_jax.core.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -62,4 +61,3 @@ _PUBLIC = {
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
 __all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
-moved.install()

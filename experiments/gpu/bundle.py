@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu.computed import computed_us, modelled
 from experiments.gpu.importing import KIND, SCHEMA_VERSION
 from ksana_jax.core.files import write_atomic
 
@@ -37,7 +36,6 @@ def make(results: Mapping[str, Any]) -> dict[str, Any]:
     versions = {**facts.get("environment", {}).get("packages", {}), **facts.get("packages", {})}
     packages = {name: version for name, version in versions.items() if isinstance(version, str) and name not in _FACT}
     copy = next((r["value"] for r in records if r["kind"] == "value" and r["metric"] == "copy bandwidth"), None)
-    known = modelled(records) and "--tiny" not in results["options"]
     return {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
@@ -49,7 +47,7 @@ def make(results: Mapping[str, Any]) -> dict[str, Any]:
         "packages": packages,
         "copy_bytes_per_s": copy and copy * 1e12,
         "sections": {name: {k: s[k] for k in ("status", "seconds")} for name, s in results["sections"].items()},
-        "records": scrub([{**r, **_computed(r)} if known else r for r in records]),
+        "records": scrub(records),
     }
 
 
@@ -60,11 +58,6 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
     path = folder / f"gpu-{device}-{re.sub(r'[^0-9TZ]', '', bundle['started'])}.json"
     write_atomic(path, json.dumps(bundle, indent=1) + "\n")
     return path
-
-
-def _computed(record: Mapping[str, Any]) -> dict[str, float]:
-    us = computed_us(record) if record["kind"] in ("time", "step") else None
-    return {} if us is None else {"computed_us": us}
 
 
 def _ptxas(compilers: Mapping[str, Any]) -> str | None:

@@ -12,8 +12,17 @@ import numpy as np
 
 from pallas_kernels.contract import Call, Options, Pool
 from pallas_kernels.patterns import FAR, FULL, Pattern
-from pallas_kernels.speed.lists import DECODE
 
+# Lengths of rows of the shapes of decode.
+DECODE: dict[str, tuple[int, ...]] = {
+    "64x4k": (4096,) * 64,
+    "1x4k": (4096,),
+    "8x8k": (8192,) * 8,
+    "1x128k+31x4k": (131072,) + (4096,) * 31,
+    "32x4k": (4096,) * 32,
+    "1x32k": (32768,),
+    "256x512": (512,) * 256,
+}
 # Successive calls read different layers of this total size: more than four times the L2 of an H200 (60 MB).
 ROTATED_BYTES = 512 * 2**20
 

@@ -58,7 +58,7 @@ class KernelTimes(Results):
     """Times of kernels and steps on a GPU. A trial is one case: the times of all candidates that were tried on it.
 
     Measurements: "metric" is "time"; "who", "ours", "mode", "right" (None: not checked), "us", "us_low", "us_high";
-    "bytes", the minimum read and written; "computed_us" by the model of speed; "copy_bytes_per_s" of the same run.
+    "bytes", the minimum read and written; "copy_bytes_per_s" of the same run.
     """
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -68,8 +68,6 @@ class KernelTimes(Results):
             found["us"] = mine["us"]
             if mine["copy_bytes_per_s"] and mine["bytes"]:
                 found["of_copy"] = 1e8 * mine["bytes"] / mine["us"] / mine["copy_bytes_per_s"]
-            if mine["computed_us"]:
-                found["of_computed"] = 100 * mine["us"] / mine["computed_us"]
         if peer is not None:
             found["peer_us"] = peer["us"]
         if mine is not None and peer is not None:
@@ -80,7 +78,6 @@ class KernelTimes(Results):
         columns = (
             Column("us", "us", number(1)),
             Column("of_copy", "% of copy", number(0)),
-            Column("of_computed", "% of computed", number(0)),
             Column("peer_us", "best peer, us", number(1)),
             Column("peer_ratio", "peer / ours", number(2)),
         )
@@ -198,7 +195,7 @@ def _unlike_a_record(record: Any) -> str | None:
         return None
     if reason := _unlike(record, _OF_TIMES | (_OF_KERNELS if record["kind"] == "time" else {})):
         return reason
-    us = {name: record[name] for name in ("us", "us_low", "us_high", "computed_us") if record.get(name) is not None}
+    us = {name: record[name] for name in ("us", "us_low", "us_high") if record.get(name) is not None}
     return _beyond(us) or _beyond({"bytes": record.get("bytes") or 1})
 
 
@@ -251,7 +248,7 @@ def _measurement(record: Mapping[str, Any], bundle: Mapping[str, Any]) -> dict[s
     step = {"who": "device", "ours": True, "right": None, "bytes": 0} if record["kind"] == "step" else {}
     kept = ("who", "ours", "mode", "right", "us", "us_low", "us_high", "bytes")
     found = {name: value for name in kept if (value := step.get(name, record.get(name))) is not None or name == "right"}
-    whole = {"computed_us": record.get("computed_us"), "copy_bytes_per_s": bundle["copy_bytes_per_s"]}
+    whole = {"copy_bytes_per_s": bundle["copy_bytes_per_s"]}
     return {"metric": "time", **found, **whole, "tiny": bundle["tiny"]}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from experiments.gpu.computed import computed_us, modelled
-
 COLUMNS = (
     "metric",
     "case",
@@ -17,7 +15,6 @@ COLUMNS = (
     "one by one",
     "MB",
     "% of copy",
-    "computed",
     "best peer",
     "us",
     "ratio",
@@ -41,18 +38,13 @@ def table(results: dict[str, Any]) -> str:
     tiny = "--tiny" in results.get("options", ())
     if tiny:
         parts[-1:] = ["tiny shapes: this run tried the code and measured nothing", ""]
-    known = modelled(records) and not tiny
-    rows = [_row(group, copy, tiny, known) for group in _cases(records).values()]
+    rows = [_row(group, copy, tiny) for group in _cases(records).values()]
     if rows:
         parts += [_aligned([COLUMNS, *rows]), ""]
     values = [r for r in records if r["kind"] == "value"]
     if values:
-        steps = {f"step of {r['case']}: {r['mode']}": r for r in records if r["kind"] == "step"} if known else {}
-        lines = [("metric", "value", "unit", "computed", "bar", "met")]
-        for r in values:
-            computed = _computed(steps[r["metric"]], 1e3) if r["metric"] in steps else ""
-            lines.append((r["metric"], f"{r['value']:.4g}", r["unit"], computed, r["bar"], _met(r["met"])))
-        parts += [_aligned(lines), ""]
+        lines = [(r["metric"], f"{r['value']:.4g}", r["unit"], r["bar"], _met(r["met"])) for r in values]
+        parts += [_aligned([("metric", "value", "unit", "bar", "met"), *lines]), ""]
     parts += _failures(records)
     return "\n".join(parts)
 
@@ -69,7 +61,7 @@ def _cases(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str
     return groups
 
 
-def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool, known: bool) -> tuple[str, ...]:
+def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool) -> tuple[str, ...]:
     """One line for a case: our fastest beside the fastest peer, both without what the host needs."""
     of_device = [r for r in group if r["mode"] != "dispatched"]
     mine = min((r for r in of_device if r["ours"]), key=_rank, default=None)
@@ -78,7 +70,7 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool, known: boo
     if mine is None:
         name, us = (peer["who"], f"{peer['us']:.1f}") if peer else ("", "")
         size = f"{first['bytes'] / 1e6:.1f}"
-        return (first["metric"], first["case"], "-", "", "", "", "", size, "", "", name, us, "", "", "")
+        return (first["metric"], first["case"], "-", "", "", "", "", size, "", name, us, "", "", "")
     single = next((r["us"] for r in group if r["mode"] == "dispatched" and r["who"] == mine["who"]), None)
     part = mine["bytes"] / (mine["us"] * 1e-6) / (copy * 1e12) if copy else None
     ratio = peer["us"] / mine["us"] if peer else None
@@ -93,19 +85,12 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool, known: boo
         f"{single:.1f}" if single else "",
         f"{mine['bytes'] / 1e6:.1f}",
         f"{100 * part:.0f}" if part else "",
-        _computed(mine) if known else "-",
         peer["who"] if peer else "",
         f"{peer['us']:.1f}" if peer else "",
         f"{ratio:.2f}" if ratio else "",
         bars,
         met,
     )
-
-
-def _computed(r: dict[str, Any], unit_us: float = 1.0) -> str:
-    """The time by the model of speed, and its share of the measured time."""
-    us = computed_us(r)
-    return f"{us / unit_us:.3g}: {r['us'] / us:.0%}" if us else "-"
 
 
 def _spread(r: dict[str, Any]) -> str:

@@ -85,7 +85,6 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command(cls=groups.Command)(command)
-app.command("follow", hidden=True, deprecated=True, cls=groups.Command)(worker.worker)
 
 app.command(cls=groups.ServeCommand)(serving.serve)
 

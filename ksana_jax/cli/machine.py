@@ -170,7 +170,7 @@ def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
 
 
 def kernels_check(
-    target: Annotated[str, typer.Option(help="h200, h100, a100 (Triton kernels only) or v5e, a TPU")] = "h200",
+    target: Annotated[str, typer.Option(help="h200, h100, or a100 (Triton kernels only)")] = "h200",
     only: Annotated[str, typer.Option(help="check only cases whose line of output matches", metavar="REGEX")] = "",
     as_json: AsJson = False,
 ) -> None:

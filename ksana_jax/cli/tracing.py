@@ -28,30 +28,20 @@ def trace(
     record: Annotated[
         bool, typer.Option("--record", help="also record requests, decisions, blocks and tokens, for `ksana replay`")
     ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="compile an experiment's steps for a machine that is not here: h200, h100, a100 or v5e; runs nothing",
-            show_default="run here",
-        ),
-    ] = None,
 ) -> None:
     """Runs an experiment or a benchmark and writes a bundle: a page, a timeline for Perfetto, HLO, costs, a profile.
 
-    Every engine that the command builds is traced. Results of an experiment are in the folder run. With --target, the
-    steps of an experiment's engines are compiled ahead of time, and their times computed from the machine's peak rates.
+    Every engine that the command builds is traced. Results of an experiment are in the folder run.
     """
     from rich.console import Console
     from rich.markup import escape
 
     from ksana_jax.core import checks
     from ksana_jax.lab.trace.bundle import check_new, tracing
-    from ksana_jax.lab.trace.command import command_line, trace_target
+    from ksana_jax.lab.trace.command import command_line
 
     checks.require(checks.integer("--profile-steps", profile_steps, 0))
     check_new(out)
-    if target is not None:
-        return trace_target(what, target, out)
     root = context.find_root()
     words = ["--debug"] * root.params["debug"]
     words += command_line(what, list(getattr(root.command, "commands", {})), out)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ksana_jax.core.lazy import lazy_names
 from ksana_jax.core.plugins import resolve
 
 
@@ -48,9 +47,3 @@ def find_replacement_policy(spec: str | ReplacementPolicy) -> ReplacementPolicy:
       ConfigError: no policy has that name.
     """
     return resolve(spec, REPLACEMENT_POLICIES, "prefix_replacement")
-
-
-# Old names of functions now in `methods`; removed in 0.2.
-__getattr__, __dir__ = lazy_names(
-    __name__, {"ksana_jax.methods.replacement": "lru lfu fifo newest_subtree_first cost_aware"}
-)

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ksana_jax.core.lazy import lazy_names
 from ksana_jax.core.plugins import resolve
 from ksana_jax.scheduler.sequence import Sequence
 
@@ -59,9 +58,3 @@ def make_policy(spec: Any, max_num_seqs: int) -> SchedulingPolicy:
     """Creates the policy of one scheduler; see `find_scheduling_policy`."""
     found: Any = find_scheduling_policy(spec)
     return found(max_num_seqs) if isinstance(found, type) else ByRank(found)
-
-
-# Old names of functions now in `methods`; removed in 0.2.
-__getattr__, __dir__ = lazy_names(
-    __name__, {"ksana_jax.methods.scheduling": "fcfs shortest_first fewest_tokens_left LongestPrefix"}
-)

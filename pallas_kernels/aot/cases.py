@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +13,6 @@ from pallas_kernels import aot, int4
 from pallas_kernels.aot.check import Case
 from pallas_kernels.contract import Call, Kernel, Options, Pool, Product, Write
 from pallas_kernels.patterns import Pattern
-from pallas_kernels.speed import models
-from pallas_kernels.speed.predict import Model
 
 # Pools of a size that no temporary has by accident: 4,096 blocks of two layers.
 NUM_BLOCKS, NUM_LAYERS, TABLE_WIDTH = 4096, 2, 64
@@ -100,9 +97,16 @@ WRITES: tuple[dict[str, Any], ...] = (
     {"codes": "int8"},
     {"codes": "float8_e4m3fn"},
 )
+# The products of a layer of Llama-8B, with their fused neighbours.
+LAYER: dict[str, dict[str, Any]] = {
+    "qkv": {"d": 4096, "f": 6144, "norm": True},
+    "output": {"d": 4096, "f": 4096, "residual": True},
+    "gate_up": {"d": 4096, "f": 14_336, "norm": True, "activation": "silu"},
+    "down": {"d": 14_336, "f": 4096, "residual": True},
+}
 # By rows and name; then products that Llama-8B lacks.
 PRODUCTS: tuple[dict[str, Any], ...] = (
-    *({"rows": rows, "product": name} for rows in (8, 64) for name in models.LAYER),
+    *({"rows": rows, "product": name} for rows in (8, 64) for name in LAYER),
     {"rows": 16, "product": "gate_up"},
     {"rows": 32, "product": "down"},
     {"rows": 64, "product": "gate_up", "plus_one": True, "activation": "gelu_tanh", "bias": True},
@@ -120,29 +124,19 @@ def cases(target: aot.Target) -> list[Case]:
     found = []
     if target.hopper:
         shapes = (*DECODE, *TILES, *QUANTISED)
-        found += attention("hopper attention", KERNELS["hopper_decode"], shapes, models.decode)
-        found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL, models.prefill)
-        found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS, models.mass)
-        write = KV_WRITES["hopper_kv_write"]
+        found += attention("hopper attention", KERNELS["hopper_decode"], shapes)
+        found += attention("hopper prefill", KERNELS["hopper_prefill"], PREFILL)
+        found += attention("hopper mass", Kernel(_mass_alone(mass.probability_mass), Tuning()), MASS)
+        write, product = KV_WRITES["hopper_kv_write"], PRODUCT_KERNELS["hopper_product"]
         found += [
-            Case(
-                "hopper kv write",
-                shape,
-                functools.partial(kv_write_program, kernel=write, **shape),
-                speed=models.kv_write(shape),
-            )
+            Case("hopper kv write", shape, functools.partial(kv_write_program, kernel=write, **shape))
             for shape in WRITES
         ]
         found += [
-            Case(
-                "hopper product",
-                shape,
-                functools.partial(product_program, kernel=PRODUCT_KERNELS["hopper_product"], **shape),
-                speed=models.product(shape),
-            )
+            Case("hopper product", shape, functools.partial(product_program, kernel=product, **shape))
             for shape in PRODUCTS
         ]
-    found += attention("triton decode", KERNELS["triton_decode"], DECODE, models.triton_decode)
+    found += attention("triton decode", KERNELS["triton_decode"], DECODE)
     found += attention("triton ragged", KERNELS["triton_ragged"], ({"q": 16}, {"h": 256, "q": 16}))
     return found
 
@@ -156,12 +150,9 @@ def _mass_alone(probability_mass):
     return attend
 
 
-def attention(name: str, kernel: Kernel, shapes, speed: Callable[[dict[str, Any]], Model | None] = lambda _: None):
-    """Cases of an attention kernel; see `attention_program` for the shapes and `speed.models` for the model."""
-    return [
-        Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape), speed=speed(shape))
-        for shape in shapes
-    ]
+def attention(name: str, kernel: Kernel, shapes):
+    """Cases of an attention kernel; see `attention_program` for the shapes."""
+    return [Case(name, shape, functools.partial(attention_program, kernel=kernel, **shape)) for shape in shapes]
 
 
 def attention_program(
@@ -243,8 +234,8 @@ def kv_write_program(
 
 
 def product_program(target: aot.Target, *, kernel: Kernel, rows: int, product: str, **changes: Any):
-    """One product of a layer of Llama-8B. changes: to its entry in `models.LAYER`; "bias": with one; "plus_one"."""
-    shape: dict[str, Any] = models.LAYER[product] | changes
+    """One product of a layer of Llama-8B. changes: to its entry in `LAYER`; "bias": with one; "plus_one"."""
+    shape: dict[str, Any] = LAYER[product] | changes
     d, f, activation = shape["d"], shape["f"], shape.get("activation")
     width = f if activation is None else 2 * f
 

@@ -28,11 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import aot
-from pallas_kernels.aot import report
+from pallas_kernels.aot import report, sass
 from pallas_kernels.aot.report import Collective
-from pallas_kernels.speed import baseline, sass, steps
-from pallas_kernels.speed import report as speed
-from pallas_kernels.speed.predict import Model
 
 # Functions Target -> list[Case], as "module:function"; a module is imported when its cases are asked for.
 SOURCES = ("pallas_kernels.aot.cases:cases",)
@@ -48,8 +45,6 @@ _COLUMNS = {
     "tma_loads": "TMA loads",
     "mma_sync": "mma.sync",
     "cp_async": "cp.async",
-    "cycles": "cycles",
-    "turn_limit": "limit",
 }
 
 
@@ -63,14 +58,12 @@ class Case:
         one, its largest argument.
       collectives: the exact collectives that the program must have; None: of one device, or not judged.
       buffer_bytes: see `Program.wrong`.
-      speed: how its time is predicted from machine code: of its kernels, or of the whole program; None: not at all.
     """
 
     name: str
     config: dict[str, Any]
     lower: Callable[[aot.Target], Any]
     collectives: Counter[Collective] | None = None
-    speed: Model | steps.Program | None = None
     buffer_bytes: int = 0
 
     def __str__(self) -> str:
@@ -102,36 +95,18 @@ def compile_case(case: Case, target: aot.Target, folder: Path) -> list[dict[str,
     program = examine(lowered, compiled)
     ptxas = aot.find_ptxas()
     assert ptxas is not None
-    nvdisasm = sass.find_nvdisasm()
-    kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas, nvdisasm)
+    kernels = report.read_kernels(folder, program.hlo, target.arch, ptxas, sass.find_nvdisasm())
     wrong = program.wrong(case.collectives, case.buffer_bytes)
     after = next(folder.glob("*thunk_sequence_after_thunk_passes.txt"), None)
     thunks = after.read_text() if after else ""
     inside, outside = report.count_thunks(thunks)
     about = program.plain() | {"thunks": inside.total() + outside.total(), "captured": inside.total()}
     about |= {"launches_per_layer": report.count_repeated(thunks), "seconds": seconds}
-    chip = None if nvdisasm is None else speed.CHIPS.get(target.name)
-    if isinstance(case.speed, steps.Program) and chip is not None and nvdisasm is not None:
-        code = steps.read_code(folder, program.hlo, thunks, target.arch, ptxas, nvdisasm)
-        about |= steps.examine(code, case.speed, chip)
     if not kernels:
         return [_row(case, wrong) | dict.fromkeys(f.name for f in dataclasses.fields(report.Kernel)) | about]
-    rows = [
+    return [
         _row(case, [*wrong, *report.judge_kernel(kernel, target.shared_bytes)]) | dataclasses.asdict(kernel) | about
         for kernel in kernels
-    ]
-    if case.speed is None or isinstance(case.speed, steps.Program) or chip is None or nvdisasm is None:
-        return rows
-    try:
-        machines = speed.read_machines(folder, kernels, target.arch, ptxas, nvdisasm)
-        computed = speed.examine(machines, case.speed, chip)
-    except (AssertionError, LookupError) as error:
-        if baseline.versions() == baseline.stored()["versions"]:
-            raise
-        # The model reads one compiler version's output; registers and spills are valid without it.
-        return [row | {"unpredicted": f"{type(error).__name__}: {error}"} for row in rows]
-    return [
-        row | computed | {"speed": speed.describe(machines[kernel.kernel], chip)} for row, kernel in zip(rows, kernels)
     ]
 
 
@@ -220,31 +195,21 @@ def check(
     began = time.perf_counter()
     show(f"{target.device} ({target.arch}), jax {importlib.metadata.version('jax')}, {len(taken)} cases")
     if target.hopper and sass.find_nvdisasm() is None:
-        show(f"no speed is predicted and no machine code checked: nvdisasm is not installed (extra {aot.EXTRA})")
+        show(f"no machine code is checked: nvdisasm is not installed (extra {aot.EXTRA})")
     show(_line(("", *_COLUMNS.values())))
     rows: list[dict[str, Any]] = []
-    firsts: list[dict[str, Any]] = []  # of each case
     with concurrent.futures.ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, 8)) as pool:
         waiting = [pool.submit(_check_in_process, *found, target, timeout_s) for found in taken]
         try:
             for (_, _, case), future in zip(taken, waiting):
-                result = _compared(future.result())
-                show("\n".join([_title(case, result[0]), *map(_describe, result), *_predicted(result[0])]))
+                result = future.result()
+                show("\n".join([_title(case, result[0]), *map(_describe, result)]))
                 rows += result
-                firsts.append(result[0])
         finally:
             pool.shutdown(cancel_futures=True)
-    whole = steps.whole_steps(firsts)
-    show("\n".join(map(_whole_step, whole))) if whole else None
     failed = sum(row["reason"] is not None for row in rows)
     show(f"{len(rows)} reports, {failed} failed, {time.perf_counter() - began:.0f} s")
-    return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "steps": whole, "failed": failed}
-
-
-def _compared(rows: list[dict]) -> list[dict]:
-    """Rows of a case, failed where its predictions are worse than those that are stored."""
-    slower = [line for lines in baseline.judge(rows, baseline.stored()).values() for line in lines]
-    return [row | {"reason": "; ".join(filter(None, [row["reason"], *slower]))} for row in rows] if slower else rows
+    return {"target": name, "jax": importlib.metadata.version("jax"), "kernels": rows, "failed": failed}
 
 
 def _line(cells: Sequence[object]) -> str:
@@ -263,29 +228,10 @@ def _title(case: Case, row: dict[str, Any]) -> str:
     return "\n".join(filter(None, [said, report.describe_exchange(row)]))
 
 
-def _predicted(row: dict[str, Any]) -> list[str]:
-    """A line for each shape whose time is predicted, or why none is."""
-    lines = [f"    no speed is predicted: {row['unpredicted']}"] if row.get("unpredicted") else []
-    for found in row.get("predictions") or ():
-        rate = f"{found['tflops']:>8,.0f} TFLOP/s" if found["tflops"] else f"{found['share']:>8.3f} of a copy"
-        lines.append(f"    computed: {found['shape']:<14}{found['us']:>10,.1f} us {rate}, limit: {found['limit']}")
-    return lines
-
-
-def _whole_step(step: dict[str, Any]) -> str:
-    """A line for a whole step, each term in it."""
-    terms = ", ".join(f"{name} {us:,.0f}" for name, us in step["terms"].items())
-    aim = f" (aim {step['aim_ms']:g})" if step["aim_ms"] is not None else ""
-    host = f"host {step['host_us']:,.0f} us meanwhile"
-    return f"computed: a step of {step['shape']} takes {step['ms']:.2f} ms{aim}; us: {terms}; {host}"
-
-
 def _describe(row: dict[str, Any]) -> str:
     lines = []
     if row.get("kernel"):
         cells = row | {"grid": "x".join(str(n) for n in row["grid"] if n > 1) or "1"}
-        turn = row.get("speed") or {}
-        cells |= {"cycles": turn.get("cycles", ""), "turn_limit": turn.get("limit", "").removesuffix(" memory")}
         lines.append(_line((f"  {row['kernel']}", *(cells[column] for column in _COLUMNS))))
     elif "temp_bytes" in row:
         lines.append("  no Pallas kernel in it")

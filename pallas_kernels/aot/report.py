@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pallas_kernels.aot import sass
 from pallas_kernels.aot.running import find_touches
-from pallas_kernels.speed import sass
 
 # Instructions by their prefix in PTX; each occurrence counts once, however often it runs.
 _INSTRUCTIONS = {
@@ -224,7 +224,7 @@ def _assemble(ptx: Path, arch: str, ptxas: str) -> str:
 
 
 def _touches(cubin: Path, nvdisasm: str) -> tuple[str, ...]:
-    functions = sass.disassemble(cubin, nvdisasm, registers=True).values()
+    functions = sass.disassemble(cubin, nvdisasm).values()
     return tuple(str(touch) for function in functions for touch in find_touches(function))
 
 

@@ -8,16 +8,42 @@ compilers have failed to. Machine code does not show a product's reads of shared
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from pallas_kernels.speed import flow
-from pallas_kernels.speed.sass import Function, Instruction
+from pallas_kernels.aot.sass import Function, Instruction
 
 _PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "BGMMA")
 _WAIT = re.compile(r"gsb0, 0x([0-9a-f]+)")
 _LEAVES = ("CALL", "RET", "BRX", "JMX")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Instructions that run one after the other. next: indices of the blocks that may follow."""
+
+    code: tuple[Instruction, ...]
+    next: tuple[int, ...]
+
+
+def blocks(function: Function) -> list[Block]:
+    """Cuts a function into basic blocks, in the order of their addresses."""
+    code, labels = function.code, function.labels
+    starts = {0, *(labels[i.target] for i in code if i.branches and i.target in labels)}
+    starts |= {n + 1 for n, i in enumerate(code) if i.branches or i.ends}
+    edges = sorted(n for n in starts if n < len(code))
+    index = {start: n for n, start in enumerate(edges)}
+    found = []
+    for start, until in zip(edges, [*edges[1:], len(code)]):
+        last, following = code[until - 1], []
+        if last.branches and last.target in labels and labels[last.target] in index:
+            following.append(index[labels[last.target]])
+        if not last.ends and until in index:
+            following.append(index[until])
+        found.append(Block(code[start:until], tuple(dict.fromkeys(following))))
+    return found
 
 
 class Touch(NamedTuple):
@@ -41,9 +67,9 @@ def find_touches(function: Function) -> list[Touch]:
     """Returns instructions that touch registers of running products, on any path through a function.
 
     Args:
-      function: of `sass.disassemble(..., registers=True)`.
+      function: of `sass.disassemble`.
     """
-    graph = flow.blocks(function)
+    graph = blocks(function)
     entered: dict[int, Running] = {0: {}}
     waiting = [0]
     while waiting:

@@ -15,7 +15,6 @@ from pallas_kernels.hopper.product_kernel import Config
 from pallas_kernels.hopper.product_kernel import multiply as multiply_kernel
 from pallas_kernels.hopper.schedule import NUM_PROCESSORS
 from pallas_kernels.product_reference import check
-from pallas_kernels.speed.chip import H200
 
 # Rows of x that registers have room for.
 MAX_ROWS = 64
@@ -26,6 +25,10 @@ PIECES = (256, 128, 64)
 # Minimum saving where XLA adds up parts of a product, or a residual, in a separate launch: 1.3 us to start
 # it, and the latency of its bytes twice.
 SPARED_US = 2.0
+# Facts of an H200: bytes of weights a second that products of few rows read, measured (`experiments/gpu/h200`); bytes a
+# second from the L2, of an array just written (Chips and Cheese, 2023, on an H100 PCIe); bytes that a multiprocessor
+# receives from the L2 in a cycle, half of its shared memory's rate, assumed; the boost clock.
+WEIGHT_BYTES_PER_S, L2_BYTES_PER_S, CORE_BYTES_PER_CYCLE, CLOCK_HZ = 3.96e12, 5.5e12, 64, 1.98e9
 # Somewhat more than the chip reads between two launches, 2 us of memory; `Product.ahead_bytes`.
 AHEAD_BYTES = 12 << 20
 # With more rows, XLA's products without a gate were as fast or faster: q, k and v of Llama-8B with 64 rows by 4.7 %.
@@ -85,13 +88,13 @@ def bound_us(rows: int, depth: int, width: int, parts: int, tiles: int = 0) -> f
     """Returns the minimum microseconds for the bytes of a product, if each block of threads computes `tiles`
     times 64 columns and reads all rows again; with 0, for the bytes of the matrices alone."""
     weights = 2 * parts * width * depth
-    us = weights / H200.weight_bytes_per_s * 1e6
+    us = weights / WEIGHT_BYTES_PER_S * 1e6
     if not tiles:
         return us
     blocks, again = width // (tiles * ROWS), 2 * rows * depth
     of_processor = -(-blocks // NUM_PROCESSORS) * (again + weights / blocks)
     all_bytes = weights + blocks * again
-    return max(us, all_bytes / H200.l2_bytes_per_s * 1e6, H200.us(of_processor / H200.core_bytes_per_cycle))
+    return max(us, all_bytes / L2_BYTES_PER_S * 1e6, of_processor / CORE_BYTES_PER_CYCLE / CLOCK_HZ * 1e6)
 
 
 def plan(call: Product, tuning: Tuning = Tuning()) -> Plan:

@@ -8,17 +8,14 @@ import sys
 from typing import Any
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.devkit.compile_check import tpu, tpu_topology
 from ksana_jax.devkit.compile_check.models import LLAMA_8B, MODELS, QWEN3_MOE, SHAPES, sizes_of
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
-from ksana_jax.devkit.compile_check.targets import gpu_target, targets
 from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape
 from pallas_kernels import aot
 from pallas_kernels.aot import check
 from pallas_kernels.aot.check import Case
-from pallas_kernels.speed import models
 
 # Blocks of a pool in 8 bits, and in bfloat16, where they are 32 GiB. For copies to be told apart, a layer's scales must
 # be more than a step's buffers, and as large as no weight.
@@ -44,8 +41,7 @@ def cases(target: aot.Target) -> list[Case]:
     for attention, shape, kv in chosen:
         config = {"attention": attention} | sizes_of(shape) | ({} if kv == "bf16" else {"kv": kv})
         step = functools.partial(_step, shape=shape, attention=attention, kv=kv)
-        whole = models.step(*sizes_of(shape).values()) if (attention, kv) == ("hopper", "bf16") else None
-        found.append(Case("step of Llama-8B", config, step, speed=whole))
+        found.append(Case("step of Llama-8B", config, step))
     if target.hopper:
         found += _with_options()
     for shape in SHAPES[:2]:
@@ -69,23 +65,23 @@ def _with_options() -> list[Case]:
     evicting = {"eviction": H2O(), "num_blocks": NUM_SCORED_BLOCKS}
     sizes, found = sizes_of(SHAPES[1]), []
     logits_bytes = 4 * sizes["rows"] * LLAMA_8B.vocab_size  # more than a layer's scores of tokens
-    for shape, option, settings, buffer_bytes, speed in (
-        (sharing, {"shared_rows": SHARED_ROWS}, {}, 0, models.step(sizes["rows"], 0, group=SHARED_ROWS)),
-        (weighing, {"kv_eviction": "h2o"}, evicting, logits_bytes, models.step(sizes["rows"], 0, mass=True)),
+    for shape, option, settings, buffer_bytes in (
+        (sharing, {"shared_rows": SHARED_ROWS}, {}, 0),
+        (weighing, {"kv_eviction": "h2o"}, evicting, logits_bytes),
     ):
         step = functools.partial(_step, shape=shape, attention="hopper", **settings)
         config = {"attention": "hopper"} | sizes | option
-        found.append(Case("step of Llama-8B", config, step, speed=speed, buffer_bytes=buffer_bytes))
+        found.append(Case("step of Llama-8B", config, step, buffer_bytes=buffer_bytes))
     return found
 
 
 def _step(target: aot.Target, *, shape: StepShape, model: ModelConfig = LLAMA_8B, kv: str = "bf16", **settings: Any):
     settings = {"num_blocks": NUM_BLOCKS[kv == "bf16"]} | settings
-    return lower_step(gpu_target(target), model, shape, kv=kv, **settings)
+    return lower_step(target, model, shape, kv=kv, **settings)
 
 
 def _sampling(target: aot.Target, *, model: ModelConfig, rows: int, num_devices: int):
-    return lower_sampling(gpu_target(target), model, rows, num_devices=num_devices)
+    return lower_sampling(target, model, rows, num_devices=num_devices)
 
 
 def main(target: str, *, only: str, as_json: bool) -> int:
@@ -94,10 +90,8 @@ def main(target: str, *, only: str, as_json: bool) -> int:
     Raises:
       ValueError: no such target, no such case.
     """
-    if target in tpu_topology.TARGETS:
-        return tpu.main(target, only=only, as_json=as_json)
-    if target not in targets():  # reported before missing packages
-        raise ValueError(f"unknown target {target!r}; there are {', '.join(targets())}")
+    if target not in aot.targets():  # reported before missing packages
+        raise ValueError(f"unknown target {target!r}; there are {', '.join(aot.targets())}")
     if line := aot.missing():
         print(f"ksana: error: {line}", file=sys.stderr)
         return 2

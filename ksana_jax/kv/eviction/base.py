@@ -9,7 +9,6 @@ that is computed again after a preemption evicts the same tokens at the same pla
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -72,15 +71,6 @@ class Observation(NamedTuple):
     number: Array
 
 
-# Old names of attributes of `EvictionMethod`, until 0.2.
-_FORMER_NAMES = {
-    "forgets": "resets_scores",
-    "alters_logits": "custom_logits",
-    "foresees": "needs_full_text",
-    "tells_queries_apart": "weights_queries",
-}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionMethod:
     """Decides which cached tokens a row keeps when it has more than its budget. Base of all methods.
@@ -136,15 +126,6 @@ class EvictionMethod:
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a
     # head keeps depends on data, so memory is simulated.
     per_head: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        for old, new in _FORMER_NAMES.items():
-            if old in vars(cls):
-                warnings.warn(
-                    f"{cls.__name__}.{old} is {new} now; the old name goes away in 0.2", DeprecationWarning, 2
-                )
-                setattr(cls, new, vars(cls)[old])
 
     def __post_init__(self):
         name = f"kv_eviction {type(self).__name__}"

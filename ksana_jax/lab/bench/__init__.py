@@ -10,7 +10,5 @@ BENCHES: dict[str, str] = {
     "lora": "ksana_jax.lab.bench.lora:Lora",
     "tokens-in-forward": "ksana_jax.lab.bench.tokens_in_forward:TokensInForward",
     "scheduling": "ksana_jax.lab.bench.scheduling:Scheduling",
-    "streams": "ksana_jax.lab.bench.streams:Streams",
     "serving": "ksana_jax.lab.bench.serving:Serving",
-    "routing": "ksana_jax.lab.bench.routing:Routing",
 }

@@ -131,27 +131,18 @@ def _write(trace: Trace) -> None:
         events.append(recorder.plain())
         recording.write(trace.folder / f"engine-{recorder.number}" / recording.NAME, header, events[-1])
     write_atomic(trace.folder / "timeline.json", timeline(events))
-    write_summary(trace.folder, trace.command, trace.began, trace.log, engines=engines)
-
-
-def write_summary(folder: Path, command: str, began: float, log: CompilationLog, **content: Any) -> None:
-    """Writes the common part of traces: machine, versions, flags and compiled functions, as trace.json and as a page.
-
-    Args:
-      began: in seconds since 1970. content: further keys, such as the engines.
-    """
     content = {
         "format": FORMAT,
-        "command": command,
-        "time": began,
+        "command": trace.command,
+        "time": trace.began,
         "environment": environment(),
         "variables": variables(),
-        **content,
-        "compilations": compile_summary(log.functions),
-        "functions": [function.plain() for function in log.functions],
+        "engines": engines,
+        "compilations": compile_summary(trace.log.functions),
+        "functions": [function.plain() for function in trace.log.functions],
     }
-    write_atomic(folder / "trace.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(folder / "index.html", render(content))
+    write_atomic(trace.folder / "trace.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(trace.folder / "index.html", render(content))
 
 
 def variables() -> dict[str, str]:
@@ -161,10 +152,12 @@ def variables() -> dict[str, str]:
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """Returns the page of a trace, or of an ahead-of-time trace: summary tables in one HTML file without scripts that
-    loads nothing. content: of trace.json."""
+    """Returns the page of a trace: summary tables in one HTML file without scripts that loads nothing.
+
+    content: of trace.json.
+    """
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"fmt": lambda value, spec: "-" if value is None else format(value, spec), "size": byte_size}
     template = environment.from_string(resources.files("ksana_jax").joinpath("assets/trace.html").read_text("utf-8"))
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(content["time"]))
-    return template.render({"target": None, **content, "when": when})
+    return template.render({**content, "when": when})

@@ -1,4 +1,4 @@
-"""Words of `ksana trace`; runs and prints `ksana trace --target`, `ksana replay`, and `ksana compare` of recordings."""
+"""Words of `ksana trace`; runs and prints `ksana replay`, and `ksana compare` of recordings."""
 
 from __future__ import annotations
 
@@ -20,25 +20,6 @@ from ksana_jax.lab.trace.replay import make_llm, replay
 
 # Commands that build engines in this process.
 TRACEABLE = ("run", "bench", "generate", "chat", "inspect", "lm-eval")
-
-
-def trace_target(words: Sequence[str], target: str, out: Path) -> None:
-    """Compiles an experiment's engines for a target that is not attached, and writes the bundle.
-
-    Args:
-      words: the experiment and its overrides.
-
-    Raises:
-      ConfigError: there is no such target or experiment, or the compiler is not installed.
-    """
-    from ksana_jax.devkit.compile_check.targets import check_target
-    from ksana_jax.lab.trace import absent
-
-    check_target(target)
-    plan = load(words[0], list(words[1:]))
-    command = " ".join(["ksana trace", *words, "--target", target])
-    absent.trace_absent(plan, target, out, command, say=lambda line: print(line, flush=True))
-    print(f"{out}: index.html, trace.json, functions")
 
 
 def replay_and_show(

@@ -12,16 +12,12 @@ from ksana_jax.core.compilation_cache import without_cache
 from ksana_jax.devkit.compile_check import kernels
 from ksana_jax.devkit.compile_check.models import LLAMA_8B, LLAMA_70B, QWEN3_MOE, SHAPES
 from ksana_jax.devkit.compile_check.steps import collectives_of_step, lower_sampling, lower_step
-from ksana_jax.devkit.compile_check.targets import gpu_target
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.sharding.shares import local_model
 from pallas_kernels import aot
 from pallas_kernels.aot.check import check, find_cases
 from pallas_kernels.aot.program import examine
 from pallas_kernels.aot.report import Collective
-from pallas_kernels.speed.models import SHARING, STEPS, WEIGHING
-from pallas_kernels.speed.steps import Program
 
 needs_plugin = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -29,7 +25,7 @@ needs_plugin = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.miss
 @pytest.fixture
 def h200(monkeypatch):
     with without_cache():
-        yield gpu_target(aot.target("h200"))
+        yield aot.target("h200")
 
 
 @pytest.mark.soak
@@ -62,10 +58,8 @@ def test_sampling_on_gpus_gathers_candidates_and_not_scores(h200):
     assert max(c.bytes for c in found) < 64 * LLAMA_8B.vocab_size * 4 / 50
 
 
-def test_the_report_has_a_step_of_every_shape_and_of_models_on_1_2_and_8_devices():
+def test_the_report_has_steps_of_models_on_1_2_and_8_devices():
     cases = [case for _, _, case in find_cases(aot.target("h200"), kernels.SOURCES)]
-    asked = {name for shapes in STEPS.values() for name in shapes} | {SHARING.format(group=SHARED_ROWS), WEIGHING}
-    assert {name for case in cases if isinstance(case.speed, Program) for name in case.speed.shapes} == asked
     assert {case.config.get("devices", 1) for case in cases if case.name.startswith("step of Llama")} == {1, 2, 8}
 
 
@@ -84,6 +78,7 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
     assert {row["kernel"] for row in steps} <= kernels_of_steps | updating
     h200 = aot.target("h200").memory_bytes
     for row in steps:
+        assert 7 * 32 <= row["launches_per_layer"] * 32 < row["thunks"] < row["launches_per_layer"] * 32 + 70
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
         assert row["argument_bytes"] + row["temp_bytes"] < h200
@@ -92,12 +87,6 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
             assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 50
             # Two of each layer stay outside of command buffers.
             assert row["thunks"] - row["captured"] <= 2 * QWEN3_MOE.num_layers
-    for step in found["steps"]:
-        assert 7 * 32 <= step["launches_per_layer"] * 32 < step["launches"] < step["launches_per_layer"] * 32 + 40
-        assert step["ms"] == pytest.approx(sum(step["terms"].values()) / 1e3, abs=0.001)
-        assert step["aim_ms"] is None or step["ms"] < step["aim_ms"]
-        # Weights of layers, and of the head, are read at 0.92 of a copy, some of layers while kernels are started.
-        assert 3_300 < step["terms"]["products"] < 3_700 and 262 < step["terms"]["LM head"] < 270
     if case_chosen is None:
         assert {row["kernel"] for row in steps} == kernels_of_steps | updating
 
@@ -110,5 +99,5 @@ def test_the_report_ends_with_one_json_object(capsys):
 
 
 def test_mistyped_targets_and_cases_are_said_before_anything_is_compiled():
-    with pytest.raises(ValueError, match="unknown target 'h2000'; there are a100, h100, h200, v5e"):
+    with pytest.raises(ValueError, match="unknown target 'h2000'; there are a100, h100, h200"):
         kernels.main("h2000", only="", as_json=False)

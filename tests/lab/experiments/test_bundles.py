@@ -90,7 +90,7 @@ def test_the_fastest_right_candidate_of_each_side_counts(written):
     decode = rows["64x4k", "hopper_decode"]
     assert decode["of_copy"] == pytest.approx(100 * 1073741824 / 256e-6 / 4e12)
     assert (decode["us"], decode["peer_us"], decode["peer_ratio"]) == (256.0, 320.0, 1.25)
-    assert 90 < decode["of_computed"] < 110 and rows["1 rows", "device"]["us"] == 4500.0
+    assert rows["1 rows", "device"]["us"] == 4500.0
     [note] = [note for note in read_report(folder).notes if "Wrong" in note]
     assert "fast but wrong (decode" in note and "wrong peer" in note and "slow" not in note
 

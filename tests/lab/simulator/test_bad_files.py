@@ -43,7 +43,7 @@ def test_costs_that_are_neither_fields_nor_a_file_are_named(given):
     assert str(raised.value) == f"cost is {given!r}, must be a mapping with a level, or the name of a file"
 
 
-BENCH = ("bench", "routing", "--servers", "1", "--blocks", "1", "--requests", "1", "--policies", "random")
+BENCH = ("bench", "serving", "--model", "ksana-tiny", "--rate", "1")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,6 @@ BENCH = ("bench", "routing", "--servers", "1", "--blocks", "1", "--requests", "1
     [
         ((*BENCH, "--out", "taken"), "--out is 'taken', must be a folder, and taken is a file"),
         ((*BENCH, "--seed", "-1"), "seed is -1, must be an integer from 0"),
-        (("bench", "streams", "--seed", "-1"), "seed is -1, must be an integer from 0 to 4,294,967,295"),
         (
             ("simulate", "record", "ksana-tiny", "-o", "taken/steps"),
             "--out is 'taken', must be a folder, and taken is a",

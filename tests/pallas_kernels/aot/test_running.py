@@ -3,9 +3,8 @@
 import pytest
 
 from pallas_kernels import aot
-from pallas_kernels.aot import report
+from pallas_kernels.aot import report, sass
 from pallas_kernels.aot.running import find_touches
-from pallas_kernels.speed import sass
 
 needs_compiler = pytest.mark.skipif(
     aot.find_ptxas() is None or sass.find_nvdisasm() is None, reason="ptxas or nvdisasm is not installed"
@@ -33,6 +32,29 @@ def touches(*lines: str) -> list[str]:
         text.append(f"{'/* 0x0000000000000000 */':>120}    // |  12   {marks:<40}|")
         address += 16
     return [str(touch) for touch in find_touches(sass.parse("\n".join(text))["kernel"])]
+
+
+# As in nvdisasm's output of a kernel, without uses of registers.
+REAL = """
+.text.hopper_attention:
+        /*1f90*/              @!P1 BRA `(.L_x_6) ;                                        /* 0x0000000400fc9947 */
+                                                                                          /* 0x028fd60003800000 */
+        /*1eb0*/                   LDG.E R58, desc[UR4][R58.64] ;                         /* 0x000000043a3a7981 */
+                                                                                          /* 0x000ea2000c1e1900 */
+.L_x_6:
+        /*8750*/                   EXIT ;                                                 /* 0x000000000000794d */
+                                                                                          /* 0x000fea0003800000 */
+"""
+
+
+def test_instructions_are_read_with_their_predicates_and_labels():
+    function = sass.parse(REAL)["hopper_attention"]
+    [branch, load, end] = function.code
+    assert (branch.predicate, branch.target, branch.ends) == ("@!P1", "L_x_6", False)
+    assert (load.address, load.opcode, load.name) == (0x1EB0, "LDG.E", "LDG") and end.ends
+    assert function.labels == {"L_x_6": 2}
+    with pytest.raises(ValueError, match="half of an encoding is missing after '/\\*8750"):
+        sass.parse(REAL[: REAL.rindex("/* 0x000fea")])
 
 
 def test_a_product_that_was_waited_for_gives_its_registers_back():

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from ksana_jax.lab.bench.stream_server import StreamClient
 from ksana_jax.serve.server.histogram import LoopLag
 from tests.serve.server.serving import make_llm, serving
 from tests.serve.server.test_connections import connect, expected, post, wait_for
@@ -57,7 +59,7 @@ def test_the_event_loop_is_quick_under_load():
     lag = LoopLag(0.01)
     with serving(make_llm(slow_s=0.005), max_num_queued_reqs=1000) as server:
         server.running._loop.call_soon_threadsafe(lag.start)
-        client, tokenizing, ends = StreamClient(), [], threading.Event()
+        tokenizing, ends = [], threading.Event()
 
         def tokenize() -> None:
             while not ends.is_set():
@@ -68,11 +70,12 @@ def test_the_event_loop_is_quick_under_load():
         try:
             fields = {"prompt": "load", "max_tokens": 40, "ignore_eos": True, "stream": True}
             body = json.dumps({**fields, "stream_options": {"include_usage": True}})
-            assert client.read(server.port, [body] * 48)["num_tokens"] == 48 * 40
+            asked = {"port": server.port, "path": "/v1/completions", "bodies": [body] * 48, "timeout_s": 120}
+            client = [sys.executable, "-IS", str(Path(__file__).with_name("stream_client.py"))]
+            assert int(subprocess.check_output(client, input=json.dumps(asked), text=True)) == 48 * 40
         finally:
             ends.set()
             thread.join()
-            client.close()
         server.running._loop.call_soon_threadsafe(lag.stop)
         metrics = server.ask("GET", "/metrics").body.decode()
     assert set(tokenizing) == {200}

@@ -10,11 +10,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Bits of the upper half of an instruction, since Volta. Source: Jia et al., "Dissecting the NVIDIA Volta GPU
-# architecture via microbenchmarking", arXiv:1804.06826, section 2.1.
-_STALL, _WRITE, _READ, _WAIT = (41, 0xF), (46, 0x7), (49, 0x7), (52, 0x3F)
-_NO_BARRIER = 7
-
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -24,11 +19,7 @@ class Instruction:
       predicate: condition under which it runs, such as @!P0; empty for always.
       opcode: with its modifiers: HGMMA.64x64x16.F32.BF16.
       target: label that a branch goes to, or None.
-      stall: cycles until the same warp may issue its next instruction.
-      writes, reads: scoreboard that is released when its result is ready, or its operands are read; None without.
-      waits: scoreboards that must be free before it is issued, one bit each.
-      marks: one character for each register: "^" written, "v" read, "x" both. Empty if `disassemble` was
-        not asked for registers.
+      marks: one character for each register: "^" written, "v" read, "x" both.
     """
 
     address: int
@@ -36,10 +27,6 @@ class Instruction:
     opcode: str
     operands: str
     target: str | None
-    stall: int
-    writes: int | None
-    reads: int | None
-    waits: int
     marks: str = ""
 
     @functools.cached_property
@@ -70,8 +57,8 @@ class Function:
     labels: dict[str, int]
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ )?(\S+)(?: ([^;]*?))? *;? +/\* 0x([0-9a-f]{16}) \*/")
-_UPPER = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(@!?U?P\w+ )?(\S+)(?: ([^;]*?))? *;? +/\* 0x[0-9a-f]{16} \*/")
+_UPPER = re.compile(r"^\s+/\* 0x[0-9a-f]{16} \*/")
 _LABEL = re.compile(r"^\.(L_\w+):")
 _TARGET = re.compile(r"`\(\.(L_\w+)\)")
 # Uses of registers, one column each: the header numbers the columns, and so shows the first one's place.
@@ -80,7 +67,7 @@ _MARKS = re.compile(r"// \|(.*?)\|")
 
 
 def parse(text: str) -> dict[str, Function]:
-    """Returns the functions of a text of `nvdisasm -c -hex`, by name; with `-lrm narrow` also uses of registers.
+    """Returns the functions of a text of `nvdisasm -c -hex -lrm narrow`, by name.
 
     Raises:
       ValueError: an instruction without the second half of its encoding.
@@ -102,36 +89,19 @@ def parse(text: str) -> dict[str, Function]:
                 if upper is None:
                     raise ValueError(f"half of an encoding is missing after {line.strip()[:80]!r}")
                 used = marks.group(1)[first:] if marks else ""
-                code.append(_instruction(match, int(upper.group(1), 16), used))
+                code.append(_instruction(match, used))
         while code and code[-1].name == "NOP":  # padding
             code.pop()
         found[name] = Function(name, tuple(code), labels)
     return found
 
 
-def _instruction(match: re.Match[str], upper: int, marks: str) -> Instruction:
-    address, predicate, opcode, operands, _ = match.groups()
+def _instruction(match: re.Match[str], marks: str) -> Instruction:
+    address, predicate, opcode, operands = match.groups()
     operands = operands or ""
     target = _TARGET.search(operands)
-
-    def field(where: tuple[int, int]) -> int:
-        return upper >> where[0] & where[1]
-
-    def barrier(where: tuple[int, int]) -> int | None:
-        return None if field(where) == _NO_BARRIER else field(where)
-
-    return Instruction(
-        int(address, 16),
-        (predicate or "").strip(),
-        opcode,
-        operands,
-        target.group(1) if target else None,
-        field(_STALL),
-        barrier(_WRITE),
-        barrier(_READ),
-        field(_WAIT),
-        marks,
-    )
+    label = target.group(1) if target else None
+    return Instruction(int(address, 16), (predicate or "").strip(), opcode, operands, label, marks)
 
 
 def find_nvdisasm() -> str | None:
@@ -143,18 +113,14 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def disassemble(cubin: Path, nvdisasm: str, *, registers: bool = False) -> dict[str, Function]:
-    """Returns the functions of a cubin.
-
-    Args:
-      registers: also return each instruction's use of registers, for which nvdisasm takes twice as long.
+def disassemble(cubin: Path, nvdisasm: str) -> dict[str, Function]:
+    """Returns the functions of a cubin, with each instruction's use of registers.
 
     Raises:
       ValueError: nvdisasm cannot read it.
     """
-    # Without analysis of data flow, which finds targets of indirect branches and takes half of the time.
-    options = ["-lrm", "narrow"] if registers else ["-ndf"]
-    done = subprocess.run([nvdisasm, "-c", "-hex", *options, str(cubin)], capture_output=True, text=True)
+    command = [nvdisasm, "-c", "-hex", "-lrm", "narrow", str(cubin)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"nvdisasm: {' '.join(done.stderr.split())[:300]}")
     return parse(done.stdout)
