@@ -349,7 +349,7 @@ class EngineConfig:
         refusals.check(self.used())
         if (folder := self.disk_cache_dir) is None:
             return
-        if not (isinstance(folder, (str, os.PathLike)) and os.fspath(folder)):
+        if checks.path("disk_cache_dir", folder) or not os.fspath(folder):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
         if not (self.enable_prefix_caching and self.host_cache_bytes):
             raise ConfigError("disk_cache_dir needs enable_prefix_caching and host_cache_bytes, its way to the disk")

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from ksana_jax.core import checks
 from ksana_jax.core.request import RequestOutput, SamplingParams
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.session_files import Part, Session, SessionError, read_session, write_session
@@ -43,7 +44,7 @@ class Sessions:
         Raises:
           ValueError: nothing of the request is cached, this engine cannot save sessions, or a file cannot be written.
         """
-        return save_session(self.engine, request, Path(path))
+        return save_session(self.engine, request, _folder(path))
 
     def restore_session(self, path: str | os.PathLike[str]) -> int:
         """Puts a saved session into the prefix cache, where prompts that begin with its text find it.
@@ -55,7 +56,7 @@ class Sessions:
           ValueError: files are damaged, the session was saved with another model, dtype, block size, attention
             pattern or eviction, or too few blocks of the pool are available; the cache stays as it is.
         """
-        return restore_session(self.engine, Path(path))
+        return restore_session(self.engine, _folder(path))
 
 
 def save_session(engine: Engine, request: RequestOutput | str, folder: Path) -> int:
@@ -77,6 +78,11 @@ def restore_session(engine: Engine, folder: Path) -> int:
     session = read_session(folder, engine.scheduler.layout, _made_with(engine))
     engine.lock.run(_restore, engine, session, folder)
     return len(session.token_ids)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    checks.require(checks.path("path", path), error=SessionError)
+    return Path(path)
 
 
 def _check(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.core import checks
+from ksana_jax.core.config import MAX_TOKENS
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.distributed.replicas import Replicas
@@ -81,12 +82,19 @@ class Sleeps:
         Programs of the old size stay for later; a new size compiles its own when they are needed, or in `warm_up`.
 
         Raises:
-          RuntimeError: requests are running. ConfigError: this engine cannot sleep, and cannot move either.
+          RuntimeError: requests are running. ConfigError: this engine cannot sleep, and cannot move either, or there is
+            no memory for the pool, and the old size stays.
         """
-        checks.require(checks.integer("num_blocks", num_blocks, 1))
-        self.replicas.each(lambda engine: _resize(engine, num_blocks))
+        checks.require(checks.integer("num_blocks", num_blocks, 1, MAX_TOKENS))
         plan = self.memory_plan
         pool_bytes = plan.pool_bytes // plan.num_blocks * num_blocks
+        try:
+            self.replicas.each(lambda engine: _resize(engine, num_blocks))
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"num_blocks is {num_blocks:,}: no memory for a pool of {pool_bytes:,} bytes: {reason}"
+            ) from error
         self.memory_plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
 
     @property
@@ -126,9 +134,10 @@ def _move_pool(engine: Engine, num_blocks: int) -> None:
     if engine.asleep is None:
         engine.make_moves()
         _vacate(engine)
+    blocks = BlockManager(num_blocks, engine.memory.block_size)
     sleeping.resize(_runner(engine), num_blocks)
     assert not engine.memory.device.node_of, "the pool is empty"
-    engine.memory.device.pool = BlockManager(num_blocks, engine.memory.block_size)
+    engine.memory.device.pool = blocks
     engine.builder = dataclasses.replace(engine.builder, num_blocks=num_blocks)
     engine.scheduler.set_layout(engine.scheduler.layout)
 

@@ -197,6 +197,7 @@ def test_after_a_failed_step_the_engine_serves_again(engine, monkeypatch, break_
         ({"policy": []}, r"policy is \[\], must be one of fcfs"),
         ({"prefix_replacement": []}, r"prefix_replacement is \[\], must be one of lru"),
         ({"disk_cache_dir": 5}, "disk_cache_dir is 5, must be the path of a folder or None"),
+        ({"disk_cache_dir": "a\0b"}, r"disk_cache_dir is 'a\\x00b', must be the path of a folder or None"),
         ({"disk_cache_dir": ""}, "disk_cache_dir is '', must be the path of a folder or None"),
         (
             {"host_cache_bytes": 10**15},

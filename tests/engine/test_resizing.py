@@ -4,6 +4,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
+from ksana_jax.engine import sleeping
 from ksana_jax.sharding.placement import Placement
 from tests.engine import small
 from tests.engine.test_sleeping import GREEDY, PROMPTS, cached, folders, tokens  # noqa: F401  a fixture
@@ -33,6 +34,22 @@ def test_tokens_are_the_same_in_pools_of_all_sizes_which_are_compiled_once(setti
             again = compiled.setdefault(num_blocks, llm.num_compilations)
             moves = 2 * ("host_cache_bytes" in settings)  # functions for blocks to the host, and back
             assert llm.num_compilations <= again + moves
+
+
+def test_an_engine_that_sleeps_keeps_its_size_if_another_does_not_fit(folders, monkeypatch):  # noqa: F811
+    def no_memory(*arguments):
+        raise MemoryError("8 GiB")
+
+    with read_engine(folders[0]) as llm:
+        expected = tokens(llm)
+        llm.sleep()
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="num_blocks is 12: no memory for a pool"):
+            patch.setattr(sleeping, "BlockManager", no_memory)
+            llm.resize_pool(12)
+        with pytest.raises(ValueError, match=r"num_blocks is 1,099,511,627,776, must be an integer from 1 to 1,07"):
+            llm.resize_pool(2**40)
+        llm.wake_up()
+        assert tokens(llm) == expected and llm.memory_usage()["pool"].measured == 24 * llm.block_bytes
 
 
 def test_prefixes_survive_and_an_engine_that_sleeps_wakes_with_the_new_pool(folders):  # noqa: F811
@@ -77,7 +94,8 @@ def test_a_pool_that_does_not_fit_leaves_the_old_one(folders, monkeypatch):  # n
             return make(placement, layout, num_blocks)
 
         monkeypatch.setattr(Placement, "pool", refuse)
-        with pytest.raises(MemoryError, match="30 blocks"):
+        said = f"num_blocks is 30: no memory for a pool of {30 * llm.block_bytes:,} bytes: 30 blocks"
+        with pytest.raises(ConfigError, match=said):
             llm.resize_pool(30)
         assert llm.num_blocks == 24 and llm.memory_usage()["pool"].measured == llm.memory_plan.pool_bytes
         assert tokens(llm) == expected

@@ -383,6 +383,13 @@ def test_engines_that_have_no_sessions_say_why(settings, said, tmp_path):
             call(tmp_path)
 
 
+def test_a_path_that_cannot_be_is_named():
+    llm = make_llm()
+    for call in (functools.partial(llm.save_session, first_turn(llm)), llm.restore_session):
+        with pytest.raises(SessionError, match=r"path is 'a\\x00b', must be a path without NUL characters"):
+            call("a\0b")
+
+
 def test_a_request_of_which_nothing_is_cached_is_refused(tmp_path):
     llm = make_llm()
     [output] = llm.generate({"prompt_token_ids": TEXT[:2]}, SamplingParams(max_tokens=1, detokenize=False))

@@ -31,8 +31,8 @@ async def load(request: Request) -> Response:
     model, name = serving.model, values["lora_name"]
     if not name.isprintable():
         raise bad_request(f"lora_name is {name!r:.80}, must be printable characters", "lora_name")
-    adapter = LoRARequest(name, len(model.adapters) + 1, values["lora_path"])
     try:
+        adapter = LoRARequest(name, len(model.adapters) + 1, values["lora_path"])
         async with serving.any_llm.awake():
             await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
     except ValueError as error:

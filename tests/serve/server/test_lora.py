@@ -98,6 +98,7 @@ def test_the_owner_loads_and_unloads_adapters_while_the_server_runs(llm, usual):
         for name, path, param, said in (
             ("late", every.lora_path, "lora_name", "lora_name 'late' is served already"),
             ("plain", every.lora_path, "lora_name", "lora_name 'plain' is served already"),
+            ("new", "a\0b", "lora_path", "lora_path is 'a\\x00b', must be a path without NUL characters"),
             ("new", "/none", "lora_path", "adapter 'new': /none/adapter_config.json: No such file or directory"),
         ):
             reply = post(server, load, {"lora_name": name, "lora_path": path})
