@@ -6,7 +6,6 @@ Each check returns the problem that it finds, or None; `require` raises the firs
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from typing import Any
 
@@ -85,12 +84,6 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> str | None:
     except TypeError:  # a list or mapping, which has no hash, among the keys of a mapping
         found = False
     return None if found else f"{name} is {shown(value)}, must be one of {', '.join(map(str, allowed))}"
-
-
-def path(name: str, value: Any) -> str | None:
-    """Returns the problem with a setting that must be a path, or None. The system raises "embedded null byte" alone."""
-    is_path = isinstance(value, (str, os.PathLike)) and "\0" not in os.fspath(value)
-    return None if is_path else f"{name} is {shown(value)}, must be a path without NUL characters"
 
 
 def boolean(name: str, value: Any) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from ksana_jax.core import checks, refusals, shared_kv
 from ksana_jax.core.device_setting import canonical_device
 from ksana_jax.core.dtypes import canonical_dtype, canonical_kv_dtype
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.files import path_problem
 from ksana_jax.core.hosts_setting import canonical_distributed
 from ksana_jax.core.layer_spec import (
     NORM_PLACEMENTS,
@@ -349,7 +349,7 @@ class EngineConfig:
         refusals.check(self.used())
         if (folder := self.disk_cache_dir) is None:
             return
-        if checks.path("disk_cache_dir", folder) or not os.fspath(folder):
+        if path_problem("disk_cache_dir", folder) or not str(folder):
             raise ConfigError(f"disk_cache_dir is {folder!r}, must be the path of a folder or None")
         if not (self.enable_prefix_caching and self.host_cache_bytes):
             raise ConfigError("disk_cache_dir needs enable_prefix_caching and host_cache_bytes, its way to the disk")

@@ -18,9 +18,16 @@ import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
+from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
+
+
+def path_problem(name: str, value: Any) -> str | None:
+    """Returns the problem with a setting that must be a path, or None. The system raises "embedded null byte" alone."""
+    is_path = isinstance(value, (str, os.PathLike)) and "\0" not in os.fspath(value)
+    return None if is_path else f"{name} is {checks.shown(value)}, must be a path without NUL characters"
 
 
 class UnsafeFile(OSError, ConfigError):

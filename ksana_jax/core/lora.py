@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ksana_jax.core import checks
+from ksana_jax.core.files import path_problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LoRARequest:
             raise ValueError(f"lora_name is {self.lora_name!r:.60}, must be a name")
         if not (isinstance(self.lora_path, str) and self.lora_path):
             raise ValueError(f"lora_path is {self.lora_path!r:.60}, must be the path of a folder or a name of the hub")
-        checks.require(checks.path("lora_path", self.lora_path), checks.integer("lora_int_id", self.lora_int_id))
+        checks.require(path_problem("lora_path", self.lora_path), checks.integer("lora_int_id", self.lora_int_id))
 
 
 def salted(digest: str, cache_salt: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.compilation_cache import cache_folder
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.files import replacing
+from ksana_jax.core.files import path_problem, replacing
 
 _FACTS = "facts"
 
@@ -60,7 +60,7 @@ def read_statistics(path: str | os.PathLike[str], kind: str, model: str | None =
     Raises:
       ConfigError: there is no such file, it is of another kind, or of another model.
     """
-    checks.require(checks.path("statistics", path), error=ConfigError)
+    checks.require(path_problem("statistics", path), error=ConfigError)
     try:
         found = _read(os.fspath(path), os.stat(path).st_mtime_ns)
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from ksana_jax.core import checks
+from ksana_jax.core.files import path_problem
 from ksana_jax.core.request import RequestOutput, SamplingParams
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.session_files import Part, Session, SessionError, read_session, write_session
@@ -81,7 +82,7 @@ def restore_session(engine: Engine, folder: Path) -> int:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    checks.require(checks.path("path", path), error=SessionError)
+    checks.require(path_problem("path", path), error=SessionError)
     return Path(path)
 
 

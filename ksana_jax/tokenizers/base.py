@@ -94,18 +94,6 @@ class Tokenizer(abc.ABC):
         stream = IncrementalDetokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.flush()
 
-    def check_ids(self, num_bytes: int) -> None:
-        """Checks the largest id against the size of the file that has the vocabulary: callers go through all ids.
-
-        Raises:
-          TokenizerError: the file cannot have so many tokens.
-        """
-        if self.vocab_size > num_bytes:
-            largest = self.vocab_size - 1
-            raise TokenizerError(
-                f"{self.source}: a token has id {largest:,}, too large for a file of {num_bytes:,} bytes"
-            )
-
     @abc.abstractmethod
     def piece(self, token_id: int) -> Piece:
         """Returns the text piece of a token; empty for ids outside the vocabulary."""

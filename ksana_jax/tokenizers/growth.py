@@ -1,4 +1,4 @@
-"""Bounds how much the steps of a tokenizer.json can lengthen a text when encoding or decoding. Knows JSON only.
+"""Bounds ids by the size of their file, and how much a tokenizer.json can lengthen a text when encoding or decoding.
 
 Five steps that each replace "a" by a hundred "a" turn one letter into 10 GB, in a library that aborts the process when
 memory runs out. The bound is therefore computed from the file, before any text is processed.
@@ -10,9 +10,21 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from ksana_jax.tokenizers.files import TokenizerError
+
 # T5's normaliser, which lengthens texts more than any other published one, reaches 36: NFKC turns U+FDFA into 18
 # characters, and a regular expression that can match an empty string counts twice.
 MAX_GROWTH = 100
+
+
+def check_ids(source: str, num_ids: int, num_bytes: int) -> None:
+    """Checks the number of a vocabulary's ids against the size of its file: callers go through all ids.
+
+    Raises:
+      TokenizerError: the file cannot have so many tokens.
+    """
+    if num_ids > num_bytes:
+        raise TokenizerError(f"{source}: a token has id {num_ids - 1:,}, too large for a file of {num_bytes:,} bytes")
 
 
 def growth(step: Mapping[str, Any] | None, length: float = 1.0) -> float:

@@ -14,7 +14,7 @@ from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
 from ksana_jax.tokenizers.files import TokenizerError, one_line
-from ksana_jax.tokenizers.growth import MAX_GROWTH, growth
+from ksana_jax.tokenizers.growth import MAX_GROWTH, check_ids, growth
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,7 +50,7 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
-        self.check_ids(len(text))
+        check_ids(source, self.vocab_size, len(text))
         # By id; True for special ones.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = tuple(sorted(self._added))
@@ -94,13 +94,7 @@ class JsonTokenizer(Tokenizer):
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encode = self._tokenizer.encode
-        try:
-            return _call(f"{self.source} cannot encode", encode, text, add_special_tokens=add_special_tokens).ids
-        except TokenizerError as error:
-            if "retry-limit" not in str(error):
-                raise
-            reason = f"a regular expression of its normalizer or pre_tokenizer gives up on {len(text):,} characters"
-            raise TokenizerError(f"{self.source} cannot encode: {reason}") from None
+        return _call(f"{self.source} cannot encode", encode, text, add_special_tokens=add_special_tokens).ids
 
     def piece(self, token_id: int) -> Piece:
         piece = self._pieces.get(token_id)
@@ -209,4 +203,5 @@ def _call(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise TokenizerError(f"{what}: {one_line(error)}") from None
+        reason = "a regular expression of it gives up on the text" if "retry-limit" in str(error) else one_line(error)
+        raise TokenizerError(f"{what}: {reason}") from None

@@ -183,7 +183,7 @@ def test_a_regular_expression_that_gives_up_is_one_sentence(directory):
     raw = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     raw.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
     raw.save(str(path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match=r"cannot encode: a regular expression .* gives up on 40 characters$"):
+    with pytest.raises(TokenizerError, match=r"cannot encode: a regular expression .* gives up on the text$"):
         load_tokenizer(path).encode("x" * 40)
     assert load_tokenizer(path).encode("x")
 

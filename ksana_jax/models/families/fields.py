@@ -12,7 +12,7 @@ from ksana_jax.core.config import ConfigError
 # Larger numbers are mistakes or attacks: arrays or lists of that size would kill the process.
 MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = MAX_HEADS = 10_000
-# Of all layers together; the files of a model may have as many tensors.
+# All layers together; the files of a model may have as many tensors.
 MAX_EXPERTS = 100_000
 
 
