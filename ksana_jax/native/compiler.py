@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -9,7 +11,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +27,7 @@ FLAGS = (*PORTABLE, "-march=native")
 # Names of compilers, in order of preference, used without the environment variable CXX.
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300
+_BUILD = ".build-"
 
 
 class CannotBuild(NotImplementedError):
@@ -51,7 +55,9 @@ def compiler_command() -> list[str]:
 
 
 def compile_into(folder: Path, flags: Sequence[str], prefix: str = "") -> Path:
-    """Compiles the library with flags into a folder, unless it exists, and returns its path.
+    """Compiles the library with flags into a folder, unless it is there, and returns its path.
+
+    Its name ends with a digest of the file: loading a truncated library kills the process.
 
     Raises:
       CannotBuild: no compiler is found, or it fails. OSError: the library cannot be written.
@@ -60,10 +66,36 @@ def compile_into(folder: Path, flags: Sequence[str], prefix: str = "") -> Path:
 
     compiler = compiler_command()
     headers = Path(jaxlib.__path__[0]) / "include"  # jax.ffi.include_dir(), which takes a second to import
-    path = folder / f"{prefix}{_key(compiler, flags, headers)}.so"
-    if not path.exists():
-        _compile([*compiler, *flags], headers, path)
-    return path
+    name = f"{prefix}{_key(compiler, flags, headers)}"
+    _remove_unfinished(folder)
+    for path in folder.glob(f"{name}-*.so"):
+        if path.name == _named(name, path):
+            return path
+        log.info("%s is damaged, and compiled again", path)
+        path.unlink(missing_ok=True)
+    return _compile([*compiler, *flags], headers, folder, name)
+
+
+def _named(name: str, path: Path) -> str:
+    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.so"
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes folders of builds whose processes have ended: a process locks its own."""
+    for left in folder.glob(f"{_BUILD}*/"):
+        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
+            if any(left.iterdir()) or time.time() - left.stat().st_mtime > BUILD_TIMEOUT_S:  # it has been locked
+                shutil.rmtree(left)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _key(compiler: list[str], flags: Sequence[str], headers: Path) -> str:
@@ -74,21 +106,26 @@ def _key(compiler: list[str], flags: Sequence[str], headers: Path) -> str:
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: list[str], headers: Path, path: Path) -> None:
+def _compile(compiler: list[str], headers: Path, folder: Path, name: str) -> Path:
     """Compiles sources side by side, links to a temporary file and renames it: several processes may do so at once."""
     log.info("compiling attention, products and norms of CPUs with %s, once for this machine", shlex.join(compiler))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     sources = sorted(SOURCES.glob("*.cc"))
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(len(sources)) as pool:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+    with contextlib.ExitStack() as stack:
+        build = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=_BUILD)))
+        stack.enter_context(_locked(build))
+        pool = stack.enter_context(ThreadPoolExecutor(len(sources)))
+        objects = [str(build / f"{source.stem}.o") for source in sources]
         commands = [
             [*compiler, "-isystem", str(headers), "-c", str(source), "-o", made]
             for source, made in zip(sources, objects, strict=True)
         ]
         list(pool.map(_run, commands))
-        made = Path(folder) / path.name
+        made = build / "library.so"
         _run([*compiler, "-shared", *objects, "-o", str(made)])
-        made.replace(path)
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        return made.replace(folder / _named(name, made))
 
 
 def _run(command: list[str]) -> str:

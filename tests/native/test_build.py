@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -69,11 +70,11 @@ def test_a_missing_library_keeps_nothing_alive_of_those_that_ask_for_it(monkeypa
 def test_a_build_that_has_begun_is_waited_for(monkeypatch, tmp_path, asked_again):
     library, built = build.library(), []
 
-    def compile_slowly(command, headers, path):
+    def compile_slowly(command, headers, folder, name):
         time.sleep(0.1)
-        built.append(path)
-        path.parent.mkdir(parents=True)
-        shutil.copy(library, path)
+        folder.mkdir(parents=True)
+        built.append(Path(shutil.copy(library, folder)))
+        return built[0]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_compile", compile_slowly)
@@ -136,12 +137,45 @@ def test_a_user_without_a_home_computes_with_xla(monkeypatch, asked_again):
 
 @compiled
 def test_a_library_that_cannot_be_loaded_is_named(monkeypatch, tmp_path, asked_again):
-    path = tmp_path / "ksana_jax" / "native" / build.library().name
+    name, content = build.library().name.rpartition("-")[0], b"not a library"
+    path = tmp_path / "ksana_jax" / "native" / f"{name}-{hashlib.sha256(content).hexdigest()[:24]}.so"
     path.parent.mkdir(parents=True)
-    path.write_text("not a library")
+    path.write_bytes(content)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build._library.cache_clear()
     assert build.why_missing().startswith(f"the compiled library cannot be kept or loaded: {path}: ")
+
+
+@compiled
+@pytest.mark.parametrize("size", [0, 1000, -1])
+def test_a_truncated_library_is_compiled_again(monkeypatch, tmp_path, asked_again, size):
+    library, compile_again = build.library(), []
+
+    def compile_quickly(command, headers, folder, name):
+        compile_again.append(name)
+        return Path(shutil.copy(library, folder))
+
+    folder = tmp_path / "ksana_jax" / "native"
+    folder.mkdir(parents=True)
+    (folder / library.name).write_bytes(library.read_bytes()[:size])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_compile", compile_quickly)
+    for _ in range(2):
+        build._library.cache_clear()
+        assert build.why_missing() is None and build.library().read_bytes() == library.read_bytes()
+    assert len(compile_again) == 1 and [path.name for path in folder.iterdir()] == [library.name]
+
+
+def test_what_killed_builds_left_is_removed_and_what_others_build_is_not(tmp_path):
+    ours, begun, killed, empty = (tmp_path / f".build-{name}" for name in ("ours", "begun", "killed", "empty"))
+    for folder in (ours, begun, killed, empty):
+        folder.mkdir()
+    (ours / "norm.o").touch()
+    (killed / "norm.o").touch()
+    os.utime(empty, (0, 0))
+    with compiler._locked(ours):
+        compiler._remove_unfinished(tmp_path)
+        assert {*tmp_path.iterdir()} == {ours, begun}
 
 
 def test_an_engine_goes_on_with_xla_where_nothing_can_be_kept(tmp_path):
