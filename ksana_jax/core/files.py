@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
+import functools
 import os
 import secrets
 import stat
@@ -83,10 +83,10 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise.
 
-    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone. Files
-    that killed processes have left for the same path are removed.
+    A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone. A
+    process's first call for a folder removes what killed processes have left there.
     """
-    remove_leftovers(path.parent, glob.escape(path.name))
+    _remove_once(path.parent.absolute())
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with create(temporary) as file:
         try:
@@ -104,6 +104,11 @@ def _hold(file: BinaryIO) -> None:
     """Locks a file as long as this process has it open. Where the file system has no locks, nothing is removed."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@functools.lru_cache(1024)
+def _remove_once(folder: Path) -> None:
+    remove_leftovers(folder, "*")
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
