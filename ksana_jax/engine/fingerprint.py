@@ -56,7 +56,7 @@ def digest_of_params(params: Params) -> str:
             leaf = np.stack([shard.data for shard in leaf.addressable_shards])
         values = np.ascontiguousarray(leaf)
         digest = hashlib.sha256(f"{jax.tree_util.keystr(path)} {values.shape} {values.dtype}".encode())
-        digest.update(values.reshape(-1).view(np.uint8))
+        digest.update(values.reshape(-1).view(np.uint8).data)
         return digest.digest()
 
     with ThreadPoolExecutor() as pool:

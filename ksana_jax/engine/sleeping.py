@@ -166,14 +166,14 @@ def check(engine: Engine) -> None:
         raise ConfigError(f"this engine cannot sleep: {problem}")
 
 
-class Checked(NamedTuple):
+class CheckedWeights(NamedTuple):
     """Weights that fit an engine, or a function that reads them. source: as `Engine.source`."""
 
     weights: Params | Callable[[], Params]
     source: tuple[str, str] | None
 
 
-def _checked(engine: Engine, weights: Weights) -> Checked:
+def _checked(engine: Engine, weights: Weights) -> CheckedWeights:
     """Checks that weights fit the engine.
 
     Raises:
@@ -185,13 +185,13 @@ def _checked(engine: Engine, weights: Weights) -> Checked:
         wanted = abstract_params(engine.model, config.dtype, "stored" if config.quantization == "stored" else None)
         if problem := _difference(weights, wanted):
             raise ConfigError(f"the weights do not fit this engine: {problem}")
-        return Checked(weights, None)
+        return CheckedWeights(weights, None)
     if not isinstance(weights, (str, os.PathLike)):
         raise ConfigError(f"weights is of type {type(weights).__name__}, must be a path, a name or Params")
     return _opened(engine, (os.fspath(weights), "auto"))
 
 
-def _opened(engine: Engine, source: tuple[str, str]) -> Checked:
+def _opened(engine: Engine, source: tuple[str, str]) -> CheckedWeights:
     """Opens a model whose weights the engine takes; raises like `_checked`."""
     config, (name, load_format) = engine.config, source
     reads: Any = load_format, config.seed, config.embedding_device, config.quantization
@@ -201,7 +201,7 @@ def _opened(engine: Engine, source: tuple[str, str]) -> Checked:
     if model != engine.model:
         names = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(engine.model, f.name)]
         raise ConfigError(f"model {name!r} does not fit this engine: it differs in {', '.join(names)}")
-    return Checked(read, source)
+    return CheckedWeights(read, source)
 
 
 def _difference(weights: Params, wanted: Params) -> str | None:
@@ -233,7 +233,7 @@ def _vacate(engine: Engine) -> None:
         engine.make_moves()
 
 
-def _replace(engine: Engine, new: Checked) -> None:
+def _replace(engine: Engine, new: CheckedWeights) -> None:
     """Drops weights and prefixes, then loads other weights: two sets may not fit."""
     if engine.asleep is None:
         engine.check_idle("weights change only in between")
@@ -258,7 +258,7 @@ def _wake(engine: Engine) -> None:
     engine.asleep = None
 
 
-def _load(engine: Engine, new: Checked) -> None:
+def _load(engine: Engine, new: CheckedWeights) -> None:
     assert engine.read_weights is not None
     params, digest = engine.read_weights(new.weights)
     sleeping.load(_runner(engine), params, consume=callable(new.weights))

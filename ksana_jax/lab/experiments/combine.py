@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.experiments.recorded_results import Recorded
+from ksana_jax.lab.experiments.recorded_results import RecordedResults
 from ksana_jax.lab.experiments.report import Report, read_report, report_of_rows
 from ksana_jax.lab.experiments.tasks.base import Results
 from ksana_jax.lab.experiments.tasks.results import ResultRow
@@ -54,7 +54,7 @@ def check_comparable(
     a: str, a_task: Results, a_rows: Sequence[ResultRow], b: str, b_task: Results, b_rows: Sequence[ResultRow]
 ) -> None:
     """Rejects runs of different tasks, and runs whose values of the same key come from different samples."""
-    kinds = [task.name if isinstance(task, Recorded) else type(task).__name__ for task in (a_task, b_task)]
+    kinds = [task.name if isinstance(task, RecordedResults) else type(task).__name__ for task in (a_task, b_task)]
     if type(a_task) is not type(b_task) or kinds[0] != kinds[1]:
         raise ConfigError(f"{a} is of task {kinds[0]}, {b} of {kinds[1]}: they have no columns in common")
     mine, theirs = _samples(a_rows), _samples(b_rows)

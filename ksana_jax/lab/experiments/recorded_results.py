@@ -53,7 +53,7 @@ def _format(write: Callable[[float], str]) -> list[Any] | None:
     return None
 
 
-class Recorded(Results):
+class RecordedResults(Results):
     """Results of a task by its name, `table` record and summaries of trials.
 
     Args:

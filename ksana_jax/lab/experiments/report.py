@@ -19,7 +19,7 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.experiments import classes, figures, noise, tables
 from ksana_jax.lab.experiments.identity import recorded_config
-from ksana_jax.lab.experiments.recorded_results import Recorded, summary_of, table_of
+from ksana_jax.lab.experiments.recorded_results import RecordedResults, summary_of, table_of
 from ksana_jax.lab.experiments.records import Records, read, record_line
 from ksana_jax.lab.experiments.tasks import results_named
 from ksana_jax.lab.experiments.tasks.base import Column, ResultRow, Results
@@ -84,7 +84,7 @@ def results_of(records: Records, plan: Mapping[str, Any]) -> Results:
             raise ConfigError(f"{error}; these records have no table of their own") from error
     table = records.table if records.table and records.table["task"] == plan["task"] else None
     try:
-        return Recorded(plan["task"], table)
+        return RecordedResults(plan["task"], table)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ConfigError(f"the records' table of task {plan['task']!r} cannot be read: {error}") from error
 
@@ -209,7 +209,7 @@ def summary(task: Results, name: str, trial: str, records: Records) -> list[tupl
     """Returns (key, value, sample) of each number of a trial."""
     measurements = records.done[trial]
     try:
-        if isinstance(task, Recorded):
+        if isinstance(task, RecordedResults):
             found, samples = records.summaries[trial]
             numbers = [(key, value, samples.get(key)) for key, value in found.items()]
         else:

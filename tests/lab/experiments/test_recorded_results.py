@@ -16,7 +16,7 @@ from ksana_jax.lab.experiments.combine import combine
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.export import export
-from ksana_jax.lab.experiments.recorded_results import Recorded, table_of
+from ksana_jax.lab.experiments.recorded_results import RecordedResults, table_of
 from ksana_jax.lab.experiments.report import read_report, report
 from ksana_jax.lab.experiments.run import own_names, run
 from ksana_jax.lab.experiments.tasks.base import BaseTask, Column, kib, number
@@ -192,7 +192,7 @@ def test_formats_of_columns_are_kept(monkeypatch):
             return [Column(name, name, write, "max", exact=name == "kib") for name, write in WRITERS.items()]
 
     table = json.loads(json.dumps(table_of(Task(), [])))
-    found = Recorded("task", table).columns([])
+    found = RecordedResults("task", table).columns([])
     for column, write in zip(found, WRITERS.values(), strict=True):
         for value in (0.0, 1.0, 1234.5678, -3e7, 5e-4):
             assert column.write(value) == write(value)
