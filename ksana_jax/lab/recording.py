@@ -33,16 +33,20 @@ from ksana_jax.scheduler.step.types import Part, StepShape
 FORMAT = 2
 NAME = "recording.jsonl"
 Event = dict[str, Any]
-# Fields that a replay needs: of the first line, and of each event.
-_NEEDED = {
-    "recording": "ksana_jax jax model load_format device implementation digest patterns config opaque",
-    "created": "requests",
-    "added": "request_ids",
-    "aborted": "request_id",
-    "patterns": "patterns",
-    "eviction": "method",
-    "step": "step rows blocks tokens",
-    "request": "",
+_REQUEST = {"request_id": str, "prompt_token_ids": [int], "params": dict, "seeds": [int], "cache_salt": str}
+_REQUEST |= {"num_question": int, "streams": bool, "arrival_s": int | float}
+# Fields that a replay needs, of the first line and of each event, and their types: [x] is a list of any length, a tuple
+# one of that length, and {...: x} an object with any keys.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "recording": {"ksana_jax": str, "jax": str, "model": str | None, "load_format": str | None, "device": str | None}
+    | {"implementation": str | None, "digest": str, "patterns": [dict], "config": dict, "opaque": [str]},
+    "created": {"requests": [_REQUEST]},
+    "added": {"request_ids": [str]},
+    "aborted": {"request_id": str},
+    "patterns": {"patterns": [dict]},
+    "eviction": {"method": dict},
+    "step": {"step": int, "rows": [(str, int, int)], "blocks": dict, "tokens": {...: int | list}},
+    "request": {},
 }
 
 
@@ -112,14 +116,40 @@ def read_decisions(path: Path) -> Recording:
       ConfigError: see `read`; or it has no decisions, or an event is unknown or lacks a field; names the line.
     """
     found = read(path)
+    created: set[str] = set()
     if not found.header.get("decisions"):
         raise ConfigError(f"{found.path} has times without decisions: `ksana trace --record` records both")
     for number, event in enumerate((found.header, *found.events), 1):
         if (kind := event["event"]) not in _NEEDED:
             raise ConfigError(f"{found.path}, line {number:,}: recordings have no event {checks.shown(kind)}")
-        if missing := [name for name in _NEEDED[kind].split() if name not in event]:
+        if missing := [name for name in _NEEDED[kind] if name not in event]:
             raise ConfigError(f"{found.path}, line {number:,}: {kind} has no field {missing[0]!r}")
+        if wrong := [name for name, wanted in _NEEDED[kind].items() if not _fits(event[name], wanted)]:
+            value = checks.shown(event[wrong[0]])
+            raise ConfigError(f"{found.path}, line {number:,}: {wrong[0]} is {value}, which no {kind!r} has")
+        if unknown := sorted({*event["opaque"]} - event["config"].keys()) if kind == "recording" else ():
+            raise ConfigError(f"{found.path}, line 1: opaque has {unknown[0]!r:.80}, which is not in config")
+        if kind == "created":
+            created |= {request["request_id"] for request in event["requests"]}
+        for name in event["request_ids"] if kind == "added" else ():
+            if name not in created:
+                raise ConfigError(f"{found.path}, line {number:,}: no request {name!r:.80} was created and not added")
+            created.remove(name)
     return found
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """True if a value has a type of `_NEEDED`."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(item, kind[0]) for item in value)
+    if isinstance(kind, tuple):
+        return isinstance(value, list) and len(value) == len(kind) and all(map(_fits, value, kind))
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return False
+        names = value if ... in kind else kind
+        return all(name in value and _fits(value[name], kind.get(name, kind.get(...))) for name in names)
+    return isinstance(value, kind)
 
 
 def _inside(path: Path) -> list[Path]:
@@ -129,7 +159,7 @@ def _inside(path: Path) -> list[Path]:
 def _read_lines(path: Path) -> list[Any]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError:
+    except (ValueError, RecursionError):
         lines = []
     if not lines or not isinstance(lines[0], dict):
         raise ConfigError(f"{path} is not a recording")

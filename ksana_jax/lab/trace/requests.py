@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.completion import Request
@@ -32,20 +33,27 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
 
 
 def read_input(given: Mapping[str, Any]) -> RequestInput:
-    """Returns the input of `plain_input`."""
-    params = given["params"]
-    if (bias := params.get("logit_bias")) is not None:
-        params = params | {"logit_bias": {int(token): x for token, x in bias.items()}}  # keys of JSON are strings
-    return RequestInput(
-        np.array(given["prompt_token_ids"], np.int32),
-        SamplingParams(**params),
-        None,
-        given["cache_salt"],
-        given["request_id"],
-        given["streams"],
-        given["num_question"],
-        None if (adapter := given.get("lora_request")) is None else LoRARequest(**adapter),
-    )
+    """Returns the input of `plain_input`.
+
+    Raises:
+      ConfigError: it has other values.
+    """
+    try:
+        params = given["params"]
+        if (bias := params.get("logit_bias")) is not None:
+            params = params | {"logit_bias": {int(token): x for token, x in bias.items()}}  # keys of JSON are strings
+        return RequestInput(
+            np.array(given["prompt_token_ids"], np.int32),
+            SamplingParams(**params),
+            None,
+            given["cache_salt"],
+            given["request_id"],
+            given["streams"],
+            given["num_question"],
+            None if (adapter := given.get("lora_request")) is None else LoRARequest(**adapter),
+        )
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"request {given['request_id']!r:.80} cannot be replayed: {error}") from None
 
 
 def plain_request(request: Request) -> Event:

@@ -291,12 +291,26 @@ def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_comp
         assert "has times without decisions: `ksana trace --record` records both" in shown and shown.count("\n") == 1
 
 
+def test_a_request_of_another_kind_is_named(tmp_path):
+    recorded, _ = record(tmp_path)
+    [first, *_] = [event for event in recorded.events if event["event"] == "created"]
+    first["requests"][0]["prompt_token_ids"] = [2**40]
+    with pytest.raises(ConfigError, match=r"request .r0. cannot be replayed: .*1099511627776"):
+        replay(recorded, make_engine(**SETTINGS))
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
         ("step", {"rows": None}, "step has no field 'rows'"),
         ("created", {"requests": None}, "created has no field 'requests'"),
         ("recording", {"digest": None}, "line 1: recording has no field 'digest'"),
+        ("recording", {"config": []}, "config is [], which no 'recording' has"),
+        ("recording", {"opaque": ["x"]}, "opaque has 'x', which is not in config"),
+        ("created", {"requests": [{}]}, "requests is [{}], which no 'created' has"),
+        ("added", {"request_ids": ["r9"]}, "no request 'r9' was created and not added"),
+        ("step", {"rows": [["r0/0", 3]]}, "rows is [['r0/0', 3]], which no 'step' has"),
+        ("step", {"tokens": {"r0/0": "x"}}, "tokens is {'r0/0': 'x'}, which no 'step' has"),
         ("added", {"event": "gone"}, "recordings have no event 'gone'"),
         ("added", {"event": ["gone"]}, "must be an event"),
     ],
