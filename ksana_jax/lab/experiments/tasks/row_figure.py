@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_PANELS = 3
+_MAX_LABEL = 28  # characters of a line: longer ones would leave no room for bars
 
 
 def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Column]) -> None:
@@ -89,5 +91,5 @@ def draw_bars(axes: Axes, rows: Sequence[ResultRow], key: str, colour: str, scal
     means = [(row.mean(key) or 0.0) / scale for row in rows]
     spread = [(row.sd(key) or 0.0) / scale for row in rows]
     bars(axes, at.tolist(), means, 0.7, spread, color=colour, error_kw={"linewidth": 0.6})
-    axes.set_yticks(at, [row.name for row in rows])
+    axes.set_yticks(at, [textwrap.fill(row.name, _MAX_LABEL) for row in rows])
     axes.grid(visible=False, axis="y")
