@@ -7,6 +7,7 @@ import pytest
 
 from ksana_jax.core import checks, units
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.files import path_problem
 
 
 @pytest.mark.parametrize(
@@ -30,8 +31,8 @@ from ksana_jax.core.errors import ConfigError
         (checks.number("x", math.nan), "x is nan, must be a finite number"),
         (checks.one_of("kind", ["a"], {"a": 1, "b": 2}), "kind is ['a'], must be one of a, b"),
         (checks.one_of("kind", "c", ("a", "b")), "kind is 'c', must be one of a, b"),
-        (checks.path("folder", "a\0b"), "folder is 'a\\x00b', must be a path without NUL characters"),
-        (checks.path("folder", 3), "folder is 3, must be a path without NUL characters"),
+        (path_problem("folder", "a\0b"), "folder is 'a\\x00b', must be a path without NUL characters"),
+        (path_problem("folder", 3), "folder is 3, must be a path without NUL characters"),
         (checks.boolean("on", 1), "on is 1, must be True or False"),
         (checks.boolean("on", "x" * 100), f"on is '{'x' * 76}..., must be True or False"),
     ],

@@ -10,7 +10,6 @@ from ksana_jax.lab.experiments.identity import defining
 from ksana_jax.lab.experiments.tasks.base import ResultRow
 from ksana_jax.lab.experiments.tasks.compression import (
     best_and_full,
-    foresees,
     full_row,
     is_compressed,
     kv_said,
@@ -72,8 +71,9 @@ def test_a_compressed_row_is_compared_with_the_full_row_of_its_model_and_task(mo
 def test_a_method_that_must_know_the_text_is_told_from_one_that_can_serve(model):
     methods = [{"method": "oracle"}, {"method": "h2o"}, {"method": "no_longer_there:At"}]
     rows = [ResultRow("", {}, 1, [[]], {}, config={"engine": {"kv_eviction": method}}) for method in methods]
-    assert [foresees(row) for row in rows] == [True, False, False]
-    assert not foresees(row(model))
+    assert [marked(row, {}).foresees for row in rows] == [True, False, False]
+    assert marked(rows[2], {"foresees": True}).foresees  # as its records say
+    assert not marked(row(model), {}).foresees
 
 
 def test_the_share_of_the_full_cache_is_said_where_both_were_measured(model):
@@ -93,7 +93,7 @@ def test_simulated_memory_shares_no_column_of_bytes_and_no_rank(model, setting):
             "ppl_0_16": ppl,
             "kv_token_bytes": [8.0],
         }
-        return marked(dataclasses.replace(made, values=values, trials=[[]]))
+        return marked(dataclasses.replace(made, values=values, trials=[[]]), {})
 
     full, freed = measured("full", [4.0, 4.1]), measured("freed", [5.0, 5.1], engine={"kv_eviction": {"method": "h2o"}})
     better = measured("better", [4.5, 4.6], engine={"kv_eviction": setting})

@@ -235,7 +235,7 @@ def test_no_number_of_a_task_ends_its_report(name):
     for bad, count in itertools.product((INF, -INF, NAN, 1e308, -1e308), (1, 1000)):
         for num_rows in (1, len(measured)):
             rows = [changed(row, bad, count) if i < num_rows else row for i, row in enumerate(measured)]
-            made = report_of_rows("n", "t", task, rows, [], {})
+            made = report_of_rows("n", "t", task, rows, [], {}, [])
             for write in (tables.markdown, tables.latex):
                 assert write("t", rows, made.columns, made.notes)
             assert tables.comma_separated(rows, made.columns) and tables.terminal(rows, made.columns)
