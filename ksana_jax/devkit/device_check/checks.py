@@ -145,7 +145,7 @@ def programs() -> Iterator[Finding]:
             assert any(Path(folder).iterdir()), "nothing was written"
 
     yield tried("memory_analysis", sized, "num_blocks or memory_bytes, in place of memory_fraction")
-    yield tried("cost_analysis", cost, "traces and rooflines lack the operations of programs")
+    yield tried("cost_analysis", cost, "traces lack the operations of programs")
     yield tried("as_text", lambda: f"{len(compiled.as_text() or ''):,} characters", "traces lack the programs' text")
     yield tried("serialisation", kept, "each start compiles")
     yield tried("jax's compilation cache", cached, "each start compiles: jax keeps programs of some platforms only")

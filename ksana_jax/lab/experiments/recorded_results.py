@@ -80,7 +80,8 @@ class RecordedResults(Results):
         return next((c for c in self.columns(rows) if c.key == self._table.get("headline")), None)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        return self._notes if self._is_of(rows) else []
+        shown = f"Shown by its records, without the code of task {self.name}; --own-code draws the task's own figure."
+        return [shown, *(self._notes if self._is_of(rows) else [])]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         return str(self._table.get("conclusion", "")) if self._is_of(rows) else ""
