@@ -43,9 +43,14 @@ def texts(setting: Any) -> Iterator[str]:
             yield from texts(value)
 
 
+def names_code(text: str) -> bool:
+    """True if a text has the form "package.module:name"."""
+    return _NAME.fullmatch(text) is not None
+
+
 def is_own(name: str) -> bool:
     """True if a text has the form "package.module:name" and does not name the package's own code."""
-    return _NAME.fullmatch(name) is not None and name.partition(".")[0].partition(":")[0] not in PACKAGES
+    return names_code(name) and name.partition(".")[0].partition(":")[0] not in PACKAGES
 
 
 def digests_of(setting: Any) -> dict[str, str]:

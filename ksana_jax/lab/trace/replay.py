@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.own_code import is_own, texts
+from ksana_jax.core.own_code import names_code, texts
 from ksana_jax.core.plugins import trusting
 from ksana_jax.core.sources import expanded, model_path
 from ksana_jax.engine.engine import Engine, Request
@@ -57,7 +57,7 @@ def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None, *,
     if opaque := [name for name in header["opaque"] if name not in settings]:
         name = opaque[0]
         raise ConfigError(f"{recording.path}: {name} was an object, {header['config'][name]}: give {name}=NAME")
-    named = [text for text in texts(header["config"]) if is_own(text)]
+    named = [text for text in texts(header["config"]) if names_code(text)]
     if named and not own_code:
         raise ConfigError(f"{recording.path} names own code, {named[0]!r:.80}, which runs only with --own-code")
     _check_local(recording)

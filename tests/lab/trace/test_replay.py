@@ -360,6 +360,7 @@ def test_a_recording_has_all_that_its_engine_needs_to_be_built_again(tmp_path, m
             {"policy": "no_such_module:policy"},
             "own code, 'no_such_module:policy', which runs only with --own",
         ),
+        ({}, {"policy": "ksana_jax.core.files:read_bytes"}, "own code, 'ksana_jax.core.files:read_bytes', which runs"),
         ({}, {"kv_eviction": {"of": [{"method": "no_such_module:M"}]}}, "names own code, 'no_such_module:M'"),
     ],
 )
