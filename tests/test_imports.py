@@ -13,10 +13,11 @@ ROOT = Path(__file__).parents[1]
 # order inside rooms that have rooms.
 HOST_HALF = "tokenizers kv scheduler methods"
 DEVICE_HALF = "native models ops sampling sharding loading runner"
-ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve devkit lab extend cli __main__".split()
+ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
     "serve": "workload routing server gateway".split(),
-    "lab": "recording recall training simulator evaluation experiments calibration bench trace align".split(),
+    "lab": "device_check recording recall training simulator evaluation".split()
+    + "experiments calibration bench trace align".split(),
 }
 
 

@@ -97,10 +97,6 @@ app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True
 app.add_typer(simulating.app, name="simulate")
 app.add_typer(groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup), name="bench")
 
-kernels = groups.group("Checks of the GPU kernels that need no GPU.")
-kernels.command("check", cls=groups.Command)(machine.kernels_check)
-app.add_typer(kernels, name="kernels")
-
 # Options of `ksana` itself that may appear anywhere: after an error, users append --debug to the same command.
 ANYWHERE = ("--debug", "--verbose", "-v")
 
