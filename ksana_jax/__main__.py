@@ -1,15 +1,6 @@
-"""The `ksana` command, also as `python -m ksana_jax`. Handles Ctrl-C before anything that takes time is imported."""
+"""The `ksana` command, also as `python -m ksana_jax`."""
 
-from ksana_jax.core import interrupts
-
-
-def main() -> None:
-    """Entry point."""
-    with interrupts.command():
-        from ksana_jax.cli import main as run
-
-        run()
-
+from ksana_jax.cli import main
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ from ksana_jax.cli import (
     training,
     worker,
 )
-from ksana_jax.core import interrupts, processor
+from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.errors import JobError, one_line
 
@@ -112,9 +112,13 @@ def _say(kind: str, message: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Runs `ksana`. Invalid input gives one line on stderr and exit code 2, Ctrl-C exit code 130."""
     argv = sys.argv[1:] if argv is None else argv
-    resumes = "; repeat the command to resume" if argv[:1] in (["run"], ["train"]) else ""
-    with interrupts.command(f"ksana: interrupted{resumes}"):
+    try:
         _run(argv)
+    except SystemExit as end:
+        if end.code == 130:  # typer's status after Ctrl-C
+            resumes = "; repeat the command to resume" if argv[:1] in (["run"], ["train"]) else ""
+            print(f"ksana: interrupted{resumes}", file=sys.stderr)
+        raise
 
 
 def _run(argv: list[str]) -> None:

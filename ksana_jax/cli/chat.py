@@ -12,7 +12,6 @@ import typer
 from ksana_jax.cli.fields import takes_fields
 from ksana_jax.cli.options import ChatTemplate, MaxTokens, Model, TextOptions, read_template
 from ksana_jax.cli.text import decoded_input, print_stream
-from ksana_jax.core import interrupts
 from ksana_jax.core.errors import one_line
 
 HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
@@ -66,7 +65,6 @@ def converse(llm, opening: list[dict[str, str]], params) -> None:
             except ValueError as error:  # the template rejected the message, or the conversation is too long
                 print(f"ksana: error: {one_line(error)}; /reset clears the conversation", file=sys.stderr)
             except KeyboardInterrupt:
-                interrupts.forget()
                 print("\nksana: answer stopped and message dropped", file=sys.stderr)
             else:
                 messages = [*asked, {"role": "assistant", "content": answer}]

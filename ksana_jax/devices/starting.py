@@ -11,7 +11,6 @@ from typing import Any
 from ksana_jax.core import plugins, processor
 from ksana_jax.core.device_setting import INSTALLED, DeviceTarget
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.forks import check_jax
 from ksana_jax.devices.custom_calls import connect
 from ksana_jax.devices.platforms import is_of, platform_of
 
@@ -35,10 +34,8 @@ def use_device(setting: Any) -> None:
 
     Raises:
       ConfigError: jax has already started elsewhere, there is no such plugin, or it cannot start.
-      RuntimeError: this is a forked child of a process in which jax has started.
     """
     global _started
-    check_jax()
     processor.hide()
     target = DeviceTarget.read(setting)
     if target is None:

@@ -296,7 +296,6 @@ class AsyncLLM:
         return f"{type(self._open.failure).__name__}: {self._open.failure}"
 
     def _bind(self) -> None:
-        self.engine.lock.check_process()
         self._open.bind()
 
     def _check_serving(self) -> None:
@@ -323,10 +322,8 @@ class AsyncLLM:
     def close(self) -> None:
         """Aborts all requests, ends the threads, and closes the LLM if it is its own; again, it does nothing.
 
-        Waits for steps under way: on the event loop, call `aclose`. In a forked child, does nothing.
+        Waits for steps under way: on the event loop, call `aclose`.
         """
-        if self.engine.lock.is_inherited:
-            return
         self._refuses = _CLOSED
         if self._idle_sleep is not None:
             self._idle_sleep.end()
@@ -338,8 +335,6 @@ class AsyncLLM:
 
     async def aclose(self) -> None:
         """Calls `close` in another thread; requests that have not ended end with finish_reason "abort"."""
-        if self.engine.lock.is_inherited:
-            return
         self._refuses = _CLOSED
         ended = [found.ended for found in self._open.by_id.values()]
         await asyncio.get_running_loop().run_in_executor(None, self.close)
@@ -362,8 +357,6 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _stop(engine: Engine, threads: list[EngineThread]) -> None:
-    if engine.lock.is_inherited:
-        return
     for thread in threads:
         thread.stop()
     for thread in threads:

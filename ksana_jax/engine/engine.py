@@ -105,9 +105,7 @@ class Engine:
 
         Raises:
           ValueError: one of them can never be served; then none is made.
-          RuntimeError: this is a forked child of the engine's process.
         """
-        self.lock.check_process()
         return self.factory.new_requests(asked, clock=self.clock, taken=self.requests)
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
@@ -176,7 +174,8 @@ class Engine:
 
         Raises:
           RuntimeError: a failure in a step of another thread or stream has ended the requests.
-          KeyboardInterrupt: Ctrl-C was pressed; in the main thread, and between steps unless it was pressed twice.
+          KeyboardInterrupt: Ctrl-C was pressed. Between steps, that aborts `requests`; within a step, whose pool may be
+            lost, it ends all requests of the engine and drops its cached prefixes.
         """
         news: dict[Request, None] = {}
         for request in requests:
@@ -186,7 +185,7 @@ class Engine:
             try:
                 self.add(requests)
                 while unfinished:
-                    outputs = self.lock.exclusive(True, self._step, news, lambda request: report(request.checked()))
+                    outputs = self.lock.run(self._step, news, lambda request: report(request.checked()))
                     unfinished.difference_update(output.request_id for output in outputs if output.finished)
                     yield from outputs
                     self.lock.yield_lock()

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
-
-from ksana_jax.core import interrupts
-from ksana_jax.core.forks import check_process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +30,7 @@ class EngineLock:
     """
 
     def __init__(self, reset: Callable[[BaseException], None]):
-        self._reset, self._process = reset, os.getpid()
+        self._reset = reset
         # Only locks of the interpreter: a lock written in Python could stay locked after an interrupt in its own code.
         self._lock = threading.RLock()
         self._waiting: set[int] = set()
@@ -51,64 +46,37 @@ class EngineLock:
         """Marks that the running change starts to write; an exception before this point needs no reset."""
         self._unsound = True
 
-    @property
-    def is_inherited(self) -> bool:
-        """True if this is a forked child of the engine's process."""
-        return self._process != os.getpid()
-
-    def check_process(self) -> None:
-        """Raises RuntimeError in a forked child, which has none of the threads that compute for the engine."""
-        if self.is_inherited:
-            check_process("this engine was created", self._process)
-
     def run_or_defer(self, change: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Runs a change, or schedules it to run before the next one if another one is running in this thread. In a
-        forked child, which ends with copies of its parent's requests, does nothing."""
+        """Runs a change, or schedules it to run before the next one if another one is running in this thread."""
         if self.running_here:  # Python collects a stream that was dropped, in the middle of a step
             self._deferred.append(functools.partial(change, *args, **kwargs))
-        elif not self.is_inherited:
+        else:
             self.run(change, *args, **kwargs)
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs one change while no other thread does; see `exclusive`."""
-        return self.exclusive(False, change, *args, **kwargs)
-
-    @interrupts.defers
-    def exclusive(self, defers: bool, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs one change while no other thread does.
 
-        Args:
-          defers: whether Ctrl-C takes effect after it. To set and restore its handler takes some 20 us.
-
         Raises:
-          KeyboardInterrupt: Ctrl-C was pressed in the meantime.
-          RuntimeError: it was called from within a change, a failure could not be cleaned up, so nothing can run, or
-            this is a forked child.
+          RuntimeError: it was called from within a change, or a failure could not be cleaned up, so nothing can run.
         """
-        self.check_process()
         if self.running_here:
             raise RuntimeError("an engine cannot be used from within its own step")
-        is_outermost, changed, done = defers and interrupts.enter(sys._getframe(1)), False, False
-        try:
-            self._waiting.add(threading.get_ident())
-            with self._lock:
-                self._waiting.discard(threading.get_ident())
-                try:
-                    if self._unsound:
-                        self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
-                    while self._deferred:
-                        self._deferred.popleft()()
-                    result = change(*args, **kwargs)
-                    changed, self._unsound = self._unsound, False
-                    done = True
-                    return result
-                except BaseException as error:
-                    if self._unsound or changed:
-                        self._recover(error)
-                    raise
-        finally:
-            if is_outermost and interrupts.leave() and done:
-                raise KeyboardInterrupt
+        changed = False
+        self._waiting.add(threading.get_ident())
+        with self._lock:
+            self._waiting.discard(threading.get_ident())
+            try:
+                if self._unsound:
+                    self._recover(Interrupted("a step was interrupted, and so was the reset that followed it"))
+                while self._deferred:
+                    self._deferred.popleft()()
+                result = change(*args, **kwargs)
+                changed, self._unsound = self._unsound, False
+                return result
+            except BaseException as error:
+                if self._unsound or changed:
+                    self._recover(error)
+                raise
 
     def _recover(self, error: BaseException) -> None:
         self._unsound = True

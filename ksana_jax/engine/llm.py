@@ -161,13 +161,11 @@ class LLM(LLMFacts, Sessions, Sleeps):
 
     def close(self) -> None:
         """Writes cached prefixes to disk, if there is a disk tier, and unlocks its folder; other processes free their
-        part of the engine. In a forked child, does nothing: all of it is the parent's.
+        part of the engine.
 
         Raises:
           RuntimeError: requests are running.
         """
-        if self.engine.lock.is_inherited:
-            return
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()

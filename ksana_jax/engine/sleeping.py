@@ -72,7 +72,7 @@ class Sleeps:
           ConfigError: the weights were given in memory and dropped.
         """
         began, slept = time.perf_counter(), self.is_sleeping
-        self.replicas.each(lambda engine: engine.lock.exclusive(True, _wake, engine))
+        self.replicas.each(lambda engine: engine.lock.run(_wake, engine))
         if slept:
             self.wake_s = time.perf_counter() - began
 
@@ -118,12 +118,12 @@ class Sleeps:
 def _fall_asleep(engine: Engine, level: int) -> None:
     checks.require(checks.one_of("level", level, LEVELS))
     check(engine)
-    engine.lock.exclusive(True, _sleep, engine, level)
+    engine.lock.run(_sleep, engine, level)
 
 
 def _resize(engine: Engine, num_blocks: int) -> None:
     check(engine)
-    engine.lock.exclusive(True, _move_pool, engine, num_blocks)
+    engine.lock.run(_move_pool, engine, num_blocks)
 
 
 def _move_pool(engine: Engine, num_blocks: int) -> None:
@@ -146,7 +146,7 @@ def _update(engine: Engine, weights: Weights) -> None:
     check(engine)
     if engine.memory.disk is not None:
         raise ConfigError("disk_cache_dir is set, and its folder holds prefixes of one model's weights")
-    engine.lock.exclusive(True, _replace, engine, _checked(engine, weights))
+    engine.lock.run(_replace, engine, _checked(engine, weights))
 
 
 def check(engine: Engine) -> None:
@@ -220,7 +220,9 @@ def _sleep(engine: Engine, level: int) -> None:
         engine.lock.begin_write()
         engine.make_moves()
         _vacate(engine)
-        engine.asleep = Asleep(level, sleeping.release(_runner(engine), keeps_weights=level == 1))
+        # First, so that an interrupt from here on leaves an engine that sleeps and can wake up.
+        engine.asleep = Asleep(level, sleeping.on_host(_runner(engine)) if level == 1 else None)
+        sleeping.release(_runner(engine))
     elif level > engine.asleep.level:
         engine.asleep = Asleep(level, None)
 
@@ -239,7 +241,8 @@ def _replace(engine: Engine, new: CheckedWeights) -> None:
         engine.check_idle("weights change only in between")
         engine.lock.begin_write()
         _forget_prefixes(engine, engine.memory.index.scope)
-        engine.asleep = Asleep(2, sleeping.release(_runner(engine), keeps_weights=False))
+        engine.asleep = Asleep(2, None)
+        sleeping.release(_runner(engine))
     _load(engine, new)
 
 
@@ -262,12 +265,12 @@ def _load(engine: Engine, new: CheckedWeights) -> None:
     assert engine.read_weights is not None
     params, digest = engine.read_weights(new.weights)
     sleeping.load(_runner(engine), params, consume=callable(new.weights))
-    engine.asleep, engine.source = None, new.source
     engine.lock.begin_write()
     if engine.factory.adapters is not None:
         engine.factory.adapters.forget()
     if digest != (scope := engine.memory.index.scope).model:
         _forget_prefixes(engine, dataclasses.replace(scope, model=digest))
+    engine.asleep, engine.source = None, new.source
 
 
 def _runner(engine: Engine) -> Runner:

@@ -36,23 +36,23 @@ class _OnHost:
         return self.numbers if self.sharding is None else jax.device_put(self.numbers, self.sharding)
 
 
-def release(runner: Runner, *, keeps_weights: bool) -> Any:
-    """Frees weights and pool of an idle runner.
+def on_host(runner: Runner) -> Any:
+    """Returns a copy of a runner's weights in host memory, for `restore`; on a CPU, the weights themselves."""
+    return jax.tree.map(_OnHost.of, runner.params)
 
-    Returns:
-      The weights in host memory, for `restore`; None without `keeps_weights`.
-    """
-    kept, pool = jax.tree.map(_OnHost.of, runner.params) if keeps_weights else None, runner.cache
+
+def release(runner: Runner) -> None:
+    """Frees weights and pool of an idle runner."""
+    pool = runner.cache
     runner.params, runner.cache = jax.tree.map(_shape, (runner.params, pool))
     if runner.evictor is not None:
         runner.evictor.forget()
     for leaf in pool.leaves.values():
         leaf.delete()
-    return kept
 
 
 def restore(runner: Runner, kept: Any) -> None:
-    """Gives a runner the weights that `release` has returned, and an empty pool."""
+    """Gives a runner the weights of `on_host`, and an empty pool."""
     _wake(runner, jax.tree.map(_OnHost.back, kept))
 
 

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +123,18 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(ksana, prompts, tal
         [{"role": "user", "content": "two"}], SamplingParams(temperature=0, max_tokens=8)
     )
     assert out.endswith(answer.outputs[0].text + "\n")
+
+
+def test_ctrl_c_while_text_is_generated_ends_the_command_with_status_130():
+    arguments = ["generate", "ksana-tiny", "-p", "def f(x):", "--max-tokens", "400", "--seed", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ksana_jax", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.endswith("ksana: interrupted\n") and "Traceback" not in errors
 
 
 def test_chat_with_a_model_without_a_template_says_so(ksana):

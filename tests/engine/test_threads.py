@@ -1,17 +1,19 @@
-"""Several threads and one engine: requests share steps, failures reach every caller, Ctrl-C reaches the main thread."""
+"""Several threads and one engine: requests share steps, failures reach every caller, Ctrl-C the main thread."""
 
 import concurrent.futures
 import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from tests.engine.small import Letters, assert_idle, make_llm
+from tests.engine.small import BOS, Letters, assert_idle, make_llm
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 
 NUM_THREADS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def slowed(engine, seconds=0.001):
@@ -115,24 +117,39 @@ def test_a_failing_step_is_raised_in_every_thread_and_nobody_gets_half_an_answer
     assert again == [[[reference_tokens(prompt_of(4, i), 40, FULLY)]] for i in range(NUM_THREADS)]
 
 
-def test_ctrl_c_ends_the_main_thread_and_others_go_on():
-    engine = slowed(make_engine(max_num_seqs=4, num_blocks=200))
-
-    def other():
-        found.append(serve(engine, [engine.new_request(prompt_of(4), asking(50))]))
-
-    found, thread = [], threading.Thread(target=other)
-    thread.start()
-    request = engine.new_request(prompt_of(4, 1), asking(50))
-    engine.observers.append(lambda e: len(e.records) == 20 and signal.raise_signal(signal.SIGINT))
+def test_ctrl_c_between_steps_aborts_the_requests_of_its_thread_and_keeps_cached_prefixes():
+    llm = make_llm(Letters(), enable_prefix_caching=True)
+    other = llm.engine.add_request(np.array([BOS, *[5] * 20]), GREEDY)
+    request = llm.engine.new_request(np.array([BOS, *[6] * 20]), GREEDY, streams=True)
     with pytest.raises(KeyboardInterrupt):
-        serve(engine, [request])
-    engine.observers.clear()
-    assert not request.finished or request.output().outputs[0].finish_reason == "abort"
-    thread.join()
-    assert found == [[[reference_tokens(prompt_of(4), 50, FULLY)]]]
-    engine.scheduler.check()
-    assert not engine.requests
+        for _ in llm.engine.serve([request]):
+            signal.raise_signal(signal.SIGINT)
+    assert request.output().outputs[0].finish_reason == "abort" and list(llm.engine.requests.values()) == [other]
+    while not other.finished:
+        llm.engine.step()
+    assert other.output().outputs[0].finish_reason == "length"
+    assert_idle(llm)
+    [again] = llm.generate({"prompt_token_ids": [BOS, *[6] * 20]}, GREEDY)
+    assert again.num_cached_tokens == 16
+
+
+def test_ctrl_c_within_a_step_ends_all_requests_and_the_engine_serves_again(monkeypatch):
+    llm = make_llm(Letters(), enable_prefix_caching=True)
+    expected = llm.generate("x.y", GREEDY)[0].outputs[0]
+    other, submit = llm.engine.add_request(np.array([BOS, 5]), GREEDY), llm.runner.submit
+
+    def interrupted(step):
+        submit(step)  # which donates the pool
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as pressed:
+        pressed.setattr(llm.runner, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("x.y", GREEDY)
+    assert other.output().outputs[0].finish_reason == "error" and not llm.engine.requests
+    assert_idle(llm)
+    assert llm.engine.memory.blocks.num_free == llm.num_blocks, "cached prefixes are lost with the pool"
+    assert llm.generate("x.y", GREEDY)[0].outputs[0] == expected
 
 
 def test_threads_share_the_steps_of_a_real_model():

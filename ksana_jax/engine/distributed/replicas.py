@@ -120,8 +120,7 @@ class Replicas:
         return [record for engine in self.engines for record in engine.records]
 
     def each(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with one engine after the other, on its device; raises RuntimeError in a forked child."""
-        self.replicas[0].engine.lock.check_process()
+        """Calls a function with one engine after the other, on its device."""
         found = []
         for replica in self.replicas:
             with replica.on_device() as engine:
@@ -131,7 +130,6 @@ class Replicas:
     def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
         """Creates requests; see `Engine.new_requests`."""
         first = self.replicas[0].engine
-        first.lock.check_process()
         taken = {name for engine in self.engines for name in list(engine.requests)}
         return first.factory.new_requests(asked, clock=first.clock, taken=taken)
 

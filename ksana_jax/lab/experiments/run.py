@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from ksana_jax.core import interrupts
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
@@ -113,7 +112,6 @@ class _Progress:
     on_progress: Callable[[str, float], None]
 
     def __call__(self, fraction: float) -> None:
-        interrupts.check()
         self.on_progress(self.label, fraction)
 
 

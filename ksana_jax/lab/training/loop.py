@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core import interrupts
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, replacing, write_atomic
 from ksana_jax.lab.training import checkpoints
@@ -103,7 +102,7 @@ def run(config: TrainConfig) -> None:
     """Trains, logs to out_dir/train_log.jsonl, checkpoints to out_dir/checkpoints, and exports at the end.
 
     A run that has reached num_steps or budget_s only exports its newest checkpoint: num_steps=1 does that at any time.
-    Ctrl-C ends it after the current step.
+    Ctrl-C ends it; it resumes from the newest checkpoint.
 
     Raises:
       ConfigError: out_dir holds a run with another configuration; see `resume`.
@@ -113,7 +112,7 @@ def run(config: TrainConfig) -> None:
     if not training.is_over:  # otherwise the log is left alone, because another process may be continuing the run
         training.open_log()
     while not training.is_over:
-        interrupts.defer(training.step)
+        training.step()
     export(config, training.state)
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.training import loop, resume, train
+from ksana_jax.lab.training import loop, train
 from ksana_jax.lab.training.tokenizer import load_tokenizer as load_spm
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.tokenizers import load_tokenizer
@@ -80,24 +80,6 @@ def test_killed_run_resumes_and_ends_as_if_nothing_had_happened(killed, finished
     expected = weights_of(finished)
     for name, weight in weights_of(killed).items():
         np.testing.assert_array_equal(weight, expected[name], err_msg=name)
-
-
-def test_ctrl_c_ends_a_run_after_its_step_and_it_resumes(tmp_path, finished, tiny_config, monkeypatch):
-    write = resume.TrainLog.write
-
-    def press(log, record):
-        if record["step"] == 10:
-            signal.raise_signal(signal.SIGINT)
-        write(log, record)
-
-    with monkeypatch.context() as pressed:
-        pressed.setattr(resume.TrainLog, "write", press)
-        with pytest.raises(KeyboardInterrupt):
-            train(str(tiny_config), [f"out_dir={tmp_path}"])
-    assert [record["step"] for record in log_of(tmp_path)] == [5, 10]
-    assert (tmp_path / "checkpoints" / "step_00000010").exists(), "the step came to its end, checkpoint and all"
-    train(str(tiny_config), [f"out_dir={tmp_path}"])
-    assert log_of(tmp_path) == log_of(finished)
 
 
 def test_torn_checkpoint_is_skipped_for_the_one_before(tmp_path, finished, tiny_config):

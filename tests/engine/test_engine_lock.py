@@ -1,14 +1,12 @@
 """Whatever line an exception comes from, no request is left, the books balance and later texts are right. See
 `tests.interrupts`."""
 
-import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from ksana_jax.core import interrupts
 from ksana_jax.engine.engine_lock import EngineLock
 from tests.fakes import FULLY, asking, make_engine, prompt_of, reference_tokens
 from tests.interrupts import interrupt_some
@@ -61,33 +59,6 @@ def test_an_exception_before_a_change_begins_resets_nothing():
     with pytest.raises(ValueError, match="no"):
         lock.run(refuse)
     assert not resets
-
-
-def interrupted_change():
-    """Returns the lock of an engine, one that Ctrl-C interrupts, its completions, and the resets so far."""
-    resets, done = [], []
-    lock = EngineLock(resets.append)
-
-    def change():
-        lock.begin_write()
-        signal.raise_signal(signal.SIGINT)
-        done.append(1)
-
-    return lock, change, done, resets
-
-
-def test_ctrl_c_takes_effect_at_the_end_of_a_change_that_defers_it_and_resets_nothing():
-    lock, change, done, resets = interrupted_change()
-    with pytest.raises(KeyboardInterrupt):
-        lock.exclusive(True, change)
-    assert done and not resets and lock.run(lambda: "next") == "next"
-
-
-def test_ctrl_c_ends_other_changes_of_a_command_at_once():
-    lock, change, done, resets = interrupted_change()
-    with pytest.raises(SystemExit), interrupts.command():
-        lock.run(change)
-    assert not done and len(resets) == 1
 
 
 def test_a_reset_that_is_interrupted_is_done_again_by_the_next_change():
