@@ -16,7 +16,7 @@ DEVICE_HALF = "native models ops sampling sharding loading runner"
 ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
     "serve": "workload routing server gateway".split(),
-    "lab": "device_check recording recall training simulator evaluation".split()
+    "lab": "device_check recording recall simulator evaluation".split()
     + "experiments calibration bench trace align".split(),
 }
 

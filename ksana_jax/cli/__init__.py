@@ -28,7 +28,6 @@ from ksana_jax.cli import (
     tasks,
     text,
     tracing,
-    training,
     worker,
 )
 from ksana_jax.core import processor
@@ -79,7 +78,6 @@ COMMANDS = (
     chat.chat,
     worker.worker,
     machine.plan,
-    training.train,
     machine.doctor,
     machine.models,
 )
@@ -116,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         _run(argv)
     except SystemExit as end:
         if end.code == 130:  # typer's status after Ctrl-C
-            resumes = "; repeat the command to resume" if argv[:1] in (["run"], ["train"]) else ""
+            resumes = "; repeat the command to resume" if argv[:1] == ["run"] else ""
             print(f"ksana: interrupted{resumes}", file=sys.stderr)
         raise
 

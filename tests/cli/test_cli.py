@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import safetensors.numpy
 
 import ksana_jax
 from ksana_jax import cli
-from ksana_jax.lab.training.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ksana_jax.cli import main; main()"]
@@ -38,7 +36,7 @@ def test_help_takes_less_than_half_a_second_of_cpu():
     assert done.returncode == 0
     # The least of several: a processor that two threads share takes up to twice the time.
     assert any(cpu_seconds_of_help() < 0.5 for _ in range(8))
-    for command in ("run", "report", "compare", "inspect", "generate", "plan", "train", "doctor", "bench", "kernels"):
+    for command in ("run", "report", "compare", "inspect", "generate", "plan", "doctor", "bench"):
         assert command in done.stdout
 
 
@@ -101,23 +99,6 @@ def test_python_m_is_the_command():
         [sys.executable, "-m", "ksana_jax", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, f"ksana {ksana_jax.__version__}\n")
-
-
-def test_an_override_of_a_training_is_one_in_the_help_of_train(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "-h"])
-    [example] = re.findall(r"[a-z_.]+=[0-9]+", capsys.readouterr().out)
-    assert load_config("ksana_tiny", [example])
-
-
-def test_a_training_reports_its_progress_on_standard_error():
-    code = (
-        "import logging, ksana_jax.lab.training as training\n"
-        "training.train = lambda *_: logging.getLogger('ksana_jax.lab.training.loop').info('step 50')\n"
-        "from ksana_jax.cli import main\nmain(['train', 'ksana_tiny'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "") and done.stderr.endswith("ksana_jax.lab.training.loop: step 50\n")
 
 
 def test_doctor_ends_with_one_line_of_json(capsys):

@@ -24,7 +24,7 @@ def measured(tmp_path_factory, one_layer):
 
 
 def test_numbers_are_those_that_training_logs(measured, one_layer):
-    from ksana_jax.lab.training.sinks import evaluate
+    from experiments.training.sinks import evaluate
     from ksana_jax.loading import load_model
 
     config, params = load_model(one_layer, load_format="dummy")

@@ -7,7 +7,7 @@ import json
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from ksana_jax.lab.training.tokenizer import BOS_ID, EOS_ID, UNK_ID
+from experiments.training.tokenizer import BOS_ID, EOS_ID, UNK_ID
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space within pieces
 

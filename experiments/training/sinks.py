@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.training.batches import IGNORED
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.lab.training.batches import IGNORED
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import Params
 from ksana_jax.models.sinks import SPAN, received_attention, sink_strength

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from experiments.training import train
+from experiments.training.batches import IGNORED
+from experiments.training.recall_mix import KINDS, RecallMix
+from experiments.training.settings import load_config
+from experiments.training.sinks import recall_accuracy
+from experiments.training.tokenizer import BOS_ID, EOS_ID
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.training import train
-from ksana_jax.lab.training.batches import IGNORED
-from ksana_jax.lab.training.recall_mix import KINDS, RecallMix
-from ksana_jax.lab.training.settings import load_config
-from ksana_jax.lab.training.sinks import recall_accuracy
-from ksana_jax.lab.training.tokenizer import BOS_ID, EOS_ID
 
 FIRST = 3  # id of the first character
 
@@ -82,7 +82,7 @@ def test_fractions_beyond_one_are_refused(tiny_config):
 def test_accuracy_counts_questions_whose_whole_answer_is_the_most_likely(monkeypatch):
     import jax.numpy as jnp
 
-    from ksana_jax.lab.training import sinks
+    from experiments.training import sinks
 
     # A model that always predicts its own input.
     monkeypatch.setattr(sinks, "dense_logits", lambda params, inputs, *, config: jnp.eye(9)[inputs])

@@ -16,7 +16,6 @@ from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.shared_kv import shared_by
-from ksana_jax.core.shipped import training_path
 from ksana_jax.core.yaml_numbers import check_numbers
 
 
@@ -120,7 +119,7 @@ class TrainConfig:
           ConfigError: there is an adapter to train, and training does not compute the model of init_from.
         """
         if self.lora is not None and self.init_from is not None:
-            from ksana_jax.lab.training.adapted_model import adapted_model
+            from experiments.training.adapted_model import adapted_model
 
             return adapted_model(self.init_from)
         shape = dataclasses.asdict(self.model)
@@ -244,7 +243,7 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
       ConfigError: the file is missing or not YAML, a key is unknown (the nearest one is named), a value is invalid, or
         a required field is not set.
     """
-    path, schema = training_path(path), OmegaConf.structured(TrainConfig)
+    path, schema = Path(path), OmegaConf.structured(TrainConfig)
     try:
         text = path.read_text(encoding="utf-8")
         loaded = OmegaConf.load(io.StringIO(text))
@@ -278,7 +277,7 @@ def load_config(path: str | Path, overrides: list[str]) -> TrainConfig:
     if missing:
         raise ConfigError(
             f"{path}: {' and '.join(missing)} must be set; configs/train/ksana_tiny.yaml is an example, with which "
-            "`ksana train ksana_tiny` trains the embedded model"
+            "`python -m experiments.training configs/train/ksana_tiny.yaml` trains the embedded model"
         )
     return config
 

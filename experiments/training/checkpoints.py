@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.training.optimizer import TrainState
+from experiments.training.resume import check_same, read_fields
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.training.optimizer import TrainState
-from ksana_jax.lab.training.resume import check_same, read_fields
 from ksana_jax.loading.checkpoint import latest_step, restore_tree, save_checkpoint
 
 FIELDS = "config.json"

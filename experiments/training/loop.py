@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from experiments.training import checkpoints
+from experiments.training.batches import IGNORED, Batches, TokenFiles
+from experiments.training.card import model_card
+from experiments.training.checkpoints import Progress
+from experiments.training.hf_tokenizer import tokenizer_files
+from experiments.training.lora import export_trained, first_adapter
+from experiments.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step, weights_of
+from experiments.training.recall_mix import RecallMix
+from experiments.training.resume import TrainLog, check_same, fixed_fields, tokens_source
+from experiments.training.settings import TrainConfig
+from experiments.training.sinks import evaluate, recall_accuracy
+from experiments.training.start import encoder, ends_of, first_params, tokenizer_model
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, replacing, write_atomic
-from ksana_jax.lab.training import checkpoints
-from ksana_jax.lab.training.batches import IGNORED, Batches, TokenFiles
-from ksana_jax.lab.training.card import model_card
-from ksana_jax.lab.training.checkpoints import Progress
-from ksana_jax.lab.training.corpus import source_texts, split_texts
-from ksana_jax.lab.training.hf_tokenizer import tokenizer_files
-from ksana_jax.lab.training.lora import export_trained, first_adapter
-from ksana_jax.lab.training.optimizer import TrainState, init_state, learning_rate_scale, make_train_step, weights_of
-from ksana_jax.lab.training.recall_mix import RecallMix
-from ksana_jax.lab.training.resume import TrainLog, check_same, fixed_fields, tokens_source
-from ksana_jax.lab.training.settings import TrainConfig
-from ksana_jax.lab.training.sinks import evaluate, recall_accuracy
-from ksana_jax.lab.training.start import encoder, ends_of, first_params, tokenizer_model
+from ksana_jax.lab.experiments.stdlib_corpus import source_texts, split_texts
 from ksana_jax.loading import export_hf
 from ksana_jax.models.params import num_params
 

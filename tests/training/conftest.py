@@ -3,7 +3,7 @@ import inspect
 
 import pytest
 
-from ksana_jax.lab.training.corpus import is_held_out
+from ksana_jax.lab.experiments.stdlib_corpus import is_held_out
 
 TINY = """
 model: {d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, d_ff: 64}
@@ -47,7 +47,7 @@ def tiny_config(tmp_path_factory, corpus_dir):
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, tiny_config):
     """out_dir of a run that nothing interrupted."""
-    from ksana_jax.lab.training import train
+    from experiments.training import train
 
     out = tmp_path_factory.mktemp("finished")
     train(str(tiny_config), [f"out_dir={out}"])

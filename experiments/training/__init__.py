@@ -17,7 +17,7 @@ def train(config_path: str, overrides: list[str] | None = None) -> None:
     Raises:
       ConfigError: a key is unknown or a value is invalid, in one line.
     """
-    from ksana_jax.lab.training.loop import run  # jax and optax take seconds to import
-    from ksana_jax.lab.training.settings import load_config
+    from experiments.training.loop import run  # jax and optax take seconds to import
+    from experiments.training.settings import load_config
 
     run(load_config(config_path, overrides or []))

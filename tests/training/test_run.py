@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from experiments.training import loop, train
+from experiments.training.tokenizer import load_tokenizer as load_spm
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.training import loop, train
-from ksana_jax.lab.training.tokenizer import load_tokenizer as load_spm
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.tokenizers import load_tokenizer
 from tests.reference import reference_logprobs
@@ -23,7 +23,7 @@ from tests.soak import soak_unless
 # Stops like a machine that loses power: after the line of step 15, five steps beyond the only checkpoint.
 KILLED = """
 import os, signal, sys
-from ksana_jax.lab.training import train, resume
+from experiments.training import train, resume
 
 write = resume.TrainLog.write
 

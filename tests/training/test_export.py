@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax.lab.training.batches import TokenFiles
-from ksana_jax.lab.training.loop import heldout_sequences
-from ksana_jax.lab.training.sinks import evaluate
+from experiments.training.batches import TokenFiles
+from experiments.training.loop import heldout_sequences
+from experiments.training.sinks import evaluate
 from ksana_jax.loading import load_config, load_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.tokenizers import load_tokenizer

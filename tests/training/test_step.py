@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.training.batches import IGNORED
+from experiments.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
+from experiments.training.settings import ModelShape, TrainConfig
+from experiments.training.sinks import evaluate, resting_attention
+from experiments.training.start import first_params
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.lab.training.batches import IGNORED
-from ksana_jax.lab.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
-from ksana_jax.lab.training.settings import ModelShape, TrainConfig
-from ksana_jax.lab.training.sinks import evaluate, resting_attention
-from ksana_jax.lab.training.start import first_params
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import init_params
 from ksana_jax.models.sinks import EPSILON

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ksana_jax.lab.training.tokenizer import BOS_ID, EOS_ID
+from experiments.training.tokenizer import BOS_ID, EOS_ID
 
 IGNORED = -1  # target of a position that is not scored
 

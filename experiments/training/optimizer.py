@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.training.attention import training_attend
+from experiments.training.batches import IGNORED
+from experiments.training.linear import linear
+from experiments.training.lora import Adapter, merged
+from experiments.training.settings import TrainConfig
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.lab.training.attention import training_attend
-from ksana_jax.lab.training.batches import IGNORED
-from ksana_jax.lab.training.linear import linear
-from ksana_jax.lab.training.lora import Adapter, merged
-from ksana_jax.lab.training.settings import TrainConfig
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params, weight_fields

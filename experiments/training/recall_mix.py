@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.training.batches import IGNORED
+from experiments.training.tokenizer import BOS_ID, EOS_ID
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.recall import Example, make_example
-from ksana_jax.lab.training.batches import IGNORED
-from ksana_jax.lab.training.tokenizer import BOS_ID, EOS_ID
 
 # Kinds of examples and their options. The published stream, 20 lines back, is longer than small contexts.
 KINDS: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.training.settings import TrainConfig
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_update, read_bytes, write_atomic
-from ksana_jax.lab.training.settings import TrainConfig
 
 # num_steps and budget_s also move the learning rate's decay: a run may be extended or ended early.
 # corpus_dir may be another folder with the same files, whose digest is in tokens.npz.

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from ksana_jax.lab.training import corpus
-from ksana_jax.lab.training.batches import IGNORED, Batches, TokenFiles
-from ksana_jax.lab.training.tokenizer import load_tokenizer, train_tokenizer
+from experiments.training.batches import IGNORED, Batches, TokenFiles
+from experiments.training.tokenizer import load_tokenizer, train_tokenizer
+from ksana_jax.lab.experiments import stdlib_corpus as corpus
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from experiments.training.adapted_model import adapted_tokenizer
+from experiments.training.settings import TrainConfig
+from experiments.training.tokenizer import BOS_ID, load_tokenizer, train_tokenizer
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.files import read_bytes
 from ksana_jax.core.sources import model_path
-from ksana_jax.lab.training.adapted_model import adapted_tokenizer
-from ksana_jax.lab.training.settings import TrainConfig
-from ksana_jax.lab.training.tokenizer import BOS_ID, load_tokenizer, train_tokenizer
 from ksana_jax.loading import load_model
 from ksana_jax.models.params import Params, init_params
 

@@ -7,8 +7,8 @@ import math
 import textwrap
 from pathlib import Path
 
-from ksana_jax.lab.training.recall_mix import KINDS
-from ksana_jax.lab.training.settings import TrainConfig
+from experiments.training.recall_mix import KINDS
+from experiments.training.settings import TrainConfig
 from ksana_jax.models.params import num_params
 from ksana_jax.models.sinks import EPSILON, SPAN
 
