@@ -156,16 +156,16 @@ def test_names_from_files_reach_a_terminal_escaped_and_cut(capsys, tmp_path):
 def test_options_of_a_benchmark_are_its_fields(capsys, monkeypatch):
     from ksana_jax.lab.bench import command
 
-    asked = []
+    asked, own = [], "experiments.benches.host:Host"
     monkeypatch.setattr(command, "run_and_show", lambda bench, **settings: asked.append((bench, settings)))
     with pytest.raises(SystemExit) as raised:
-        cli.main(["bench", "host", "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
+        cli.main(["bench", own, "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
     assert raised.value.code == 0
     [(bench, settings)] = asked
     assert (bench.rows, bench.steps, bench.kv_eviction) == ((4, 8), 200, {"method": "h2o", "budget": 0.1})
     assert settings == {"repeats": 1, "out": None, "as_json": True}
-    assert "kv_eviction={method" in fails(capsys, "bench", "host", "--kv-eviction", "{method")
-    assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", "host", "--rows", "many")
+    assert "kv_eviction={method" in fails(capsys, "bench", own, "--kv-eviction", "{method")
+    assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", own, "--rows", "many")
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ksana_jax.lab.trace.collectives import Collective
+from ksana_jax.lab.trace.collectives import Collective, find_collectives
 from tests.kernel_report import report
 from tests.kernel_report.report import Memory
 
@@ -54,7 +54,7 @@ def examine(lowered: Any, compiled: Any) -> Program:
         temp_bytes=stats.temp_size_in_bytes,
         argument_bytes=stats.argument_size_in_bytes,
     )
-    return Program(hlo, memory, tuple(shape for _, shape in local), report.find_collectives(hlo))
+    return Program(hlo, memory, tuple(shape for _, shape in local), find_collectives(hlo))
 
 
 def _leaves(*trees: Any) -> Any:

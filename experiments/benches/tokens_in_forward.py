@@ -1,4 +1,4 @@
-"""`ksana bench tokens-in-forward`: tokens and operations per second against the tokens of a step; MHA, GQA and MQA.
+"""Tokens and operations per second against the tokens of a step; MHA, GQA and MQA.
 
 A step takes about a + b x tokens seconds: a to read the weights once, b to compute a token and read its keys and
 values. The knee, a / b tokens, is where half of the largest speed 1 / b is reached.

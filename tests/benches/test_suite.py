@@ -12,6 +12,8 @@ from ksana_jax.lab.bench import BENCHES
 from ksana_jax.lab.experiments.report import Report
 from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
 
+HOST = "experiments.benches.host:Host"
+
 
 def report(title, conclusion="", notes=()):
     row = ResultRow("", {"rows": 4}, 1, [[]], {"step_us": [2.0]})
@@ -34,7 +36,11 @@ def clock(monkeypatch):
 
 def test_what_does_not_fit_the_time_is_left_out(clock, tmp_path):
     now, asked = clock
-    entries = [Entry("a", "host", 4, {}, 2, peers=True), Entry("b", "latency", 8, {}), Entry("c", "latency", 4, {})]
+    entries = [
+        Entry("a", HOST, 4, {}, 2, peers=True),
+        Entry("b", "latency", 8, {}),
+        Entry("c", "latency", 4, {}),
+    ]
     made, left_out = suite.run_suite(tmp_path, "env", 10, entries=entries, clock=now)
     assert asked == [("Host", 2, "a", "env"), ("Latency", 1, "c", None)]
     assert [entry.folder for entry in left_out] == ["b"]
@@ -43,7 +49,7 @@ def test_what_does_not_fit_the_time_is_left_out(clock, tmp_path):
 
 def test_a_suite_that_is_resumed_reads_what_is_there_with_the_same_options(tmp_path, monkeypatch):
     rows = {"rows": (2,), "steps": 2, "context": 20}
-    entry = Entry("a", "host", 1, rows)
+    entry = Entry("a", HOST, 1, rows)
     [(_, first)], _ = suite.run_suite(tmp_path, "", 10, entries=[entry])
     asked = []
     monkeypatch.setattr(suite, "run_and_show", lambda bench, **_: asked.append(bench) or report("again"))
@@ -51,9 +57,9 @@ def test_a_suite_that_is_resumed_reads_what_is_there_with_the_same_options(tmp_p
     assert (asked, left_out, kept.title, kept.notes) == ([], [], first.title, first.notes)
     assert kept.rows[0].mean("step_us") == first.rows[0].mean("step_us")
     for other in (
-        Entry("a", "host", 1, rows | {"steps": 3}),
-        Entry("a", "host", 1, rows, 2),
-        Entry("b", "host", 1, rows),
+        Entry("a", HOST, 1, rows | {"steps": 3}),
+        Entry("a", HOST, 1, rows, 2),
+        Entry("b", HOST, 1, rows),
     ):
         suite.run_suite(tmp_path, "", 10, True, [other])
     suite.run_suite(tmp_path, "", 10, False, [entry])
@@ -70,8 +76,8 @@ def test_the_whole_suite_fits_its_time_and_has_options_that_exist():
 def test_the_summary_has_tables_conclusions_and_how_it_was_measured():
     notes = ["A machine.", "Other programs took 1%."]
     made = [
-        (Entry("a", "host", 1, {}, table=True), report("Host loop", "Twice as fast.", notes)),
-        (Entry("b", "host", 1, {}, table=True), report("Again", "", ["Bound: 3.", *notes])),
+        (Entry("a", HOST, 1, {}, table=True), report("Host loop", "Twice as fast.", notes)),
+        (Entry("b", HOST, 1, {}, table=True), report("Again", "", ["Bound: 3.", *notes])),
         (Entry("c", "latency", 1, {}), report("Latency", "Low.", [*notes, "That is a busy machine: so."])),
     ]
     table = "| rows | step |\n| --- | ---: |\n| 4 | 2.0 |"

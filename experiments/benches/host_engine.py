@@ -1,4 +1,4 @@
-"""An engine whose host half alone runs, with stopwatches, for `ksana bench host`. No model, no jax.
+"""An engine whose host half alone runs, with stopwatches, for the benchmark of the host loop. No model, no jax.
 
 The executor returns random tokens, and its time is not counted. All rows decode, with contexts staggered over a block's
 length, so that every step has the average number of rows that need a new block.

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from experiments.benches.peers import PeerSpec
 from ksana_jax.lab.bench.core import Absent
-from ksana_jax.lab.bench.peers import PeerSpec
 
 _FOLDER = Path(__file__).parent / "peers"
 

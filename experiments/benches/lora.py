@@ -1,4 +1,4 @@
-"""`ksana bench lora`: decode steps whose rows have adapters, beside the same steps of an engine without adapters."""
+"""Decode steps whose rows have adapters, beside the same steps of an engine without adapters."""
 
 from __future__ import annotations
 

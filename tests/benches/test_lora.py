@@ -1,16 +1,16 @@
-"""`ksana bench lora`: its rows, on a tiny model."""
+"""Its rows, on a tiny model."""
 
 import pytest
 
+from experiments.benches.lora import ADAPTED, NONE, WITHOUT, Lora
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench.lora import ADAPTED, NONE, WITHOUT, Lora
 from tests.engine.test_lora import engine
 
 
 def test_steps_with_adapters_are_measured_beside_those_without(monkeypatch):
     given = {"num_blocks": 32, "max_num_batched_tokens": 32}
     monkeypatch.setattr(
-        "ksana_jax.lab.bench.lora.make_llm", lambda model, **settings: engine(enable_lora=False, **given)
+        "experiments.benches.lora.make_llm", lambda model, **settings: engine(enable_lora=False, **given)
     )
     bench = Lora(rows=(3,), adapters=2, rank=4, output_tokens=12)
     adapted = engine(max_loras=2, **given)

@@ -1,11 +1,11 @@
-"""`ksana bench tokens-in-forward`: the knee, operations and cost, and that the rows of a step start together."""
+"""The knee, operations and cost, and that the rows of a step start together."""
 
 import pytest
 
+from experiments.benches.tokens_in_forward import STEPS, TokensInForward, fit, flop_per_token
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Absent, Case
-from ksana_jax.lab.bench.tokens_in_forward import STEPS, TokensInForward, fit, flop_per_token
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 from tests.engine import small
 

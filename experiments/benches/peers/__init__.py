@@ -1,4 +1,4 @@
-"""Other engines, which `ksana bench throughput` and `host` measure in a separate environment (`make peers`).
+"""Other engines, which benchmarks of throughput and the host loop measure in a separate environment (`make peers`).
 
 Each is a class of a script in this folder, which a process of that environment runs (`worker`): they import nothing of
 ksana_jax, and this package imports none of them.
@@ -18,7 +18,7 @@ class PeerSpec(NamedTuple):
     reads_gguf: bool = False
 
 
-# Measured by `ksana bench host`.
+# Measured by `ksana bench experiments.benches.host:Host`.
 SCHEDULER = PeerSpec("of_vllm_scheduler", "Scheduler", "vllm")
 
 PEERS: dict[str, PeerSpec] = {

@@ -1,13 +1,14 @@
-"""`ksana bench host`: what is timed, with few rows and steps; no model."""
+"""What is timed, with few rows and steps; no model."""
 
 import json
 
 import pytest
 
+from experiments.benches import host, host_engine
+from experiments.benches.host import EVICTING, OURS, VLLM, Host
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench import command, core, host, host_engine
+from ksana_jax.lab.bench import command, core
 from ksana_jax.lab.bench.core import Absent
-from ksana_jax.lab.bench.host import EVICTING, OURS, VLLM, Host
 
 
 def test_results_are_json_in_the_last_line(capsys):

@@ -1,4 +1,4 @@
-"""`ksana bench host`: CPU time of the host loop per decode step and per new request."""
+"""CPU time of the host loop per decode step and per new request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.core import checks
-from ksana_jax.core.errors import ConfigError
-from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.lab.bench.core import Bench, Case, option
-from ksana_jax.lab.bench.host_engine import (
+from experiments.benches.host_engine import (
     BLOCK_SIZE,
     PARTS,
     PREFILL_TOKENS,
@@ -23,8 +19,12 @@ from ksana_jax.lab.bench.host_engine import (
     admission,
     decoding_engine,
 )
-from ksana_jax.lab.bench.peer_process import PeerProcess
-from ksana_jax.lab.bench.peers import SCHEDULER
+from experiments.benches.peer_process import PeerProcess
+from experiments.benches.peers import SCHEDULER
+from ksana_jax.core import checks
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.lab.bench.core import Bench, Case, option
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
 OURS, EVICTING, VLLM = "ksana_jax", "ksana_jax, evicting", "vLLM"

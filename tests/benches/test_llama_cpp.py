@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ksana_jax.lab.bench import peers
+from experiments.benches import peers
 
 VOCAB = 50
 
