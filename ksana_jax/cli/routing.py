@@ -15,8 +15,6 @@ from ksana_jax.serve.server.settings import read_api_keys
 
 DEFAULT_BLOCK_SIZE = 16
 MOST_SPAWNED = 10_000
-# click's, or of the copy of click that newer versions of typer have.
-USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @takes_fields(
@@ -155,5 +153,5 @@ def _engine_settings(model: str, given: list[str]) -> dict[str, Any]:
     try:
         with typer.main.get_command(app).make_context("ksana serve", [model, *given]) as context:
             return serving.models_and_settings(context.params["settings"] or [])[1]
-    except USAGE_ERROR as error:
+    except groups.USAGE_ERROR as error:
         raise ConfigError(f"ksana serve: {error.format_message()}") from None  # pyright: ignore[reportAttributeAccessIssue]
