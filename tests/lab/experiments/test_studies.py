@@ -24,6 +24,8 @@ MADE = (
 )
 # Where a study names heads of layers, which the stand-in of its model does not have.
 SHAPES = {"pretrained_duo": ModelConfig(num_layers=30, num_heads=9, num_kv_heads=3)}
+# Rows that were measured with code that is gone, which their README says.
+GONE = {"routing": ("polled each 1 s", "light servers")}
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
 
@@ -51,7 +53,9 @@ def test_a_study_has_the_rows_of_its_configuration(study, tmp_path, monkeypatch,
         folder.symlink_to(model_path("ksana-tiny"))
     if study.name in SHAPES:
         monkeypatch.setattr(patterns, "model_config", lambda model: SHAPES[study.name])
-    rows = [(row.label.removesuffix(SIMULATED), row.point) for row in read_report(study).rows]
+    gone = GONE.get(study.name, ())
+    measured = (row for row in read_report(study).rows if not any(name in row.label for name in gone))
+    rows = [(row.label.removesuffix(SIMULATED), row.point) for row in measured]
     assert rows == [(row.label, row.point) for row in load(study.name).rows]
 
 
