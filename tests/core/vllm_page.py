@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from ksana_jax.cli.vllm_flags import SERVER, as_settings
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.vllm_names import CHAT, GENERATE, LLM, NAMES, SAMPLING, Name, refuse_unless_neutral
-from ksana_jax.serve.server import fields
 from ksana_jax.serve.server.errors import APIError
-from ksana_jax.serve.server.schema import Ignored, Only, read_value
+from ksana_jax.serve.server.request_models import UNSUPPORTED, ChatRequest, CompletionRequest
+from ksana_jax.serve.server.validation import validate
 
 # vLLM keywords that are the same here, each with a value for the page and its test.
 SAME = {
@@ -148,19 +148,19 @@ def _row(entry: Name, text: str) -> tuple[str, str, str]:
 def _fields(path: str) -> Iterator[tuple[str, str, str]]:
     """Yields a request's fields as rows of `table`."""
 
-    known = fields.CHAT if "chat" in path else fields.COMPLETIONS
+    model, body = CompletionRequest, {"prompt": "a"}
+    if "chat" in path:
+        model, body = ChatRequest, {"messages": [{"role": "user", "content": "a"}]}
     for text in map(str.strip, _FIELDS[path].split(";")):
         [(name, value)] = json.loads(f"{{{text}}}").items()
-        schema, what, why = known[name].schema if value is not None else None, "the same", ""
-        if schema is None or isinstance(schema, (Ignored, Only)):
-            what = "no effect"
-        if isinstance(schema, Only):
-            why = schema.why
+        unread = value is None or name in ("user", "spaces_between_special_tokens", "parallel_tool_calls")
+        what = "no effect" if unread or name not in model.model_fields else "the same"
+        if name in UNSUPPORTED and name not in model.model_fields:
             try:
-                read_value(name, value, schema)
+                validate(model, {**body, name: int(value) if isinstance(value, float) else value})
             except APIError:
                 what = "refused"
-        yield text, what, why
+        yield text, what, ""
 
 
 def _flags() -> Iterator[tuple[str, str, str]]:
