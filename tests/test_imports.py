@@ -112,6 +112,13 @@ def test_nothing_in_the_host_half_imports_jax(room):
     assert users == (["ksana_jax.core.compilation_cache"] if room == "core" else [])
 
 
+def test_only_the_server_imports_pydantic():
+    users = {
+        module for module in OURS if {name.split(".")[0] for name in IMPORTS[module]} & {"pydantic", "pydantic_core"}
+    }
+    assert users and all(module.startswith("ksana_jax.serve.server.") for module in users)
+
+
 def test_the_proxy_starts_servers_from_a_process_without_jax():
     code = (
         "import sys, ksana_jax.serve.gateway.running, ksana_jax.serve.gateway.spawning; sys.exit('jax' in sys.modules)"
