@@ -43,7 +43,8 @@ def _as_setting(flag: str) -> str:
 
     settings = [*RENAMED, *(field.name for field in dataclasses.fields(EngineConfig))]
     close = nearest(flag.lstrip("-").replace("-", "_"), settings)
-    return f"; the nearest setting is {close}=VALUE" * bool(close) + f"; see {PAGE}"
+    hint = f"; the nearest setting is {close}=VALUE" if close else ""
+    return f"{hint}; see {PAGE}"
 
 
 class Group(_FlagsWithoutType, TyperGroup):

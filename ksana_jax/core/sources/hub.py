@@ -113,9 +113,8 @@ def _snapshot(name: HubName, revision: str | None, wanted: Wanted, local_files_o
     from huggingface_hub import snapshot_download
 
     patterns = _PATTERNS[wanted] if name.file is None else map(glob.escape, _parts(name.file))
-    return Path(
-        snapshot_download(name.repo, revision=revision, allow_patterns=[*patterns], local_files_only=local_files_only)
-    )
+    settings = {"allow_patterns": [*patterns], "local_files_only": local_files_only}
+    return Path(snapshot_download(name.repo, revision=revision, **settings))
 
 
 def _cached(name: HubName, revision: str | None, wanted: Wanted) -> Path | None:
@@ -171,7 +170,8 @@ def _downloaded(name: HubName, revision: str | None, wanted: Wanted) -> Path:
     except Exception as error:  # of any version of huggingface_hub, and of its HTTP client
         raise LoadError(f"{name}: {_why(name, error, lacking)}") from error
     if missing[0] in listed:
-        raise LoadError(f"{name}: {lacking}; delete the folder to download it again")
+        command = f"hf download {name.repo} {missing[0]} --revision {folder.name}"
+        raise LoadError(f"{name}: {lacking}; `{command}` adds it")
     ggufs = [file for file in listed if file.endswith(".gguf")]
     shown = ", ".join(ggufs[:8]) + (f" and {len(ggufs) - 8:,} more" if len(ggufs) > 8 else "")
     choose = f"its GGUF files: {shown}" if ggufs else "supported: safetensors and GGUF files"

@@ -180,7 +180,7 @@ def test_a_split_gguf_file_needs_all_of_its_parts(cache, hub):
     assert asked == [(None, [*parts])]
     (snapshot := model_path(f"{REPO}/{first}").parents[1]).joinpath("Q4/model-00002-of-00003.gguf").unlink()
     hub(lambda revision, patterns: snapshot, parts)
-    assert "lacks Q4/model-00002-of-00003.gguf; delete the folder" in refusal(f"{REPO}/{first}")
+    assert f"lacks Q4/model-00002-of-00003.gguf; `hf download {REPO} Q4/" in refusal(f"{REPO}/{first}")
 
 
 def test_signs_of_patterns_in_a_file_name_stand_for_themselves(cache, hub):
@@ -196,7 +196,7 @@ def test_a_copy_that_lacks_a_file_is_not_used(cache, shards, hub, lost, dangling
     # Without its index, a model is one file.
     missing = "model.safetensors" if lost.endswith("index.json") else lost
     hub(lambda revision, patterns: snapshot, shards | {missing: b""})
-    assert f"its copy in the hub's cache, {snapshot}, lacks {missing}; delete the folder to" in refusal(REPO)
+    assert f"its copy in the hub's cache, {snapshot}, lacks {missing}; `hf download" in refusal(REPO)
     hub(lambda revision, patterns: write_snapshot(cache, REPO, shards))
     assert model_path(REPO) == snapshot and (snapshot / lost).is_file()
 
