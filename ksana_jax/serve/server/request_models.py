@@ -31,7 +31,7 @@ MAX_TOOLS = 1024
 MAX_IDS = 2**18
 MAX_CHARS = 8 * 2**20
 LARGEST = 2**31 - 1
-# With the values that change nothing.
+# Fields of OpenAI and vLLM that are refused, except for values that change nothing.
 UNSUPPORTED: dict[str, list[Any]] = {
     "add_special_tokens": [False],
     "audio": [],
@@ -202,7 +202,7 @@ class StreamOptions(Body):
 
 
 class Generation(Named, Sampling):
-    """Fields that completions and chats share. The last five are for the client's records and change nothing."""
+    """Fields that completions and chats share. The last five are accepted and change nothing."""
 
     unsupported = UNSUPPORTED
 
