@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class MultiLoraSettings:
-    """Fields of `settings` in a multi_lora experiment.
+    """Fields of `settings` in the YAML file.
 
     num_adapters: adapters that requests choose from, random, of rank `engine.max_lora_rank`.
     skew: exponent s of their popularity; the k-th has a probability in proportion to k^-s. 0: all have the same.
@@ -53,7 +53,7 @@ class MultiLoraSettings:
 
 
 class MultiLora(PairedTask):
-    """The task `multi_lora`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = MultiLoraSettings
 

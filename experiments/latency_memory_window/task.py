@@ -44,7 +44,7 @@ _TITLES = {"streamed": "sinks + window", "recomputed": "recomputation"}
 
 @dataclasses.dataclass
 class WindowLatencySettings:
-    """Fields of `settings` in a window_latency experiment.
+    """Fields of `settings` in the YAML file.
 
     num_streamed: tokens to generate with the window as a cache, after a prompt that fills it.
     num_recomputed: tokens to generate by recomputing the window.
@@ -55,14 +55,14 @@ class WindowLatencySettings:
 
 
 class WindowLatency(BaseTask):
-    """The task `window_latency`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = WindowLatencySettings
 
     def check(self, config: Mapping[str, object]) -> None:
         pattern = config["pattern"]
         if not isinstance(pattern, Mapping) or pattern["window"] is None:
-            raise ConfigError("task 'window_latency' needs pattern.window")
+            raise ConfigError("WindowLatency needs pattern.window")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, pattern, llm = WindowLatencySettings(**trial.config["settings"]), trial.config["pattern"], trial.llm

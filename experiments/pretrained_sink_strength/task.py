@@ -37,7 +37,7 @@ _BATCH = 20  # texts at once: their attention weights are [L, texts, N, T, T]
 
 @dataclasses.dataclass
 class SinkStrengthSettings:
-    """Fields of `settings` in a sink_strength experiment.
+    """Fields of `settings` in the YAML file.
 
     texts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`; relative to the YAML file.
       Empty takes the held-out texts of the embedded model's corpus.
@@ -55,7 +55,7 @@ class SinkStrengthSettings:
 
 
 class SinkStrength(BaseTask):
-    """The task `sink_strength`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = SinkStrengthSettings
     measures_speed = False
@@ -72,7 +72,7 @@ class SinkStrength(BaseTask):
         first = checks.integer("settings.num_first", settings.num_first, 1, settings.num_tokens)
         checks.require(first, error=ConfigError)
         if config["pattern"] is not None or config["layer_patterns"]:
-            raise ConfigError("task 'sink_strength' measures the model's own attention: leave pattern unset")
+            raise ConfigError("SinkStrength measures the model's own attention: leave pattern unset")
         texts.check_config(config, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:

@@ -31,7 +31,7 @@ from ksana_jax.lab.experiments.tasks.results import (
 
 @dataclasses.dataclass
 class CompletionsSettings:
-    """Fields of `settings` in a completions experiment.
+    """Fields of `settings` in the YAML file.
 
     prompt: text of the prompt that is completed again and again.
     num_completions: number of its completions.
@@ -52,7 +52,7 @@ class CompletionsSettings:
 
 
 class Completions(BaseTask):
-    """The task `completions`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = CompletionsSettings
 

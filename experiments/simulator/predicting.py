@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.simulator.paced import pace
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.engine.engine import Engine
 from ksana_jax.lab.simulator.cost import Cost
@@ -18,7 +19,6 @@ from ksana_jax.lab.simulator.fit import fit
 from ksana_jax.lab.simulator.fitted import FittedCost
 from ksana_jax.lab.simulator.measuring import exercise, make_engine, serve, with_known_lengths
 from ksana_jax.lab.simulator.one_engine import Served
-from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_times import device_seconds, sizes_of
@@ -169,8 +169,8 @@ def predict(
 
     Args:
       workload: a key of `workloads`. seconds: of each round's steps of many sizes. seed: of all that is drawn.
-      paced: cost model of the device's steps instead of computing them, see `simulator.paced`: predictions then are
-        free of the changing speed of a CPU. The costs are fitted all the same.
+      paced: cost model of the device's steps instead of computing them, see `experiments.simulator.paced`: predictions
+        then are free of the changing speed of a CPU. The costs are fitted all the same.
       settings: of the engine.
     """
     chosen = {"max_num_seqs": 16, "max_model_len": 256, "max_num_batched_tokens": 256, "num_blocks": 512, **settings}
