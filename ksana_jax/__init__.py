@@ -3,14 +3,13 @@
 Files in the order in which a greedy request enters them on a CPU; `examples/one_request.py` has the loop in one page:
 
   call      `core/request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts, token ids),
-            `engine/engine` (the loop over steps), `engine/request_factory` (checks of requests), `engine/completion`
+            `engine/engine` (requests), `engine/request_factory` (checks of requests), `engine/completion`
             (their output)
   schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
             `scheduler/sequence` (the rows of a step), `engine/engine_lock` (one thread at a time), `scheduler/waiting`
-            (admission), `scheduler/running` (budget and preemption), `scheduler/row_blocks` (block tables),
-            `kv/block_manager` (free blocks)
-  build     `engine/steps` (submission and report), `scheduler/step/builder` (a step as arrays),
-            `scheduler/step/buckets` (their sizes)
+            (admission), `engine/steps` (the loop over steps), `scheduler/running` (budget and preemption),
+            `scheduler/row_blocks` (block tables), `kv/block_manager` (free blocks)
+  build     `scheduler/step/builder` (a step as arrays), `scheduler/step/buckets` (their sizes)
   run       `runner/runner` (compiled steps), `runner/packing` (one transfer each way), `runner/step_program` (layers),
             `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/layer` (products in C++),
             `models/operators` (heads), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),

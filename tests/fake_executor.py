@@ -15,7 +15,7 @@ from tests.fake_network import VOCAB, Patterns, attend, choose, embed, score, u6
 
 
 class FakeExecutor:
-    """The fake network on a paged pool: a `step.types.Executor` that knows of a step only its arrays.
+    """The fake network on a paged pool: a `step.executor.Executor` that knows of a step only its arrays.
 
     Args:
       patterns: one for each layer.

@@ -18,6 +18,7 @@ import numpy as np
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import LayerSpec
 from ksana_jax.core.patterns import FULL, PatternArrays
+from ksana_jax.devices.features import Features
 from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
@@ -47,7 +48,7 @@ class Network:
     residual_places: for each of them the places of exact keys and values beside codes, or empty.
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
-    tuning: of the platform.
+    tuning: of the platform. features: that programs may use on the devices.
     """
 
     config: ModelConfig
@@ -61,6 +62,7 @@ class Network:
     operators: Operators
     tuning: Tuning
     placement: Placement
+    features: Features
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -310,7 +312,7 @@ def _through(ps, cache, x, of_group, angles, patterns, places, *, network: Netwo
         from ksana_jax.models.adapted import bound
 
         ps = [bound(p, slots) for p in ps]
-    implementation, features = network.implementation.of_step(shape), network.placement.features
+    implementation, features = network.implementation.of_step(shape), network.features
     attends = paged_attend if each == 1 else functools.partial(attend_by_head, each)
     attend = attends(layers, shape, network.num_repositioned_sinks, implementation, features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)

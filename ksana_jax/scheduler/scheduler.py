@@ -23,14 +23,11 @@ from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
 from ksana_jax.scheduler.row_eviction import RowEviction
-from ksana_jax.scheduler.running import Provision, Running, StepBudget, StepResult
+from ksana_jax.scheduler.running import Provision, Running, StepBudget
 from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
 from ksana_jax.scheduler.speculative.speculation import Speculation
-from ksana_jax.scheduler.step.types import ScheduledBatch, most_tiles
+from ksana_jax.scheduler.step.types import NO_ROWS, ScheduledBatch, most_tiles
 from ksana_jax.scheduler.waiting import Admission, WaitingQueue
-
-# Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
-_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Scheduler:
@@ -237,7 +234,7 @@ class Scheduler:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):
             return None
-        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS, None, new)
+        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, NO_ROWS, NO_ROWS, None, new)
         if admitted:
             batch.admitted = [row for row, _ in admitted]
             if self.speculation is not None:
@@ -286,8 +283,13 @@ class Scheduler:
         if not self.memory.prefixes.enabled and not self.queue.leaders:
             self.row_blocks.return_invisible(rows)
 
-    def settle(self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None) -> StepResult:
+    def settle(
+        self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None
+    ) -> list[Sequence]:
         """Applies a step's tokens: appends them, caches full blocks, removes sequences that have ended.
+
+        Returns:
+          All sequences that have ended. `batch` has the new tokens.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
@@ -295,38 +297,36 @@ class Scheduler:
           num_accepted: with drafts, number of each row's accepted ones; that many tokens and one more follow.
         """
         r, rows = self.rows, batch.rows
-        sampled, beams = batch.sampled, _NO_ROWS
+        sampled, batch.beams, batch.num_new = batch.sampled, NO_ROWS, None
         self._unsettled.remove(batch)
         if batch.gone:
             stay = batch.stay(sampled)
             rows, sampled, tokens = rows[batch.stay(rows)], sampled[stay], tokens[stay]
         if r.num_beams and np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
-            beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
-            for row in beams:
+            batch.beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
+            for row in batch.beams:
                 r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
-        runs, counts = tokens, None
+        runs = tokens
         if num_accepted is not None:
             assert self.drafting is not None
-            tokens, counts = self.drafting.append(batch, tokens, num_accepted)
+            tokens, batch.num_new = self.drafting.append(batch, tokens, num_accepted)
             if self.eviction is not None:
                 self.eviction.evict(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
-        if counts is None:
+        if num_accepted is None:
             r.append(sampled, tokens)
         if self.memory.prefixes.enabled:
             self.row_blocks.index_full(rows)
         if self.queue.leaders:
             self._fork_prompts(sampled)
         self.row_blocks.return_invisible(rows)
-        live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
-        finished += self._end(sampled, tokens)
-        if counts is not None:
-            return StepResult(batch.sampled, runs, finished, beams, live_blocks, counts)
-        return StepResult(sampled, tokens, finished, beams, live_blocks)
+        batch.live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
+        batch.settled, batch.new_tokens = (sampled, tokens) if num_accepted is None else (batch.sampled, runs)
+        return finished + self._end(sampled, tokens)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
         """Ends the sequences whose newest token is a stop token or the last that they may have; returns them."""

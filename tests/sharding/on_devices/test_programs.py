@@ -67,7 +67,7 @@ def test_the_pool_stays_where_it_is():
 def test_sampling_gathers_candidates_and_not_scores(dense, num_top):
     model, rows, n = dataclasses.replace(MODELS["GQA"], vocab_size=8192), 8, 4
     runner = engine(n).runner
-    head = OutputHead(model, runner.operators, runner.placement)
+    head = OutputHead(model, runner.operators, runner.placement, runner.placement.vocabulary(model))
     params = runner.placement.params(model, abstract_params(model))
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), "float32")
     found = collectives(head.lower_choice(params, hidden, rows, True, dense, num_top).compile())
