@@ -15,7 +15,7 @@ HOST_HALF = "tokenizers kv scheduler methods"
 DEVICE_HALF = "native models ops sampling sharding loading runner"
 ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
-    "serve": "workload routing server gateway".split(),
+    "serve": "workload server router".split(),
     "lab": "device_check recording recall simulator evaluation".split()
     + "experiments calibration bench trace align".split(),
 }
@@ -103,7 +103,7 @@ def test_a_room_inside_a_room_imports_only_rooms_below_it(room):
 
 
 @pytest.mark.parametrize(
-    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.routing", "lab.recall", "lab.simulator"]
+    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.router", "lab.recall", "lab.simulator"]
 )
 def test_nothing_in_the_host_half_imports_jax(room):
     inside = [m for m in OURS if f"{m}.".startswith(f"ksana_jax.{room}.")]
@@ -120,9 +120,7 @@ def test_only_the_server_imports_pydantic():
 
 
 def test_the_proxy_starts_servers_from_a_process_without_jax():
-    code = (
-        "import sys, ksana_jax.serve.gateway.running, ksana_jax.serve.gateway.spawning; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys\nfrom ksana_jax.serve.router.proxy import running, spawning\nsys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -17,8 +17,8 @@ from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import Coverage
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
 from ksana_jax.lab.simulator.run import Arrivals, InSystem
-from ksana_jax.serve.routing.request import RoutedRequest
-from ksana_jax.serve.routing.router import Router
+from ksana_jax.serve.router.request import RoutedRequest
+from ksana_jax.serve.router.router import Router
 from ksana_jax.serve.workload.report import RequestTimes, growth
 
 if TYPE_CHECKING:
