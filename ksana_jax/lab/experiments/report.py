@@ -160,7 +160,9 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
     for row in records.plan["rows"]:
         done, values = done_of(row, records), values_of(row, records, task)
         given = {key: list(found.values()) for key, found in values.items()}
-        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, Own) for s in found)}
+        samples = {
+            key: list(found) for key, found in values.items() if not any(isinstance(s, UnpairedSample) for s in found)
+        }
         config = recorded_config(records.starts[done[0]]) if done else {}
         trials = [records.done[trial] for trial in done]
         made = ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)
@@ -169,7 +171,7 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class UnpairedSample:
     """The sample of a trial that shares its sample with no other trial of its row."""
 
     seed: int | None
@@ -199,7 +201,7 @@ def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[s
     assert records.plan is not None
     values: dict[str, dict[Hashable, float]] = defaultdict(dict)
     for trial in done_of(row, records):
-        own = Own(records.starts[trial].get("seed"))
+        own = UnpairedSample(records.starts[trial].get("seed"))
         for key, value, sample in summary(task, records.plan["task"], trial, records):
             values[key].setdefault(own if sample is None else sample, value)
     return values
