@@ -12,7 +12,7 @@ from typing import Any
 from ksana_jax.lab.trace.parts import parts_of_operations
 from ksana_jax.runner import compiling
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
 from pallas_kernels.aot.report import find_collectives
 

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ksana_jax.core.request import CompletionOutput, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.serve.server.chunks import Chunks, Echo, TextChoice
 from ksana_jax.serve.server.errors import bad_request, json_response
 from ksana_jax.serve.server.fields import COMPLETIONS, read_fields

@@ -31,7 +31,7 @@ from ksana_jax.lab.experiments.tasks.results import (
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 _QUESTIONS = ("What is this about?", "Give an example.", "Why?", "Is there another way?")
 
