@@ -82,7 +82,7 @@ test: $(READY) plugin
 
 # A PJRT plugin that others have built, into .cache/. Where it cannot be had, tests on it are skipped.
 plugin: $(READY)
-	@$(RUN) -m ksana_jax.devkit.loopback.openxla
+	@$(RUN) -m tests.loopback.openxla
 
 bench: $(READY)
 	@PYTHONPATH=. $(RUN) .ci/make_bench.py --peers "$(PEERS_VENV)" $(ARGS)
@@ -131,16 +131,16 @@ ifeq ($(strip $(TARGET) $(ARGS)),h200)
 	@echo "== compiling kernels and running them in an emulator, about 10 minutes; each part prints when it has ended"
 	@$(TOGETHER) judge-kernels emulate-kernels
 else
-	@$(VENV)/bin/ksana kernels check --target $(TARGET) $(ARGS)
+	@$(RUN) -m tests.kernel_report --target $(TARGET) $(ARGS)
 endif
 
 judge-kernels:
-	@$(RUN) -m pytest -v -s $(if $(filter-out 1/1,$(SHARD)),--shard-cases $(SHARD)) tests/devkit/compile_check/test_kernels.py
+	@$(RUN) -m pytest -v -s $(if $(filter-out 1/1,$(SHARD)),--shard-cases $(SHARD)) tests/kernel_report/test_kernels.py
 
 emulate-kernels:
 	@echo "== the compiled Hopper kernels in a PTX emulator, and steps planned for a GPU"
-	@$(RUN) -m pytest -v -n $(WORKERS) --shard $(SHARD) tests/pallas_kernels/ptx tests/pallas_kernels/aot \
-	  tests/runner/planner/test_step_memory.py
+	@$(RUN) -m pytest -v -n $(WORKERS) --shard $(SHARD) tests/emulator tests/kernel_report/test_aot.py \
+	  tests/kernel_report/test_running.py tests/runner/planner/test_step_memory.py
 
 soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
@@ -163,15 +163,14 @@ soak-tests:
 soak-least: $(READY)
 	@echo "== the tests on a machine without AVX-512, without a C++ compiler and with one core"
 	@KSANA_HIDE=avx512,compiler,cores $(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=10 \
-	  --shard-files $(SHARD) --ignore tests/pallas_kernels --ignore tests/devkit/compile_check \
+	  --shard-files $(SHARD) --ignore tests/pallas_kernels --ignore tests/emulator --ignore tests/kernel_report \
 	  --ignore tests/runner/planner/test_step_memory.py tests $(ARGS)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.
 soak-warpgroups-lives:
 	@echo "== kernels of several warpgroups in jax's interpreter"
-	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) --ignore tests/pallas_kernels/ptx \
-	  tests/pallas_kernels tests/ops
+	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) tests/pallas_kernels tests/ops
 	@echo "== simulated lives"
 	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
 

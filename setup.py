@@ -11,7 +11,8 @@ class BuildWithConfigs(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:  # an editable installation finds configs/ next to the package
-            shutil.copytree("configs", Path(self.build_lib) / "ksana_jax" / "configs", dirs_exist_ok=True)
+            kept = shutil.ignore_patterns("train")  # for experiments/training
+            shutil.copytree("configs", Path(self.build_lib) / "ksana_jax" / "configs", ignore=kept, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

@@ -48,9 +48,12 @@ class Entry:
     table: bool = False
 
 
+THROUGHPUT = "experiments.benches.throughput:Throughput"
+
+
 def _throughput(model: str, dtype: str, minutes: float, repeats: int, only: tuple[str, ...] = ()) -> Entry:
     options = {"model": model, "dtype": dtype, "requests": (32, 1), "only": only}
-    return Entry(f"{model}-{dtype}", "throughput", minutes, options, repeats, peers=True, table=True)
+    return Entry(f"{model}-{dtype}", THROUGHPUT, minutes, options, repeats, peers=True, table=True)
 
 
 # The most important come first: what exceeds the time limit is left out. With bench-m, transformers alone takes as
@@ -59,9 +62,16 @@ FASTEST = ("vLLM", "llama.cpp")
 SUITE = (
     _throughput("bench-s", "f32", 2.5, 2),
     _throughput("bench-s", "bf16", 2, 2),
-    Entry("host", "host", 1.5, {"rows": (32, 256, 1024, 4096), "prefix_cache": "both"}, peers=True, table=True),
+    Entry(
+        "host",
+        "experiments.benches.host:Host",
+        1.5,
+        {"rows": (32, 256, 1024, 4096), "prefix_cache": "both"},
+        peers=True,
+        table=True,
+    ),
     Entry("scheduling", "scheduling", 3, {"requests": 24, "loads": (0.05, 0.15, 0.3, 0.6, 1.0)}),
-    Entry("tokens-in-forward", "tokens-in-forward", 2, {}, 2),
+    Entry("tokens-in-forward", "experiments.benches.tokens_in_forward:TokensInForward", 2, {}, 2),
     Entry("latency", "latency", 1.5, {}, 2),
     _throughput("bench-m", "bf16", 3, 1, FASTEST),
     _throughput("bench-m", "f32", 4, 1, FASTEST),
@@ -87,7 +97,7 @@ def run_suite(
         bench, folder = resolve(entry.bench, BENCHES, "bench")(**options), out / entry.folder
         if resume and _has(folder, bench, entry.repeats):
             print(f"== {entry.folder}: kept from {folder}", flush=True)
-            made.append((entry, read_report(folder)))
+            made.append((entry, read_report(folder, None)))
         elif (passed := (clock() - began) / 60) + entry.minutes > minutes:
             left_out.append(entry)
         else:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ksana_jax.scheduler.policies import ByRank, SchedulingPolicy
     from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
     from ksana_jax.scheduler.step.drafts import Drafts
-    from ksana_jax.serve.routing.policies.base import Policy
+    from ksana_jax.serve.router.policies.base import Policy
 
 # Raised by a change that breaks an implementation of a port.
 VERSION = 1
@@ -42,7 +42,7 @@ _PUBLIC = {
     "ksana_jax.kv.replacement": "CachedBlock ReplacementPolicy",
     "ksana_jax.kv.selection.base": "SelectionMethod",
     "ksana_jax.core.patterns": "AttentionPattern",
-    "ksana_jax.serve.routing.policies.base": "Policy",
+    "ksana_jax.serve.router.policies.base": "Policy",
     "ksana_jax.scheduler.policies": "ByRank SchedulingPolicy",
     "ksana_jax.scheduler.speculative.base": "Proposer ProposerContext SpeculativeMethod Texts",
     "ksana_jax.scheduler.step.drafts": "Drafts",

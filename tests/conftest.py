@@ -16,9 +16,9 @@ import pytest
 from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.devkit.loopback.openxla import DEVICE as PLUGIN
 from ksana_jax.kv.disk import failpoints
-from tests import compiling, mappings
+from tests import compiling, loopback, mappings
+from tests.loopback.openxla import DEVICE as PLUGIN
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -48,8 +48,7 @@ def pytest_configure(config):
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from None
     if given := config.getoption("--device"):
-        loopback = {"platform": "npu", "plugin": "loopback", "options": {"pinned_host": True}}
-        named = {"loopback": json.dumps(loopback), "plugin": json.dumps(PLUGIN)}
+        named = {"loopback": json.dumps(loopback.setting(pinned_host=True)), "plugin": json.dumps(PLUGIN)}
         os.environ[DEVICE] = named.get(given, given)
     if setting := os.environ.get(DEVICE):
         _start(json.loads(setting))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ksana_jax.devkit.loopback import openxla, wrapper
 from ksana_jax.native.build import why_missing
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
+from tests.loopback import openxla, wrapper
 
 
 def _needs(what: str, missing: str | None) -> pytest.MarkDecorator:

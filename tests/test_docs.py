@@ -131,7 +131,8 @@ def test_every_command_has_a_how_to():
         shown = [(k, c) for k, c in children.items() if not c.hidden]
         return [n for k, c in shown for n in names(c, (*words, k))] if children else [" ".join(words)]
 
-    assert {parsed(words) for words in commands(DOCS / "reference/commands.md")} == set(names(get_command(cli.app)))
+    shown = {parsed(words) for words in commands(DOCS / "reference/commands.md")}
+    assert {name for name in shown if ":" not in name} == set(names(get_command(cli.app)))
 
 
 def test_the_page_on_models_names_what_is_read_and_what_is_fetched():

@@ -13,10 +13,11 @@ ROOT = Path(__file__).parents[1]
 # order inside rooms that have rooms.
 HOST_HALF = "tokenizers kv scheduler methods"
 DEVICE_HALF = "native models ops sampling sharding loading runner"
-ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve devkit lab extend cli __main__".split()
+ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
-    "serve": "workload routing server gateway".split(),
-    "lab": "recording recall training simulator evaluation experiments calibration bench trace align".split(),
+    "serve": "workload server router".split(),
+    "lab": "device_check recording recall simulator evaluation".split()
+    + "experiments calibration bench trace align".split(),
 }
 
 
@@ -102,7 +103,7 @@ def test_a_room_inside_a_room_imports_only_rooms_below_it(room):
 
 
 @pytest.mark.parametrize(
-    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.routing", "lab.recall", "lab.simulator"]
+    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.router", "lab.recall", "lab.simulator"]
 )
 def test_nothing_in_the_host_half_imports_jax(room):
     inside = [m for m in OURS if f"{m}.".startswith(f"ksana_jax.{room}.")]
@@ -111,10 +112,15 @@ def test_nothing_in_the_host_half_imports_jax(room):
     assert users == (["ksana_jax.core.compilation_cache"] if room == "core" else [])
 
 
+def test_only_the_server_imports_pydantic():
+    users = {
+        module for module in OURS if {name.split(".")[0] for name in IMPORTS[module]} & {"pydantic", "pydantic_core"}
+    }
+    assert users and all(module.startswith("ksana_jax.serve.server.") for module in users)
+
+
 def test_the_proxy_starts_servers_from_a_process_without_jax():
-    code = (
-        "import sys, ksana_jax.serve.gateway.running, ksana_jax.serve.gateway.spawning; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys\nfrom ksana_jax.serve.router.proxy import running, spawning\nsys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -1,7 +1,6 @@
 """What comes with the package besides its code."""
 
 import importlib
-import sys
 import tomllib
 from pathlib import Path
 
@@ -9,11 +8,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-from setuptools import find_packages
 
 import ksana_jax
-from ksana_jax import EngineConfig
-from ksana_jax.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 # Of version 1.2.0 of the Citation File Format (schema.json): required, and those that we use besides.
@@ -75,15 +71,6 @@ def test_the_citation_has_the_fields_of_its_format_and_our_version():
     assert all(author.keys() <= {"name", "website"} and author["name"] for author in citation["authors"])
     assert citation["version"] == ksana_jax.__version__
     assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text() and citation["license"] == "Apache-2.0"
-
-
-def test_wheels_have_no_loopback_and_say_so(monkeypatch):
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    packages = find_packages(ROOT, found["exclude"], found["include"])
-    assert "ksana_jax.devices" in packages and not [name for name in packages if "loopback" in name]
-    monkeypatch.setitem(sys.modules, "ksana_jax.devkit.loopback.wrapper", None)  # as where there is no such module
-    with pytest.raises(ConfigError, match="loopback is for tests, and only checkouts of ksana_jax have it"):
-        EngineConfig(device={"platform": "npu", "plugin": "loopback"})
 
 
 @pytest.mark.parametrize("package", ["ksana_jax", "pallas_kernels"])

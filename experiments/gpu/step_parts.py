@@ -151,7 +151,7 @@ def _without_command_buffers(step: Step):
 
 def _launches(context: Context, step: Step) -> None:
     """The compiler's list of launches of the step, as a file and counted."""
-    from pallas_kernels.aot.report import count_thunks
+    from tests.kernel_report.report import count_thunks
 
     files = sorted((context.folder / "xla").glob("*thunk_sequence_after_thunk_passes.txt"))
     texts = [f.read_text(errors="replace") for f in files]

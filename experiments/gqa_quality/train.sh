@@ -7,7 +7,7 @@ folder=${1:-runs/heads}
 sibling() {
     name=$1
     shift
-    [ -f "$folder/$name/export/model.safetensors" ] || ksana train gqa_siblings "out_dir=$folder/$name" "$@"
+    [ -f "$folder/$name/export/model.safetensors" ] || python -m experiments.training configs/train/gqa_siblings.yaml "out_dir=$folder/$name" "$@"
 }
 
 # 5 % of the steps, at a quarter of the learning rate, warmed up and decayed within them.

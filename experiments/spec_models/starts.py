@@ -23,7 +23,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.sources import model_path
-from ksana_jax.lab.training.corpus import source_texts, split_texts
+from ksana_jax.lab.experiments.stdlib_corpus import source_texts, split_texts
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.params import LayerParams, Params, init_params
 
@@ -74,7 +74,7 @@ def _widened(layer: Any, drawn: Any) -> LayerParams:
 
 
 def write_outputs(folder: Path) -> None:
-    """Writes texts sampled from the target as files, which are a corpus for `ksana train`."""
+    """Writes texts sampled from the target as files, which are a corpus for `experiments.training`."""
     llm = LLM(SOURCE, max_model_len=NUM_TOKENS, max_num_seqs=128)
     tokenizer, texts = llm.get_tokenizer(), split_texts(source_texts())[0]
     rng, prompts = np.random.default_rng(0), []

@@ -8,7 +8,7 @@ drafter() {
     name=$1
     shift
     [ -f "$folder/$name/export/model.safetensors" ] ||
-        ksana train spec_drafter "out_dir=$folder/$name" "init_from=$folder/pruned" "$@"
+        python -m experiments.training configs/train/spec_drafter.yaml "out_dir=$folder/$name" "init_from=$folder/pruned" "$@"
 }
 
 [ -f "$folder/outputs/255.py" ] || python -m experiments.spec_models.starts "$folder"

@@ -7,7 +7,7 @@ folder=${1:-runs/siblings}
 sibling() {
     name=$1
     shift
-    [ -f "$folder/$name/export/model.safetensors" ] || ksana train sink_siblings "out_dir=$folder/$name" "$@"
+    [ -f "$folder/$name/export/model.safetensors" ] || python -m experiments.training configs/train/sink_siblings.yaml "out_dir=$folder/$name" "$@"
 }
 
 sibling bos

@@ -28,7 +28,6 @@ from ksana_jax.cli import (
     tasks,
     text,
     tracing,
-    training,
     worker,
 )
 from ksana_jax.core import processor
@@ -79,7 +78,6 @@ COMMANDS = (
     chat.chat,
     worker.worker,
     machine.plan,
-    training.train,
     machine.doctor,
     machine.models,
 )
@@ -96,10 +94,6 @@ app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True
 
 app.add_typer(simulating.app, name="simulate")
 app.add_typer(groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup), name="bench")
-
-kernels = groups.group("Checks of the GPU kernels that need no GPU.")
-kernels.command("check", cls=groups.Command)(machine.kernels_check)
-app.add_typer(kernels, name="kernels")
 
 # Options of `ksana` itself that may appear anywhere: after an error, users append --debug to the same command.
 ANYWHERE = ("--debug", "--verbose", "-v")
@@ -120,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         _run(argv)
     except SystemExit as end:
         if end.code == 130:  # typer's status after Ctrl-C
-            resumes = "; repeat the command to resume" if argv[:1] in (["run"], ["train"]) else ""
+            resumes = "; repeat the command to resume" if argv[:1] == ["run"] else ""
             print(f"ksana: interrupted{resumes}", file=sys.stderr)
         raise
 

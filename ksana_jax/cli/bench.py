@@ -1,4 +1,5 @@
-"""`ksana bench`: one command for each entry of BENCHES, made from its fields on first use."""
+"""`ksana bench`: a command for each entry of BENCHES, and for an own benchmark as "package.module:Class", made from its
+fields on first use."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Benches(Mapping):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = _command(name, BENCHES[name])
+            if name not in BENCHES and ":" not in name:
+                raise KeyError(name)
+            self._made[name] = _command(name)
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -46,7 +49,7 @@ class BenchGroup(Group):
         self.commands: Any = Benches()
 
 
-def _command(name: str, spec: str) -> Any:
+def _command(name: str) -> Any:
     from ksana_jax.core.plugins import resolve
 
     kind = resolve(name, BENCHES, "bench")

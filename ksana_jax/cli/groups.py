@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+# click's, or of the copy of click that newer versions of typer have.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _FlagsWithoutType:
@@ -20,13 +25,26 @@ class Command(_FlagsWithoutType, TyperCommand):
 
 
 class ServeCommand(Command):
-    """A command whose settings may be given as flags of `vllm serve`, see `vllm_flags`."""
+    """`ksana serve`, whose errors say how a flag of `vllm serve` is written here."""
 
     def parse_args(self, ctx, args):
-        from ksana_jax.cli.vllm_flags import as_settings
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            if type(error).__name__ == "NoSuchOption":
+                error.message += _as_setting(error.option_name)  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
-        own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
-        return super().parse_args(ctx, list(as_settings(args, own)))
+
+def _as_setting(flag: str) -> str:
+    from ksana_jax.core.config import EngineConfig
+    from ksana_jax.core.plugins import nearest
+    from ksana_jax.core.vllm_names import PAGE, RENAMED
+
+    settings = [*RENAMED, *(field.name for field in dataclasses.fields(EngineConfig))]
+    close = nearest(flag.lstrip("-").replace("-", "_"), settings)
+    hint = f"; the nearest setting is {close}=VALUE" if close else ""
+    return f"{hint}; see {PAGE}"
 
 
 class Group(_FlagsWithoutType, TyperGroup):

@@ -1,4 +1,4 @@
-"""`ksana plan`, `doctor` and `kernels`: capacity, environment and compile checks."""
+"""`ksana plan` and `ksana doctor`: capacity and environment."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def doctor(
         str | None,
         typer.Option(
             help="try out what a device can do: a platform such as npu or cpu, or as in YAML: '{platform: npu, plugin: "
-            "loopback}'; each group of checks in a process of its own",
+            "PATH.so}'; each group of checks in a process of its own",
             show_default=False,
             metavar="YAML",
         ),
@@ -91,7 +91,7 @@ def doctor(
             raise ConfigError("doctor takes a model or --device")
         return _print_model(model, as_json)
     if device is not None:
-        from ksana_jax.devkit.device_check.report import show
+        from ksana_jax.lab.device_check.report import show
 
         raise typer.Exit(show(read_setting("device", device), as_json))
 
@@ -167,14 +167,3 @@ def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
     heads = ["operator", "implementation", "used", "needs"]
     console.print("operators (for a Llama-8B in bfloat16; the setting `operators` has other choices):")
     console.print(terminal_grid(heads, cells, [[False] * len(heads)] * len(cells), 0))
-
-
-def kernels_check(
-    target: Annotated[str, typer.Option(help="h200, h100, or a100 (Triton kernels only)")] = "h200",
-    only: Annotated[str, typer.Option(help="check only cases whose line of output matches", metavar="REGEX")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Compiles kernels and whole steps for an absent GPU; reports registers, spills, memory and copies of the pool."""
-    from ksana_jax.devkit.compile_check.kernels import main as check
-
-    raise typer.Exit(check(target, only=only, as_json=as_json))

@@ -76,7 +76,7 @@ class TextOptions:
       max_model_len: maximum tokens of prompt plus output.
       tensor_parallel_size: devices that divide the model.
       data_parallel_size: replicas, each on as many devices.
-      device: platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: loopback}'; None takes
+      device: platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: PATH.so}'; None takes
         jax's choice.
       distributed: processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address:
         10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import nearest
 
-INSTALLED, LOOPBACK = "installed", "loopback"
+INSTALLED = "installed"
 # Fields of `features.Features`, and their values.
 FEATURES = {"dynamic_loops": (True, False), "branches": (True, False), "generator": ("threefry", "rbg")}
 # Platforms that jax brings itself, by name or by alias.
@@ -28,12 +27,11 @@ class DeviceTarget:
       platform: jax's name of the platform: "cpu", "cuda", "tpu", or a plugin's, such as "npu".
       plugin: "installed" where jax finds the plugin itself (a package with an entry point of the group jax_plugins, a
         module in the namespace package jax_plugins, or PJRT_NAMES_AND_LIBRARY_PATHS); the path of the plugin's shared
-        library; or "loopback", in a checkout, for a plugin without hardware that simulates a limited device.
-      options: options of the plugin, {name: text, number or list of integers}; for the loopback, the fields of
-        `ksana_jax.devkit.loopback.wrapper.LoopbackOptions`. An installed plugin takes none here.
+        library; or "package.module:function" of a function (platform, options) that registers the platform with jax.
+      options: options of the plugin, {name: text, number or list of integers}. An installed plugin takes none here.
       donation: whether jax may tell the device that a step's pool is donated to it. jax does so for the platforms that
-        it knows; for another one you assert that the plugin supports it. None: for the platforms that jax knows,
-        and for the loopback. Without donation, a step needs the pool twice.
+        it knows; for another one you assert that the plugin supports it. None: for the platforms that jax knows.
+        Without donation, a step needs the pool twice.
       memory_bytes: memory of the device, for one that does not report it.
       features: operations that programs may use, {name: value} of `features.Features`. Values omitted here are
         known for jax's own platforms, and found by trying on others.
@@ -71,9 +69,10 @@ class DeviceTarget:
         if not isinstance(self.platform, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", self.platform):
             raise ConfigError(f"device.platform is {self.platform!r:.80}, must be a name such as npu")
         object.__setattr__(self, "platform", self.platform.lower())  # as jax registers it
-        if self.plugin not in (INSTALLED, LOOPBACK) and not str(self.plugin).endswith(".so"):
+        if self.plugin != INSTALLED and ":" not in str(self.plugin) and not str(self.plugin).endswith(".so"):
             raise ConfigError(
-                f"device.plugin is {self.plugin!r:.80}, must be {INSTALLED}, {LOOPBACK} or the path of a library (.so)"
+                f"device.plugin is {self.plugin!r:.80}, must be {INSTALLED}, the path of a library (.so) or "
+                "'package.module:function'"
             )
         object.__setattr__(self, "plugin", str(self.plugin))
         if self.plugin != INSTALLED and self.platform in OF_JAX:
@@ -90,8 +89,6 @@ class DeviceTarget:
                 raise ConfigError(f"device.features has {name}: {value!r:.40}; there are {known}")
         if self.plugin == INSTALLED and self.options:
             raise ConfigError("device.options are for a plugin given by its path: an installed one has its own")
-        if self.plugin == LOOPBACK:
-            loopback().LoopbackOptions.read(self.options)
         if self.plugin.endswith(".so") and not Path(self.plugin).is_file():
             raise ConfigError(f"device.plugin is {self.plugin}, and there is no such file")
         checks.require(
@@ -108,18 +105,6 @@ class DeviceTarget:
 
     def __str__(self) -> str:
         return self.platform if self.plugin == INSTALLED else f"{self.platform} ({self.plugin})"
-
-
-def loopback() -> Any:
-    """Returns the module of the loopback plugin, `ksana_jax.devkit.loopback.wrapper`.
-
-    Raises:
-      ConfigError: this is an installed package, which does not have it.
-    """
-    try:
-        return importlib.import_module("ksana_jax.devkit.loopback.wrapper")
-    except ModuleNotFoundError as error:
-        raise ConfigError("device.plugin loopback is for tests, and only checkouts of ksana_jax have it") from error
 
 
 def canonical_device(given: Any) -> dict[str, Any] | None:

@@ -40,15 +40,15 @@ def _check_ids(name: str, ids: Collection[Any]) -> None:
     checks.require(*(checks.integer(name, token, 0, 2**31 - 1) for token in ids))
 
 
-def _taking_vllm_names(kind: type[T]) -> type[T]:
-    """Makes a dataclass accept vLLM's keywords that are not its fields; see `vllm_names`."""
+def _naming_the_nearest(kind: type[T]) -> type[T]:
+    """Makes a dataclass refuse an unknown keyword with the name of the nearest field."""
     init = kind.__init__
     fields = {f.name for f in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
 
     @functools.wraps(init)
     def __init__(self, *args, **given):
         if not given.keys() <= fields:
-            given = vllm_names.translated(given, kind.__name__, fields)
+            vllm_names.refuse_unknown(kind.__name__, given, fields)
         init(self, *args, **given)
 
     kind.__init__ = __init__
@@ -58,7 +58,7 @@ def _taking_vllm_names(kind: type[T]) -> type[T]:
 _BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
-@_taking_vllm_names
+@_naming_the_nearest
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a request; names and meanings as in vLLM, see docs/use/coming-from-vllm.md.

@@ -15,7 +15,6 @@ _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 CONFIGS = next((place for place in _PLACES if (place / "quickstart.yaml").is_file()), None)
 _MODELS = (_PACKAGE / "assets", *([CONFIGS / "models"] if CONFIGS else []))
 _EXPERIMENTS = (CONFIGS, CONFIGS / "experiments") if CONFIGS else ()
-_TRAININGS = (CONFIGS / "train",) if CONFIGS else ()
 
 
 def shipped_model(name: str) -> Path | None:
@@ -29,11 +28,6 @@ def shipped_model(name: str) -> Path | None:
 def experiment_path(name: str | os.PathLike[str]) -> Path:
     """Returns the YAML file of an experiment, given by path or by the name of a shipped one (`quickstart`)."""
     return _find(Path(name), _EXPERIMENTS)
-
-
-def training_path(name: str | os.PathLike[str]) -> Path:
-    """Returns the YAML file of a training run, given by path or by the name of a shipped one (`ksana_tiny`)."""
-    return _find(Path(name), _TRAININGS)
 
 
 def model_names() -> list[str]:

@@ -8,8 +8,8 @@ import threading
 from importlib.metadata import entry_points
 from typing import Any
 
-from ksana_jax.core import processor
-from ksana_jax.core.device_setting import INSTALLED, LOOPBACK, DeviceTarget, loopback
+from ksana_jax.core import plugins, processor
+from ksana_jax.core.device_setting import INSTALLED, DeviceTarget
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.devices.custom_calls import connect
 from ksana_jax.devices.platforms import is_of, platform_of
@@ -49,7 +49,7 @@ def use_device(setting: Any) -> None:
         _start(target)
         for name in xla_bridge.expand_platform_alias(target.platform):
             connect(name)  # for custom calls that packages register with jax.ffi
-        _allow_donation(target, by_default=target.plugin == LOOPBACK)
+        _allow_donation(target)
         _started = target
         logger.info("started %s", target)
 
@@ -78,12 +78,7 @@ def _check(target: DeviceTarget) -> None:
 
 def _register(target: DeviceTarget) -> None:
     """Registers the plugin of a target, if it is not installed."""
-    if target.plugin == LOOPBACK:
-        try:
-            loopback().register(target.platform, target.options)
-        except ConfigError as error:
-            raise ConfigError(f"device {target}: {error}") from error
-    elif target.plugin != INSTALLED:
+    if target.plugin.endswith(".so"):
         from jax._src import xla_bridge
 
         path = os.path.abspath(target.plugin)
@@ -91,6 +86,11 @@ def _register(target: DeviceTarget) -> None:
             xla_bridge.register_plugin(target.platform, library_path=path, options=dict(target.options))
         except Exception as error:  # errors of a library's loader and first functions
             raise ConfigError(f"device {target}: the plugin cannot be loaded: {_line(error)}") from error
+    elif target.plugin != INSTALLED:
+        try:
+            plugins.resolve(target.plugin, {}, "device.plugin")(target.platform, target.options)
+        except ConfigError as error:
+            raise ConfigError(f"device {target}: {error}") from error
 
 
 def _start(target: DeviceTarget) -> None:
@@ -129,7 +129,7 @@ def _line(error: Exception) -> str:
     )
 
 
-def _allow_donation(target: DeviceTarget, by_default: bool) -> None:
+def _allow_donation(target: DeviceTarget) -> None:
     """Has jax donate arrays to a platform that is not in its own list, or take it off the list.
 
     The list has names that clients give themselves. A plugin that calls itself "cpu" is in it, together with jax's CPU.
@@ -139,8 +139,7 @@ def _allow_donation(target: DeviceTarget, by_default: bool) -> None:
 
     platforms: list[str] = mlir._platforms_with_donation
     name = jax.devices()[0].platform
-    wanted = by_default if target.donation is None else target.donation
-    if wanted and name not in platforms:
+    if target.donation and name not in platforms:
         platforms.append(name)
     elif target.donation is False and name in platforms:
         platforms.remove(name)

@@ -62,7 +62,7 @@ class LLM(LoadedModel, Sessions, Sleeps):
           prompt_token_ids: the prompts, if all of them are token ids.
           use_tqdm: draw a progress bar on standard error.
           lora_request: an adapter for all prompts, or one or None per prompt; needs `enable_lora`.
-          others: vLLM keywords that have no effect here.
+          others: refused, with the nearest keyword.
 
         Returns:
           One output per prompt, in order.
@@ -72,7 +72,7 @@ class LLM(LoadedModel, Sessions, Sleeps):
           RuntimeError: a failure in a step of another thread or stream has ended the requests.
         """
         if others:
-            vllm_names.translated(others, vllm_names.GENERATE, _GENERATE_KEYWORDS)
+            vllm_names.refuse_unknown("LLM.generate", others, _GENERATE_KEYWORDS)
         checks.require(checks.boolean("use_tqdm", use_tqdm))
         asked = prompts, sampling_params, prompt_token_ids, lora_request
         requests, outputs = self._make_requests(*asked, streams=False), {}
@@ -119,7 +119,7 @@ class LLM(LoadedModel, Sessions, Sleeps):
           options: chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message and tools, as in
             `render_chat`; calls of tools in an answer stay text.
         """
-        prompts = chat_prompts(messages, self.tokenizer, options, vllm_names.CHAT)
+        prompts = chat_prompts(messages, self.tokenizer, options, "LLM.chat")
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> Tokenizer:

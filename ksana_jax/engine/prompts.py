@@ -153,7 +153,7 @@ def chat_prompts(
     Raises:
       ValueError: messages have another form, an option is unknown, or there is no template.
     """
-    options = vllm_names.translated(options, method, _CHAT_KEYWORDS)
+    vllm_names.refuse_unknown(method, options, _CHAT_KEYWORDS)
     if tokenizer is None:
         raise ValueError("this model has no tokenizer, so no chat template")
     if not isinstance(messages, (list, tuple)):

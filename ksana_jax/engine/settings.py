@@ -28,7 +28,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """
     own = ("pattern", "load_format", "tokenizer", "revision", "gguf_file")
     known = {*own, *(f.name for f in dataclasses.fields(EngineConfig))}
-    return EngineConfig(**vllm_names.translated(settings, vllm_names.LLM, known))
+    return EngineConfig(**vllm_names.translated(settings, known))
 
 
 def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:

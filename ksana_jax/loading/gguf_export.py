@@ -7,8 +7,8 @@ cannot express is an error.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import SUFFIX, TYPES, GGUFFile, TensorInfo, gguf_of, read_gguf
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
@@ -36,7 +35,6 @@ from ksana_jax.loading.gguf_config import (
     gguf_config,
 )
 from ksana_jax.loading.gguf_families import LAYER_NORMS, OWN
-from ksana_jax.loading.gguf_quantise import QUANTISED, encode
 from ksana_jax.loading.gguf_tensors import (
     LAYER_NAMES,
     ROPE_FACTORS,
@@ -44,9 +42,8 @@ from ksana_jax.loading.gguf_tensors import (
     layer_names,
     permuted_heads,
 )
-from ksana_jax.loading.gguf_writer import NewTensor, write_gguf
+from ksana_jax.loading.gguf_writer import QUANTISED, NewTensor, import_gguf, write_gguf
 from ksana_jax.loading.load import check_tensors, read_weight
-from ksana_jax.loading.stored_tensor import CHUNK_BYTES
 from ksana_jax.loading.views import sources_of
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import is_shape, param_shapes, stated
@@ -68,13 +65,15 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
 
     Args:
       source: path or name of a model, a Hugging Face directory or a GGUF file.
-      kind: a type of `gguf_quantise.QUANTISED`.
+      kind: a type of `gguf_writer.QUANTISED`.
 
     Raises:
       ConfigError: GGUF, or this package's reader, has no name for a part of the model.
       TokenizerError: its tokenizer cannot be expressed.
       LoadError: files cannot be used, or a weight exceeds the range of a scale.
+      ImportError: the package gguf is not installed.
     """
+    import_gguf()
     if kind not in QUANTISED:
         raise ConfigError(f"kind is {kind!r:.40}, must be one of {', '.join(QUANTISED)}")
     if out.suffix != SUFFIX:
@@ -108,18 +107,14 @@ def export_gguf(source: str | os.PathLike[str], out: Path, kind: str) -> None:
         if field in ("embed", "head"):
             to = OF_VOCABULARY
         stored, shape = of_weight.of(found), shape[1:] if field == "w_shared_gate" else shape
-        tensors[name] = _Weight(
-            stored,
-            shape,
-            "F32" if len(shape) < 2 or shape[-1] % BLOCK else to,
-            heads.get(field),
-            config.norm == "rms_plus_one" and field.endswith("norm"),
-        ).tensor()
+        plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
+        values = functools.partial(_values, stored, shape, heads.get(field), plus_one)
+        tensors[name] = NewTensor("F32" if len(shape) < 2 or shape[-1] % BLOCK else to, shape, values)
     if not file:
         _check_config(config, metadata, tensors, out)
     if isinstance(config.rope, RopeConfig) and config.rope.factors:
         factors = np.array(config.rope.factors, np.float32)
-        tensors[ROPE_FACTORS] = NewTensor("F32", factors.shape, lambda: [factors.tobytes()])
+        tensors[ROPE_FACTORS] = NewTensor("F32", factors.shape, lambda: factors)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(out, metadata, tensors)
 
@@ -134,32 +129,12 @@ def _with_factors(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, rope=RopeConfig("factors", rope.theta, factors=tuple(factors.tolist())))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
-    """A weight to write; num_heads and plus_one as in `GGUFTensor`."""
-
-    stored: list[Any]
-    shape: tuple[int, ...]
-    kind: str
-    num_heads: int | None
-    plus_one: bool
-
-    def tensor(self) -> NewTensor:
-        return NewTensor(self.kind, self.shape, self.pieces)
-
-    def pieces(self) -> Iterator[bytes]:
-        values = read_weight(self.stored, self.shape, np.float32)
-        if self.num_heads:
-            halves = values.reshape(self.num_heads, 2, -1, *self.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(self.shape)
-        if self.plus_one:
-            values = values + np.float32(1)
-        step = max(1, CHUNK_BYTES * self.shape[0] // values.nbytes)
-        for first in range(0, self.shape[0], step):
-            try:
-                yield encode(self.kind, values[first : first + step]).tobytes()
-            except ValueError as error:
-                raise LoadError(f"{self.stored[0].path}: {self.stored[0].name}: {error}") from None
+def _values(stored: list[Any], shape: tuple[int, ...], num_heads: int | None, plus_one: bool) -> np.ndarray:
+    """Returns a weight as GGUF has it; num_heads and plus_one as in `GGUFTensor`."""
+    values = read_weight(stored, shape, np.float32)
+    if num_heads:
+        values = values.reshape(num_heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    return values + np.float32(1) if plus_one else values
 
 
 def config_metadata(config: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -1,87 +1,86 @@
-"""Writes GGUF files, version 3. Knows no models. Source: the specification of GGUF (ggml, docs/gguf.md)."""
+"""Writes GGUF files with the package `gguf`, llama.cpp's own, which also rounds values to blocks. Knows no models."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import replacing
-from ksana_jax.core.gguf_file import TYPES
 
-ALIGNMENT = 32
-_IDS = {kind.name: number for number, kind in TYPES.items()}
-_NUMBERS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
-_STRING, _ARRAY = 8, 9
+# Types that values can be rounded to.
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
 class NewTensor(NamedTuple):
     """A tensor to write.
 
-    kind: a type of `gguf_file.TYPES`.
+    kind: F32 or a type of QUANTISED.
     shape: row-major.
-    pieces: gives its bytes, in order.
+    values: gives them, float32.
     """
 
     kind: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[bytes]]
+    values: Callable[[], np.ndarray]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its blocks."""
-        _, size, num_bytes = TYPES[_IDS[self.kind]]
-        return math.prod(self.shape) // size * num_bytes
+
+def import_gguf() -> Any:
+    """Returns the package.
+
+    Raises:
+      ImportError: it is not installed; the message says how.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        message = "writing GGUF files needs the package gguf: pip install 'ksana-jax[gguf]'"
+        raise ImportError(message, name=error.name) from None
+    return gguf
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, NewTensor]) -> None:
-    """Writes a file completely or not at all.
+    """Writes a file completely or not at all, with one tensor in memory at a time.
 
     Args:
-      metadata: values by key, as `gguf_file.GGUFFile` has them. A float becomes float32, an int uint32 if it fits.
+      metadata: values by key, as `gguf_file.GGUFFile` has them, with general.architecture. A float becomes float32, an
+        int uint32 if it fits.
+
+    Raises:
+      LoadError: values are beyond the range of float16, in which blocks have their scales.
     """
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    header += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    at = 0
-    for name, tensor in tensors.items():
-        dims = tensor.shape[::-1]
-        header += _string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
-        header += struct.pack("<IQ", _IDS[tensor.kind], at)
-        at += _aligned(tensor.num_bytes)
-    with replacing(path) as file:
-        file.write(header.ljust(_aligned(len(header)), b"\0"))
+    gguf = import_gguf()
+    architecture = metadata["general.architecture"]
+    with replacing(path) as file, contextlib.closing(gguf.GGUFWriter(file.name, architecture)) as writer:
+        for key, value in metadata.items():
+            if key != "general.architecture":
+                writer.add_key_value(key, *_typed(value, gguf.GGUFValueType))
         for name, tensor in tensors.items():
-            num_bytes = sum(map(file.write, tensor.pieces()))
-            assert num_bytes == tensor.num_bytes, f"{name}: {num_bytes} bytes, its shape gives {tensor.num_bytes}"
-            file.write(bytes(_aligned(num_bytes) - num_bytes))
+            kind = gguf.GGMLQuantizationType[tensor.kind]
+            shape = gguf.quants.quant_shape_to_byte_shape(tensor.shape, kind)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            values = tensor.values()
+            if tensor.kind != "F32" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
+                raise LoadError(f"{name}: values of up to {largest:.3g} exceed the float16 scales of {tensor.kind}")
+            writer.write_tensor_data(gguf.quants.quantize(values, gguf.GGMLQuantizationType[tensor.kind]))
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
+def _typed(value: Any, kinds: Any) -> tuple[Any, ...]:
+    """Returns a value of metadata, its type and, of an array, the type of its elements."""
+    if isinstance(value, np.ndarray):
+        return value.tolist(), kinds.ARRAY, kinds[value.dtype.name.upper()]
     if isinstance(value, list):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
-    if isinstance(value, float):
-        value = np.float32(value)
-    elif type(value) is int:
-        value = next(kind(value) for kind in (np.uint32, np.int32, np.uint64, np.int64) if _holds(kind, value))
-    array = np.asarray(value)
-    kind, data = _NUMBERS[array.dtype.str[1:]], array.astype(array.dtype.newbyteorder("<")).tobytes()
-    return struct.pack("<I", kind) + data if not array.ndim else struct.pack("<IIQ", _ARRAY, kind, array.size) + data
-
-
-def _holds(kind: type[np.integer], value: int) -> bool:
-    return np.iinfo(kind).min <= value <= np.iinfo(kind).max
+        return value, kinds.ARRAY, kinds.STRING
+    if type(value) is int:
+        names = ("uint32", "int32", "uint64", "int64")
+        return value, kinds[next(n for n in names if np.iinfo(n).min <= value <= np.iinfo(n).max).upper()]
+    return value, kinds.get_type(value)

@@ -26,7 +26,7 @@ SEAMS = (
     Seam("prefix_replacement", "ReplacementPolicy", "ksana_jax.kv.replacement:REPLACEMENT_POLICIES"),
     Seam("policy", "SchedulingPolicy", "ksana_jax.scheduler.policies:SCHEDULING_POLICIES"),
     Seam("speculative_config", "SpeculativeMethod", "ksana_jax.scheduler.speculative:PROPOSERS"),
-    Seam("policy of ksana route", "Policy", "ksana_jax.serve.routing.policies:POLICIES"),
+    Seam("policy of ksana route", "Policy", "ksana_jax.serve.router.policies:POLICIES"),
     Seam("task", "BaseTask", "ksana_jax.lab.experiments.tasks:TASKS"),
     Seam("ksana bench", "Bench", "ksana_jax.lab.bench:BENCHES"),
 )

@@ -1,8 +1,4 @@
-"""Chat templates: formats messages as the model was trained on, in a Jinja sandbox.
-
-A template is code that comes with a model. `template_sandbox` keeps it from Python's internals, and `template_process`
-limits its time and memory, whether it is faulty or malicious.
-"""
+"""Chat templates: formats messages as the model was trained on, in a Jinja sandbox."""
 
 from __future__ import annotations
 
@@ -10,15 +6,11 @@ import datetime
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from ksana_jax.tokenizers import template_process
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
 from ksana_jax.tokenizers.messages import check_plain, check_tools, read_messages
-from ksana_jax.tokenizers.template_sandbox import GLOBALS
+from ksana_jax.tokenizers.template_sandbox import GLOBALS, render
 
-# Several times the longest published template; a longer one would take seconds to compile.
-MAX_TEMPLATE_CHARS = 2**17
-MAX_OUTPUT_CHARS = 2**20
 # Marks the end of a message that is continued; a template that trims contents takes its last space.
 _OPEN_END = "<|ksana: goes on here|> "
 
@@ -83,7 +75,10 @@ def render_chat(
     _check_names(more, {*given, "bos_token", "eos_token", *GLOBALS})
     own = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     special = {name: text for name, text in own.items() if text} | dict(tokenizer.named_tokens)
-    text = _render(source, {"documents": None, **special, **given, **more}, now)
+    try:
+        text = render(source, {"documents": None, **special, **given, **more}, now)
+    except ValueError as error:
+        raise ChatTemplateError(f"chat template refused: {one_line(error)}") from None
     return _cut(text) if continue_final_message else text
 
 
@@ -116,12 +111,3 @@ def _cut(text: str) -> str:
         raise ChatTemplateError("chat template refused: it does not write the last message, which cannot be continued")
     # A template that trims contents has taken the space at the end, and would have taken the message's own.
     return before if after.startswith(" ") else before.rstrip()
-
-
-def _render(source: str, given: dict[str, Any], now: datetime.datetime | None) -> str:
-    try:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise ValueError(f"it has {len(source):,} characters; supported: at most {MAX_TEMPLATE_CHARS:,}")
-        return template_process.render(source, given, now and now.isoformat(), MAX_OUTPUT_CHARS)
-    except ValueError as error:
-        raise ChatTemplateError(f"chat template refused: {one_line(error)}") from None

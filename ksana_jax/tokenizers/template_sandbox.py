@@ -1,8 +1,7 @@
-"""A process that renders chat templates in Jinja's sandbox; the system kills it when one exceeds its limits.
+"""Renders chat templates in Jinja's immutable sandbox. Imports nothing of ksana_jax.
 
-A template can keep one C function busy for hours, or ask it for more memory than the machine has; only a limit of the
-operating system stops that. `template_process` runs this file as a script: each line of JSON on stdin holds a template
-and the names that it sees, each line on stdout its text or error. Imports nothing of ksana_jax.
+A template has as much trust as its model: the sandbox keeps it from Python's internals and bounds its output, not its
+time.
 """
 
 from __future__ import annotations
@@ -10,10 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import os
-import resource
-import signal
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Names in every template's scope, in addition to a request's.
 GLOBALS = ("namespace", "cycler", "joiner", "dict", "range", "raise_exception", "strftime_now")
-OUT_OF_MEMORY = 100  # exit status
+# Several times the longest published template; a longer one would take seconds to compile.
+MAX_TEMPLATE_CHARS = 2**17
+MAX_OUTPUT_CHARS = 2**20
 
 
 class _Generation(jinja2.ext.Extension):
@@ -37,6 +34,18 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The base class bounds `range`; this one also bounds how often `*` repeats, as clients may send the factor."""
+
+    intercepted_binops = frozenset("*")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sequence, times = (right, left) if isinstance(left, int) else (left, right)
+        if isinstance(times, int) and isinstance(sequence, (str, list)) and len(sequence) * times > MAX_OUTPUT_CHARS:
+            raise OverflowError(f"it repeats something to a length above {MAX_OUTPUT_CHARS:,}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -46,10 +55,8 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 @functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
+def _environment() -> _Environment:
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
     made.globals = {name: made.globals[name] for name in GLOBALS if name in made.globals}
     made.globals["raise_exception"] = _raise_exception
     made.filters["tojson"] = _tojson
@@ -58,56 +65,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"it has {len(source):,} characters; supported: at most {MAX_TEMPLATE_CHARS:,}")
     return _environment().from_string(source)
 
 
-def render(source: str, given: Mapping[str, Any], now: str | None, most: int) -> str:
+def render(source: str, given: Mapping[str, Any], now: datetime.datetime | None) -> str:
     """Renders a template.
 
     Args:
-      now: time for `strftime_now`, in ISO format; None reads the clock.
-      most: characters of output.
+      given: names in its scope.
+      now: time for `strftime_now`; None reads the clock.
 
     Raises:
-      ValueError: the output is longer. A template can also make Python raise anything.
+      ValueError: the template is not valid or too long, raises anything, or its output is too long.
     """
-    time = datetime.datetime.now() if now is None else datetime.datetime.fromisoformat(now)
+    time = now or datetime.datetime.now()
     parts, length = [], 0
-    for part in _compile(source).generate({**given, "strftime_now": time.strftime}):
-        length += len(part)
-        if length > most:
-            raise ValueError(f"its output is longer than {most:,} characters")
-        parts.append(part)
-    return "".join(parts)
-
-
-def _answer(line: bytes) -> dict[str, str]:
     try:
-        return {"text": render(**json.loads(line))}
-    except MemoryError:
-        raise
+        for part in _compile(source).generate({**given, "strftime_now": time.strftime}):
+            length += len(part)
+            if length > MAX_OUTPUT_CHARS:
+                raise ValueError(f"its output is longer than {MAX_OUTPUT_CHARS:,} characters")
+            parts.append(part)
     except jinja2.TemplateSyntaxError as error:
-        return {"error": f"line {error.lineno}: {error.message}"}
+        raise ValueError(f"line {error.lineno}: {error.message}") from None
     except RecursionError:
-        return {"error": "it calls itself without end"}
+        raise ValueError("it calls itself without end") from None
     except Exception as error:
-        return {"error": str(error) or type(error).__name__}
-
-
-def main(cpu_s: float, memory_bytes: int) -> None:
-    """Answers requests until stdin ends. The process is killed when one of them takes more than cpu_s."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    try:
-        for line in sys.stdin.buffer:
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            answer = json.dumps(_answer(line))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            print(answer, flush=True)
-    except MemoryError:  # of any line of this loop; a new process starts without fragmented memory
-        os._exit(OUT_OF_MEMORY)
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+        raise ValueError(str(error) or type(error).__name__) from None
+    return "".join(parts)

@@ -13,8 +13,7 @@ import tokenizers
 from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, one_line
-from ksana_jax.tokenizers.growth import MAX_GROWTH, check_ids, growth
+from ksana_jax.tokenizers.files import TokenizerError, check_ids, one_line
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,8 +29,8 @@ class JsonTokenizer(Tokenizer):
       added: tokens by id that tokenizer_config.json declares. Those that the text lacks are added to it.
 
     Raises:
-      TokenizerError: the text cannot be used, an added token would get another id than the declared one, the decoder
-        is not in SUPPORTED_DECODERS, or the steps can turn one character into more than `growth.MAX_GROWTH`.
+      TokenizerError: the text cannot be used, an added token would get another id than the declared one, or the
+        decoder is not in SUPPORTED_DECODERS.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
-        decoder = self._check_growth()
         self._add(added)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -54,7 +52,9 @@ class JsonTokenizer(Tokenizer):
         # By id; True for special ones.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = tuple(sorted(self._added))
-        self._decode_piece = _PieceDecoder(decoder, source)
+        # As parsed by the library, which may differ from another JSON parser.
+        decoder = self._tokenizer.decoder
+        self._decode_piece = _PieceDecoder(decoder and json.loads(decoder.__getstate__()), source)
         self.byte_errors, self.strip_start = self._decode_piece.byte_errors, self._decode_piece.strip_start
         self._pieces: dict[int, Piece] = {}
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
@@ -70,19 +70,6 @@ class JsonTokenizer(Tokenizer):
                 raise TokenizerError(
                     f"{self.source}: {token.content!r:.60} gets id {found}, tokenizer_config.json gives it {token.id}"
                 )
-
-    def _check_growth(self) -> dict[str, Any] | None:
-        """Checks the steps that texts go through; returns the decoder."""
-        # As parsed by the library, which may differ from another JSON parser.
-        parts = (self._tokenizer.normalizer, self._tokenizer.pre_tokenizer, self._tokenizer.decoder)
-        normalizer, pre_tokenizer, decoder = (part and json.loads(part.__getstate__()) for part in parts)
-        encoding = growth(pre_tokenizer, growth(normalizer))
-        for what, most in (("encoding", encoding), ("decoding", growth(decoder))):
-            if most > MAX_GROWTH:
-                raise TokenizerError(
-                    f"{self.source}: {what} can turn one character into {most:,.0f}; supported: at most {MAX_GROWTH}"
-                )
-        return decoder
 
     def _special(self, name: str, text: str | None) -> tuple[int | None, str]:
         if text is None:

@@ -1,7 +1,7 @@
 """jax's interpreter of GPU programs, for the Hopper kernels with interpret=True on the CPU: numbers, not layouts.
 
 It holds a thread of XLA:CPU for each warpgroup and may wait for ever with fewer: NPROC=8 in the environment,
-before jax starts, is enough for kernels of three. Compiled code, layouts included, runs in `pallas_kernels.ptx`.
+before jax starts, is enough for kernels of three. Compiled code, layouts included, runs in `tests.emulator`.
 """
 
 from __future__ import annotations

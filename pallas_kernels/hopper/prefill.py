@@ -32,7 +32,7 @@ class Tuning:
     take_turns: one consumer has the tensor cores while the other computes its softmax.
     registers: weights stay in registers: a tenth fewer instructions than through shared memory, counted in the inner
       loop. Compiled kernels sum the output in place. jax's interpreter can do neither and does without;
-      `pallas_kernels.ptx` tests both forms against the reference. Codes leave no shared memory for weights.
+      `tests.emulator` tests both forms against the reference. Codes leave no shared memory for weights.
     interpret: True runs the kernel on the CPU, in jax's interpreter of GPU programs; or that interpreter's parameters.
     """
 

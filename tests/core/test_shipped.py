@@ -21,7 +21,6 @@ def test_shipped_files_are_found_by_name_and_by_their_path_in_the_repository(tmp
     for name in ("quickstart", "quickstart.yaml", "configs/quickstart.yaml"):
         assert shipped.experiment_path(name) == quickstart
     assert shipped.experiment_path("sink_window") == sinks
-    assert shipped.training_path("ksana_tiny") == ROOT / "configs" / "train" / "ksana_tiny.yaml"
     for name in ("bench-s", "configs/models/bench-s"):
         assert shipped.shipped_model(name) == model_path(name) == ROOT / "configs" / "models" / "bench-s"
     assert (model_path("ksana-tiny") / "model.safetensors").is_file()

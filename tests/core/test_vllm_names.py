@@ -1,77 +1,37 @@
-"""The tables of docs/use/coming-from-vllm.md, line by line, and what other names are told."""
+"""vLLM's names, docs/use/coming-from-vllm.md, and what is said of names that do not exist."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.config import EngineConfig
+from ksana_jax.core.vllm_names import PAGE, RENAMED
 from ksana_jax.engine.settings import engine_config
-from tests.core.vllm_page import page
 from tests.engine.small import Letters, make_llm
 
-PAGE = Path(__file__).parents[2] / "docs" / "use" / "coming-from-vllm.md"
+
+def section(title: str) -> str:
+    text = (Path(__file__).parents[2] / PAGE).read_text()
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def rows(where: str) -> list[tuple[str, str, str]]:
-    """The lines of one table: vLLM's keyword, what it is here, and the sentence."""
-    section = PAGE.read_text().partition(f"## {where}\n")[2].partition("\n## ")[0]
-    found, words = [], ("", "")
-    for line in section.splitlines():
-        if line.startswith("The same: "):
-            found += [(code, "the same", "") for code in re.findall(r"`(.+?)`", line)]
-        elif line.startswith("| "):
-            first, second, sentence = map(str.strip, line[1:-1].split("|"))
-            if "`" not in first + second:
-                words = first, second
-            elif words == ("no effect", "refused"):
-                found += [(code, words[0], sentence) for code in re.findall(r"`(.+?)`", first)]
-                found += [(code, words[1], sentence) for code in re.findall(r"`(.+?)`", second)]
-            else:
-                found.append((first.strip("`"), second, sentence))
-    return found
+def test_the_page_has_every_renamed_setting_and_the_same_value_under_both_names():
+    pairs = re.findall(r"^\| `(.+?)`.*? \| `(.+?)`", section("Renamed"), re.MULTILINE)
+    for theirs, ours in pairs:
+        both = [engine_config(eval(f"dict({code})")) for code in (theirs, ours)]  # noqa: S307  our own page
+        assert both[0] == both[1] != EngineConfig()
+    assert [theirs.partition("=")[0] for theirs, _ in pairs] == [*RENAMED]
 
 
-def keyword(code: str) -> dict:
-    """{"n": 2} of "n=2"."""
-    return eval(f"dict({code})", {"SamplingParams": SamplingParams})  # noqa: S307  our own page
-
-
-def check(make, code: str, here: str, sentence: str):
-    """Asserts what a line says of make(**keywords), the value of which two calls that mean the same share."""
-    if here == "refused":
-        with pytest.raises(ConfigError, match=re.escape(sentence)):
-            make(**keyword(code))
-    elif here == "no effect":
-        assert make(**keyword(code)) == make()
-    elif here != "the same":
-        assert make(**keyword(code)) == make(**keyword(here.strip("`"))) != make()
-    else:
-        make(**keyword(code))
-
-
-def test_the_page_is_what_the_table_makes():
-    assert PAGE.read_text() == page(), "python -m tests.core.vllm_page > docs/use/coming-from-vllm.md"
-    assert len(rows("LLM")) > 50 and len(rows("LLM.generate")) > 8 and len(rows("SamplingParams")) > 25
-    assert len(rows("LLM.chat")) > 8
-
-
-@pytest.mark.parametrize(("code", "here", "sentence"), rows("SamplingParams"))
-def test_every_line_of_sampling_params(code, here, sentence):
-    check(SamplingParams, code, here, sentence)
-    if here == "the same":
-        [(name, value)] = keyword(code).items()
-        assert getattr(SamplingParams(**{name: value}), name) == value
-
-
-@pytest.mark.parametrize(("code", "here", "sentence"), rows("LLM"))
-def test_every_line_of_llm(code, here, sentence):
-    if code.partition("=")[0] in ("load_format", "tokenizer"):  # of a directory
-        assert here == "the same"
-        LLM("ksana-tiny", max_num_seqs=1, max_model_len=16, **keyword(code))
-    else:
-        check(lambda **given: engine_config(given), code, here, sentence)
+def test_what_the_page_calls_missing_is_missing():
+    cells = re.findall(r"^\| (`.+?`) \|", section("Missing"), re.MULTILINE)
+    names = re.findall(r"`(\w+)`", " ".join(cells))
+    assert len(names) > 30
+    known = {field.name for kind in (EngineConfig, SamplingParams) for field in dataclasses.fields(kind)}
+    assert not known & {*names}
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +39,8 @@ def llm():
     return make_llm(Letters())
 
 
-@pytest.mark.parametrize(("code", "here", "sentence"), rows("LLM.generate"))
-def test_every_line_of_generate(llm, code, here, sentence):
-    def tokens(**given):
-        if not {"prompts", "prompt_token_ids"} & set(given):
-            given["prompts"] = "x.y"
-        params = SamplingParams(temperature=0, max_tokens=2)
-        outputs = llm.generate(**{"sampling_params": params} | given)
-        return [output.outputs[0].token_ids for output in outputs]
-
-    check(tokens, code, here, sentence)
-
-
-@pytest.mark.parametrize(("code", "here", "sentence"), rows("LLM.chat"))
-def test_every_line_of_chat(llm, code, here, sentence):
-    messages, params = [{"role": "user", "content": "x.y"}], SamplingParams(temperature=0, max_tokens=2)
-    check(lambda **given: [output.prompt for output in llm.chat(messages, params, **given)], code, here, sentence)
-
-
 def test_an_engine_takes_vllms_names_together():
-    names = {"swap_space": 0.001, "tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False}
-    llm = make_llm(**names, dtype="float32")
+    llm = make_llm(swap_space=0.001, tensor_parallel_size=1, dtype="float32")
     assert llm.config.host_cache_bytes == int(0.001 * 2**30) and llm.config.dtype == "f32"
 
 
@@ -109,13 +50,13 @@ def test_an_engine_takes_vllms_names_together():
         (lambda: engine_config({"max_num_seq": 4}), "LLM has no setting 'max_num_seq'; the nearest is 'max_num_seqs'"),
         (lambda: engine_config({"gpu_memory_utilisation": 4}), "the nearest is 'gpu_memory_utilization'"),
         (lambda: engine_config({"patern": "full"}), "LLM has no setting 'patern'; the nearest is 'pattern'"),
-        (lambda: engine_config({"zzzz": 4}), "LLM has no setting 'zzzz'"),
+        (lambda: engine_config({"zzzz": 4}), f"LLM has no setting 'zzzz'; see {PAGE}"),
         (
             lambda: engine_config({"swap_space": 1, "host_cache_bytes": 1}),
             "swap_space and host_cache_bytes are two names",
         ),
         (lambda: engine_config({"swap_space": "4"}), "host_cache_bytes is '4', must be an integer from 0"),
-        (lambda: engine_config({"pipeline_parallel_size": True}), "LLM does not support pipeline_parallel_size=True"),
+        (lambda: engine_config({"enforce_eager": True}), f"LLM has no setting 'enforce_eager'; see {PAGE}"),
         (lambda: SamplingParams(temprature=1), "SamplingParams has no setting 'temprature'; the nearest is 'temp"),
         (lambda: LLM(5), "model is of type int, must be a path or a name"),
         (lambda: LLM("ksana-tiny", tokenizer=5), "tokenizer is of type int, must be a path, a ksana_jax Tokenizer or"),

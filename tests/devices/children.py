@@ -15,7 +15,8 @@ COMMON = """
 import ctypes, warnings
 import pytest
 from ksana_jax.devices.starting import started, use_device
-from ksana_jax.devkit.loopback.wrapper import Loopback, library, opened
+from tests import loopback
+from tests.loopback.wrapper import Loopback, library, opened
 from ksana_jax.core.errors import ConfigError
 """
 

@@ -14,10 +14,11 @@ import warnings
 import numpy as np
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.devices.capabilities import capabilities
+from tests import loopback
 
 def engine(*lacks, memory_bytes=2**28, **settings):
     options = {"lacks": list(lacks), "memory_bytes": memory_bytes}
-    device = {"platform": "npu", "plugin": "loopback", "options": options, **settings.pop("device", {})}
+    device = loopback.setting(**options) | settings.pop("device", {})
     settings = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 32, **settings}
     return LLM("ksana-tiny", device=device, **settings)
 
@@ -60,7 +61,7 @@ def test_a_device_may_be_asked_first_while_a_step_is_traced():
 @loopback_plugin
 def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_traced():
     child("""
-    use_device({"platform": "npu", "plugin": "loopback", "options": {"lacks_operations": ["dynamic while", "xor"]}})
+    use_device(loopback.setting(lacks_operations=["dynamic while", "xor"]))
     import jax, numpy as np
     from ksana_jax.devices.capabilities import features, stored_as_bits
     from ksana_jax.devices.features import Features
@@ -83,7 +84,7 @@ def test_what_an_unknown_device_has_is_tried_once_and_also_while_a_step_is_trace
 def test_what_the_setting_says_a_device_has_is_not_tried():
     child("""
     said = {"dynamic_loops": False, "generator": "rbg"}
-    use_device({"platform": "npu", "plugin": "loopback", "features": said, "options": {"lacks_operations": ["case"]}})
+    use_device(loopback.setting(lacks_operations=["case"]) | {"features": said})
     import jax
     from ksana_jax.devices.capabilities import features
     from ksana_jax.devices.features import Features

@@ -8,8 +8,7 @@ import warnings
 import jax
 import pytest
 
-from ksana_jax.devkit.device_check.report import _run, probe
-from ksana_jax.devkit.loopback import openxla
+from ksana_jax.lab.device_check.report import _run, probe
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.records import Shard
 from ksana_jax.lab.experiments.report import report
@@ -17,6 +16,7 @@ from ksana_jax.lab.experiments.run import run
 from ksana_jax.native.compiler import compiler_command
 from tests.devices.children import ROOT, child, run_tests
 from tests.devices.test_capabilities import EXPECTED
+from tests.loopback import openxla
 from tests.machine import compiled, no_native_products, real_plugin
 
 pytestmark = real_plugin

@@ -4,17 +4,14 @@ import json
 
 import pytest
 
-from ksana_jax.devkit.device_check import report
-from ksana_jax.devkit.device_check.findings import Finding, tried
+from ksana_jax.lab.device_check import report
+from ksana_jax.lab.device_check.findings import Finding, tried
+from tests import loopback
 from tests.machine import loopback_plugin
 
 
-def loopback(**options):
-    return {"platform": "npu", "plugin": "loopback", "options": options}
-
-
 def found(group: str, seconds: float = 300, **options) -> dict[str, Finding]:
-    return {f.what: f for f in report._run(group, loopback(**options), seconds)}
+    return {f.what: f for f in report._run(group, loopback.setting(**options), seconds)}
 
 
 def test_a_check_that_raises_is_a_finding():
@@ -44,7 +41,7 @@ def test_a_function_without_which_jaxlib_ends_the_process_is_reported():
 
 @loopback_plugin
 def test_a_group_that_hangs_is_ended():
-    [finding] = report._run("identity", loopback(), 0.05)
+    [finding] = report._run("identity", loopback.setting(), 0.05)
     assert finding.works is False and "it hung, and was ended after 0.05 s" in finding.detail
 
 
@@ -58,7 +55,7 @@ def test_tokens_are_compared():
 @loopback_plugin
 @pytest.mark.soak
 def test_the_engine_runs_where_everything_works():
-    made = report.probe(loopback(), 300)
+    made = report.probe(loopback.setting(), 300)
     assert made.verdict is None
     wrong = {f.what for group in made.groups.values() for f in group if f.works is False}
     # The extension for costs is newer than jax 0.10; jax keeps programs of some platforms only.

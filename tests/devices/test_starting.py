@@ -28,8 +28,8 @@ def test_what_cannot_start_is_said_and_another_device_can_be_used_after_it(tmp_p
 @loopback_plugin
 def test_a_plugin_that_does_not_start_is_not_the_end_of_the_process():
     child("""
-    lacking = {"platform": "lame", "plugin": "loopback", "options": {"lacks": ["Client_Create"]}}
-    with pytest.raises(ConfigError, match="device lame .loopback.: the plugin was found and cannot start: .*_Create"):
+    lacking = loopback.setting(lacks=["Client_Create"]) | {"platform": "lame"}
+    with pytest.raises(ConfigError, match="device lame .*register.: the plugin was found and cannot start: .*_Create"):
         use_device(lacking)
     use_device("cpu")
     """)
@@ -80,7 +80,7 @@ def test_an_installed_plugin_is_found_by_its_platform(tmp_path):
     package.mkdir(parents=True)
     package.joinpath("__init__.py").write_text(
         textwrap.dedent("""
-        from ksana_jax.devkit.loopback.wrapper import register
+        from tests.loopback.wrapper import register
 
         def initialize():
             register("npu", {})
@@ -106,6 +106,6 @@ def test_jax_that_has_started_elsewhere_cannot_be_moved():
     jax.devices()
     use_device(None)
     use_device("cpu")
-    for setting in ("npu", {"platform": "npu", "plugin": "loopback"}):
+    for setting in ("npu", {"platform": "npu", "plugin": "own.plugin:register"}):
         with pytest.raises(ValueError, match="jax has already started on cpu"):
             use_device(setting)

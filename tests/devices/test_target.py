@@ -10,7 +10,7 @@ from ksana_jax.core.device_setting import FEATURES, DeviceTarget, canonical_devi
 from ksana_jax.devices.features import Features
 from ksana_jax.lab.experiments.config import plan
 
-LOOPBACK = {"platform": "npu", "plugin": "loopback"}
+OWN = {"platform": "npu", "plugin": "own.plugin:register"}
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ LOOPBACK = {"platform": "npu", "plugin": "loopback"}
         ("npu", {"platform": "npu"}),
         ("NPU", {"platform": "npu"}),
         ({"platform": "npu", "plugin": "installed", "options": {}}, {"platform": "npu"}),
-        (LOOPBACK, LOOPBACK),
-        ({**LOOPBACK, "donation": False, "memory_bytes": 5}, {**LOOPBACK, "donation": False, "memory_bytes": 5}),
+        (OWN, OWN),
+        ({**OWN, "donation": False, "memory_bytes": 5}, {**OWN, "donation": False, "memory_bytes": 5}),
         ({"platform": "npu", "features": {"generator": "rbg"}}, {"platform": "npu", "features": {"generator": "rbg"}}),
     ],
 )
@@ -36,33 +36,23 @@ def test_each_value_has_one_spelling(given, plain):
     "given, message",
     [
         (3, "device is 3, must be a platform's name or a mapping with a platform"),
-        ({"plugin": "loopback"}, "device has no platform"),
+        ({"plugin": "installed"}, "device has no platform"),
         ({"platform": "n p u"}, "device.platform is 'n p u', must be a name such as npu"),
-        ({"platform": "npu", "plug": "loopback"}, "device has no field 'plug'; the nearest is 'plugin'"),
+        ({"platform": "npu", "plug": "installed"}, "device has no field 'plug'; the nearest is 'plugin'"),
         (
             {"platform": "npu", "plugin": "here"},
-            "device.plugin is 'here', must be installed, loopback or the path of a",
+            "device.plugin is 'here', must be installed, the path of a library",
         ),
         ({"platform": "npu", "plugin": "/none/a.so"}, "device.plugin is /none/a.so, and there is no such file"),
-        ({"platform": "cpu", "plugin": "loopback"}, "device.platform is 'cpu', jax's own name"),
+        ({**OWN, "platform": "cpu"}, "device.platform is 'cpu', jax's own name"),
         ({"platform": "npu", "options": {"a": 1}}, "device.options are for a plugin given by its path"),
+        ({**OWN, "donation": "yes"}, "device.donation is 'yes'"),
+        ({**OWN, "memory_bytes": 0}, "device.memory_bytes is 0"),
         (
-            {**LOOPBACK, "options": {"memory": 2}},
-            "the loopback plugin has no option 'memory'; it has memory_bytes, pinned_host",
-        ),
-        ({**LOOPBACK, "options": {"memory_bytes": 0}}, "memory_bytes is 0, must be"),
-        (
-            {**LOOPBACK, "options": {"lacks": ["Buffer_Dance"]}},
-            "lacks has 'Buffer_Dance', which is no function of the PJRT",
-        ),
-        ({**LOOPBACK, "options": {"lacks_operations": "sort"}}, "'sort' is not a list of names"),
-        ({**LOOPBACK, "donation": "yes"}, "device.donation is 'yes'"),
-        ({**LOOPBACK, "memory_bytes": 0}, "device.memory_bytes is 0"),
-        (
-            {**LOOPBACK, "features": {"loops": True}},
+            {**OWN, "features": {"loops": True}},
             "device.features has loops: True; there are dynamic_loops .True or",
         ),
-        ({**LOOPBACK, "features": {"generator": "philox"}}, "'philox'; there are .* generator .threefry or rbg"),
+        ({**OWN, "features": {"generator": "philox"}}, "'philox'; there are .* generator .threefry or rbg"),
     ],
 )
 def test_a_mistake_is_named(given, message):
@@ -71,8 +61,9 @@ def test_a_mistake_is_named(given, message):
 
 
 def test_an_override_writes_the_setting_as_yaml():
-    made = plan({"task": "perplexity", "model": "ksana-tiny"}, ["engine.device={platform: npu, plugin: loopback}"])
-    assert [trial.config["engine"]["device"] for trial in made.trials] == [LOOPBACK]
+    override = 'engine.device={platform: npu, plugin: "own.plugin:register"}'
+    made = plan({"task": "perplexity", "model": "ksana-tiny"}, [override])
+    assert [trial.config["engine"]["device"] for trial in made.trials] == [OWN]
 
 
 def test_the_names_of_features_are_theirs():
@@ -80,4 +71,4 @@ def test_the_names_of_features_are_theirs():
 
 
 def test_a_target_is_shown_with_its_plugin():
-    assert [str(DeviceTarget("npu")), str(DeviceTarget("npu", "loopback"))] == ["npu", "npu (loopback)"]
+    assert [str(DeviceTarget("npu")), str(DeviceTarget(**OWN))] == ["npu", "npu (own.plugin:register)"]

@@ -43,7 +43,7 @@ def test_an_installed_package_serves_the_device_that_it_is_for(package):
         """
         from ksana_jax import LLM, SamplingParams
         import toy_attention
-        device = {"platform": "npu", "plugin": "loopback"}
+        device = loopback.setting()
         llm = LLM("ksana-tiny", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=16, device=device)
         assert llm.runner.implementation.name == "toy"
         [output] = llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))

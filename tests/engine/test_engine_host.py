@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.benches.host_engine import RandomTokens
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.core.request import FinishReason, RequestInput
-from ksana_jax.lab.bench.host_engine import RandomTokens
 from tests.fakes import (
     FULLY,
     VOCAB,

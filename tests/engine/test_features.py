@@ -6,12 +6,12 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.devices.features import ALL_FEATURES, RBG, Features
-from ksana_jax.devkit.loopback.operations import DYNAMIC_WHILE, operations_in
 from ksana_jax.runner import compiling
 from ksana_jax.sampling.sampler import sample
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.sharding import placement
 from tests.engine.small import make_llm, tokens_of
+from tests.loopback.operations import DYNAMIC_WHILE, operations_in
 from tests.sampling.test_sampler import random_logits, settings
 
 FEW = Features(dynamic_loops=False, branches=False)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import shutil
+import sys
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -14,9 +16,9 @@ from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.request_factory import ending_ids
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.loading.gguf_blocks import apart, decode
+from ksana_jax.loading.gguf_blocks import decode
 from ksana_jax.loading.gguf_export import export_gguf
-from ksana_jax.loading.gguf_quantise import QUANTISED, encode
+from ksana_jax.loading.gguf_writer import QUANTISED
 from ksana_jax.loading.load import load_model
 from ksana_jax.models.frequencies import make_rope
 from ksana_jax.models.params import stated
@@ -28,32 +30,6 @@ WIDTHS = {"vocab_size": 1024, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, 
 TEXT = "def f(x):\n    return x + 1  # naïve"
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_codes_are_the_nearest_for_the_scale_of_their_block(kind):
-    rng = np.random.default_rng(0)
-    values = (rng.normal(size=(24, 3, 32)) * rng.choice([1e-3, 1, 50], (24, 3, 1))).astype(np.float32)
-    values[0, 0], values[0, 1], values[1, 0, 3] = 0, 2.5, 1e-9
-    values = values.reshape(24, 96)
-    blocks = encode(kind, values)
-    _, scales, minima, _ = apart(kind, blocks)
-    bits, has_minima = QUANTISED[kind]
-    assert (minima is not None) == has_minima
-    codes = np.arange(2**bits) - (0 if has_minima else 2 ** (bits - 1))
-    levels = scales.astype(np.float32)[..., None] * codes + (0 if minima is None else minima[..., None])
-    errors = np.abs(values.reshape(24, 3, 32, 1) - levels[:, :, None]).min(-1)
-    found = np.abs(decode(kind, blocks) - values).reshape(errors.shape)
-    np.testing.assert_allclose(found, errors, rtol=1e-5, atol=1e-7)
-    assert not decode(kind, blocks)[0, :32].any()
-    # No scale is wasted: the largest error is half a step, and one step at the end where a code with a sign has none.
-    step = np.abs(scales.astype(np.float32))[..., None]
-    assert (found <= step * (0.51 if has_minima or bits == 8 else 1.01) + 1e-2 * np.abs(values).min()).all()
-
-
-def test_values_beyond_the_range_of_scales_are_refused():
-    with pytest.raises(ValueError, match=r"values of up to 3e\+07 exceed the float16 scales of Q8_0"):
-        encode("Q8_0", np.full((1, 32), 3e7, np.float32))
-
-
 def rounded(config, params, kind):
     """Parameters as they are read from a file of a kind."""
 
@@ -61,7 +37,7 @@ def rounded(config, params, kind):
         field = path[-1].name
         if w.ndim > 1 and field != "w_shared_gate":
             to = "Q8_0" if field in ("embed", "head") else kind if stated(field, "a test").quantises else "F32"
-            return decode(to, encode(to, np.asarray(w)))
+            return decode(to, gguf.quants.quantize(np.asarray(w), gguf.GGMLQuantizationType[to]).view(np.uint8))
         stored_plus_one = config.norm == "rms_plus_one" and field.endswith("norm")
         return (w + np.float32(1)) - np.float32(1) if stored_plus_one else w
 
@@ -115,6 +91,21 @@ def test_a_model_is_the_same_apart_from_rounding_from_a_folder_or_a_gguf_file(na
     check(tmp_path / "of_file.gguf", load_model(twin)[0], params, "Q8_0")
     given, made = read_gguf(twin).metadata, read_gguf(tmp_path / "of_file.gguf").metadata
     assert made == given | {"general.quantization_version": 2}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_each_type_is_read_as_it_was_rounded(kind, tmp_path):
+    _, config = TWINS["llama"]
+    config = dataclasses.replace(config, **WIDTHS)
+    path = write_twin(tmp_path / "model.gguf", "llama", config, random_tensors(config))
+    export_gguf(path, tmp_path / "out.gguf", kind)
+    check(tmp_path / "out.gguf", *load_model(path), kind)
+
+
+def test_without_the_package_an_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'ksana-jax\[gguf\]'"):
+        export_gguf("ksana-tiny", tmp_path / "out.gguf", "Q4_1")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -177,7 +168,9 @@ def test_what_gguf_cannot_express_is_refused_and_nothing_is_written(tmp_path):
     config = dataclasses.replace(config, rope=RopeConfig())
     large = random_tensors(config)
     large["model.layers.1.mlp.up_proj.weight"][3, 40] = 1e7
-    with pytest.raises(LoadError, match=r"up_proj.weight: values of up to 1e\+07 exceed the float16 scales of Q4_1"):
+    with pytest.raises(
+        LoadError, match=r"blk\.1\.ffn_up\.weight: values of up to 1e\+07 exceed the float16 scales of Q4_1"
+    ):
         export_gguf(write_model(tmp_path / "model", large, config), out, "Q4_1")
     with pytest.raises(ConfigError, match="kind is 'Q4_K', must be one of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0"):
         export_gguf(folder, out, "Q4_K")

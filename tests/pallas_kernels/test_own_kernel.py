@@ -13,11 +13,11 @@ from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.ops import implementations, kernels
 from ksana_jax.ops.implementations import Implementation, explain
 from pallas_kernels import arguments
-from pallas_kernels.aot import cases
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.patterns import Pattern
 from pallas_kernels.registry import KERNELS
 from tests.engine.small import VOCAB, make_llm, tokens_of
+from tests.kernel_report import cases
 from tests.pallas_kernels.contract import check
 
 NAME = "one_program_a_tile"

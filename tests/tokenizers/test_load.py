@@ -202,6 +202,16 @@ def test_an_id_that_no_file_of_its_size_reaches_is_refused(directory):
             load_tokenizer(path)
 
 
+def test_dropout_of_a_file_is_off(tmp_path):
+    vocabulary = {letter: index for index, letter in enumerate("abc")} | {"ab": 3, "abc": 4}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b"), ("ab", "c")], dropout=0.5))
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    assert len({tuple(raw.encode("abcabcabc").ids) for _ in range(50)}) > 1
+    tokenizer = load_tokenizer(tmp_path)
+    assert {tuple(tokenizer.encode("abcabcabc")) for _ in range(50)} == {(4, 4, 4)}
+
+
 BROKEN = {
     "tokenizer.json": [
         b"",

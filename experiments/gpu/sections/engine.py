@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.gpu.context import Context
 from experiments.gpu.llama import XLA, random_params
-from pallas_kernels.aot.report import count_thunks
+from tests.kernel_report.report import count_thunks
 
 # Fewer tokens apart than this in log-probability are a tie for bfloat16: either may come first.
 TIE = 0.05

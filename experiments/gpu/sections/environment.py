@@ -88,7 +88,7 @@ def _compile_kernels(context: Context) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
-        "pallas_kernels.aot.check",
+        "tests.kernel_report",
         "--target",
         "h200",
         "--only",

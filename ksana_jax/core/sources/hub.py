@@ -1,20 +1,18 @@
-"""Models and adapters of the Hugging Face hub: names, copies in the hub's cache, and downloads of missing files.
+"""Models and adapters of the Hugging Face hub: names, and their snapshots, of which only files that are read are
+downloaded.
 
-Only files that are read are downloaded. huggingface_hub is imported when the first name of the hub is met: importing it
-takes longer than loading a small model.
+huggingface_hub is imported when the first name of the hub is met: importing it takes longer than loading a small model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import glob
 import json
 import logging
-import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ksana_jax.core.errors import LoadError
 
@@ -30,7 +28,6 @@ OTHER_TEMPLATES = "additional_chat_templates"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files of an adapter that PEFT has saved.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-MAX_INDEX_BYTES = 16 * 2**20
 MAX_PARTS = 1000
 
 FORMS = "org/name, org/name@revision, org/name/file.gguf or org/name@revision/file.gguf"
@@ -46,6 +43,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}").fullmatch
 
 # The files of a name that are needed: config and tokenizer of a model, its weights as well, or an adapter.
 Wanted = Literal["config", "weights", "adapter"]
+_SMALL = (*SMALL_FILES, f"{OTHER_TEMPLATES}/*.jinja")
+_PATTERNS = {"config": _SMALL, "weights": (*_SMALL, INDEX, "model*.safetensors"), "adapter": ADAPTER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +70,6 @@ class HubName:
         return self.repo + (f"@{self.revision}" if self.revision else "") + (f"/{self.file}" if self.file else "")
 
 
-class Incomplete(LoadError):
-    """A copy of a model lacks files."""
-
-    def __init__(self, folder: Path, missing: list[str]):
-        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
-        self.folder, self.missing = folder, missing
-        self.says = f"its copy in the hub's cache, {folder}, lacks {', '.join(missing[:3])}{more}"
-        super().__init__(self.says)
-
-
 # The commit of each revision that this process has resolved: it keeps to one, even if another is pushed.
 _commits: dict[tuple[str, str, str | None], str] = {}
 
@@ -101,13 +90,11 @@ def locate(name: HubName, wanted: Wanted, download: bool) -> Path:
 
     key = (str(constants.HF_HUB_CACHE), name.repo, name.revision)
     revision = _commits.get(key, name.revision)
-    try:
-        folder = _copy(name, revision, wanted, local_files_only=True)
-    except Exception as error:  # a download repairs any fault of the copy
-        if not download:
-            raise LoadError(f"{name} is not in the hub's cache, {constants.HF_HUB_CACHE}") from error
-        lacking = f"there is no such path, and no complete copy in the hub's cache, {constants.HF_HUB_CACHE}"
-        folder = _download(name, revision, wanted, error.says if isinstance(error, Incomplete) else lacking)
+    folder = _cached(name, revision, wanted)
+    if folder is None and not download:
+        raise LoadError(f"{name} is not in the hub's cache, {constants.HF_HUB_CACHE}")
+    if folder is None:
+        folder = _downloaded(name, revision, wanted)
     if key not in _commits:
         _commits[key] = folder.name
         logger.info("%s is commit %s of the hub, in %s", name, folder.name, folder)
@@ -122,143 +109,93 @@ def commit_of(path: Path) -> str | None:
     return None
 
 
-def _copy(name: HubName, revision: str | None, wanted: Wanted, **options: Any) -> Path:
-    """Returns the snapshot of a model or adapter, after downloading missing files unless local_files_only is given.
-
-    Raises:
-      Incomplete: it lacks files. Otherwise huggingface_hub's errors.
-    """
-    if name.file is not None or wanted == "adapter":
-        files = [*ADAPTER] if name.file is None else _parts(name.file)
-        folder = _snapshot(name.repo, revision, files, options)
-        return _complete(folder, files)
-    weights = wanted == "weights"
-    folder = _snapshot(name.repo, revision, [*SMALL_FILES, INDEX] if weights else SMALL_FILES, options)
-    present = [file for file in SMALL_FILES if os.path.lexists(folder / file)]  # perhaps dangling links
-    _complete(folder, [CONFIG, *present])
-    if options.get("local_files_only") and not any(file in present for file in TOKENIZERS):
-        # Other programs download single files. Whether the model has no tokenizer, only the hub knows.
-        raise Incomplete(folder, [TOKENIZERS[0]])
-    if weights:
-        files = _weights(folder)
-        folder = _snapshot(name.repo, folder.name, files, options)
-        _complete(folder, files)
-    return folder
-
-
-def _snapshot(repo: str, revision: str | None, files: Any, options: dict[str, Any]) -> Path:
+def _snapshot(name: HubName, revision: str | None, wanted: Wanted, local_files_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [*map(glob.escape, files), *[f"{OTHER_TEMPLATES}/*.jinja"] * (CONFIG in files)]
-    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **options))
-    if commit_of(folder) is None:
-        raise LoadError(
-            f"{repo}: {folder} is not a snapshot of the hub's cache; delete refs/{revision or 'main'} there"
-        )
-    return folder
+    patterns = _PATTERNS[wanted] if name.file is None else map(glob.escape, _parts(name.file))
+    settings = {"allow_patterns": [*patterns], "local_files_only": local_files_only}
+    return Path(snapshot_download(name.repo, revision=revision, **settings))
 
 
-def _complete(folder: Path, files: list[str]) -> Path:
-    if missing := [file for file in dict.fromkeys(files) if not (folder / file).is_file()]:
-        raise Incomplete(folder, missing)
-    return folder
+def _cached(name: HubName, revision: str | None, wanted: Wanted) -> Path | None:
+    """Returns the snapshot in the cache; None if it may lack files."""
+    try:
+        folder = _snapshot(name, revision, wanted, local_files_only=True)
+    except Exception:  # a download repairs any fault of the copy
+        return None
+    # Other programs download single files. Whether a model has no tokenizer, only the hub knows.
+    is_model = name.file is None and wanted != "adapter"
+    no_tokenizer = is_model and not any((folder / file).is_file() for file in TOKENIZERS)
+    return None if no_tokenizer or _missing(name, wanted, folder) else folder
+
+
+def _missing(name: HubName, wanted: Wanted, folder: Path) -> list[str]:
+    if name.file is not None:
+        files = _parts(name.file)
+    elif wanted == "adapter":
+        files = [*ADAPTER]
+    else:
+        files = [CONFIG, *(_weights(folder) if wanted == "weights" else ())]
+    return [file for file in files if not (folder / file).is_file()]
 
 
 def _parts(file: str) -> list[str]:
     """Returns the files of a GGUF model that may be split: all parts of the one that is named."""
     if (part := _PART(file)) is None:
         return [file]
-    if (count := int(part["count"])) > MAX_PARTS:
-        raise LoadError(f"{file} has {count:,} parts; supported: at most {MAX_PARTS:,}")
-    return [f"{part['stem']}-{n:05}-of-{part['count']}.gguf" for n in range(1, count + 1)]
+    return [f"{part['stem']}-{n:05}-of-{part['count']}.gguf" for n in range(1, int(part["count"]) + 1)]
 
 
 def _weights(folder: Path) -> list[str]:
     """Returns the files of weights: one, or those that an index names. The loader explains why an index is unusable."""
-    index = folder / INDEX
-    if (folder / SINGLE).is_file() or not os.path.lexists(index):
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return [SINGLE]
-    if not index.is_file():  # a dangling link
-        return [index.name]
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        return []
     try:
-        named = {*map(str, json.loads(index.read_bytes())["weight_map"].values())}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return sorted({*map(str, json.loads((folder / INDEX).read_bytes())["weight_map"].values())})
+    except (ValueError, LookupError, TypeError, AttributeError):
         return []
-    if len(named) > MAX_PARTS:
-        return []
-    return sorted(name for name in named if name.endswith(".safetensors") and ".." not in Path(name).parts)
 
 
-def _download(name: HubName, revision: str | None, wanted: Wanted, lacking: str) -> Path:
-    """Downloads missing files. lacking: their description, for messages."""
+def _downloaded(name: HubName, revision: str | None, wanted: Wanted) -> Path:
+    """Returns the snapshot after downloading missing files."""
+    from huggingface_hub import HfApi, constants
+
+    lacking = f"there is no such path, and no complete copy in the hub's cache, {constants.HF_HUB_CACHE}"
     try:
-        return _copy(name, revision, wanted)
-    except Incomplete as error:
-        raise LoadError(f"{name}: {_why_incomplete(name, error)}") from None
-    except LoadError:
-        raise
+        folder = _snapshot(name, revision, wanted)
+        if not (missing := _missing(name, wanted, folder)):
+            return folder
+        lacking = f"its copy in the hub's cache, {folder}, lacks {missing[0]}"
+        listed = HfApi().list_repo_files(name.repo, revision=folder.name)
     except Exception as error:  # of any version of huggingface_hub, and of its HTTP client
         raise LoadError(f"{name}: {_why(name, error, lacking)}") from error
-
-
-def _why_incomplete(name: HubName, error: Incomplete) -> str:
-    """Returns why a download left files out: the hub does not have them, or it was not reached."""
-    from huggingface_hub import HfApi
-
-    try:
-        files = HfApi().list_repo_files(name.repo, revision=commit_of(error.folder))
-    except Exception as reason:
-        return _why(name, reason, error.says)
-    if not (absent := [file for file in error.missing if file not in files]):
-        return f"{error.says}; delete the folder to download it again"
-    if absent[0] in ADAPTER:
-        return f"there is no {absent[0]} on the hub; an adapter has {' and '.join(ADAPTER)}"
-    ggufs = [file for file in files if file.endswith(".gguf")]
+    if missing[0] in listed:
+        command = f"hf download {name.repo} {missing[0]} --revision {folder.name}"
+        raise LoadError(f"{name}: {lacking}; `{command}` adds it")
+    ggufs = [file for file in listed if file.endswith(".gguf")]
     shown = ", ".join(ggufs[:8]) + (f" and {len(ggufs) - 8:,} more" if len(ggufs) > 8 else "")
-    choose = f"; its GGUF files: {shown}" if ggufs else "; supported: safetensors and GGUF files"
-    return f"there is no {absent[0]} on the hub{choose}"
+    choose = f"its GGUF files: {shown}" if ggufs else "supported: safetensors and GGUF files"
+    raise LoadError(f"{name}: there is no {missing[0]} on the hub; {choose}")
 
 
-def _why(name: HubName, error: BaseException, lacking: str) -> str:
+def _why(name: HubName, error: Exception, lacking: str) -> str:
     """Returns why a model cannot be downloaded and what to do, in one line."""
     from huggingface_hub import constants, errors
 
-    # huggingface_hub reports an earlier error as "not in the cache".
-    chain = _chain(error)
-
-    def among(kind: type[BaseException]) -> BaseException | None:
-        return next((each for each in chain if isinstance(each, kind)), None)
-
-    if any(e.errno == errno.ENOSPC for e in chain if isinstance(e, OSError)) or "No space left" in str(error):
-        return f"no space is left in {constants.HF_HUB_CACHE}; free some, or name another folder in HF_HOME"
-    if among(errors.GatedRepoError):
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the library reports a hub that it does not reach as a file that is not in the cache
+    if isinstance(error, errors.GatedRepoError):
         return "access is gated: accept its terms on its page of the hub, then log in (`hf auth login`, or HF_TOKEN)"
-    if among(errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "there is no such path, and no such model on the hub for you; for a private one, log in (`hf auth login`, "
-            "or HF_TOKEN)"
+            "there is no such path, and no such model on the hub; for a private one, log in (`hf auth login`, or "
+            "HF_TOKEN)"
         )
-    if among(errors.RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision!r} on the hub"
-    if invalid := among(errors.HFValidationError):
-        return f"not a name that the hub allows: {_line(invalid)}"
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    if isinstance(error, errors.HFValidationError):
+        return f"not a name that the hub allows: {line}"
     if constants.HF_HUB_OFFLINE:
         return f"{lacking}, and HF_HUB_OFFLINE is set; unset it once to download what is missing"
-    if refused := among(errors.HfHubHTTPError):
-        return f"{lacking}, and the hub refuses: {_line(refused)}"
-    return f"{lacking}, and the hub cannot be reached ({type(chain[-1]).__name__}: {_line(chain[-1])})"
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__
-    return found
-
-
-def _line(error: BaseException) -> str:
-    """Returns the first line of an error's text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+    return f"{lacking}, and the download failed ({type(error).__name__}: {line})"

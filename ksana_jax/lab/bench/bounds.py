@@ -54,7 +54,7 @@ def work_of(
       prompts, outputs: tokens of each request.
       weights_bytes: bytes of weights that a step reads; None if all weights are in dtype.
     """
-    from ksana_jax.lab.bench.tokens_in_forward import flop_per_token
+    from experiments.benches.tokens_in_forward import flop_per_token
 
     size = DTYPE_BYTES[dtype]
     weights = flop_per_token(model, 0) // 2 * size if weights_bytes is None else weights_bytes

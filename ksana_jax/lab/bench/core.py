@@ -1,7 +1,7 @@
 """Shared by all benchmarks: turns, medians, records, table, figure and JSON. Knows no engine.
 
-Your own benchmark is a dataclass in a separate file, a subclass of `Bench` whose fields are its options, and an
-entry in BENCHES; `ksana bench NAME` then has it, with an option for each field.
+Your own benchmark is a dataclass in a separate file, a subclass of `Bench` whose fields are its options;
+`ksana bench package.module:Class` has an option for each field.
 """
 
 from __future__ import annotations

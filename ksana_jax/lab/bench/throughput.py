@@ -1,22 +1,17 @@
-"""`ksana bench throughput`: output tokens per second of this and other engines on one checkpoint."""
+"""`ksana bench throughput`: output tokens per second. `experiments/benches/throughput.py` adds other engines."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.gguf_file import SUFFIX, gguf_of
-from ksana_jax.core.processor import num_cores
-from ksana_jax.core.sources import MODEL_HELP, model_path
+from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
-from ksana_jax.lab.bench.peers import PEERS
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-    from ksana_jax.lab.bench.peer_process import PeerProcess
 
 OURS, STEPS, EVICTING, BOUND = "ksana_jax", "ksana_jax, steps together", "ksana_jax, evicting", "bound"
 OWN = (OURS, STEPS)
@@ -55,14 +49,12 @@ def workload(
 class Throughput(Bench):
     """Measures output tokens per second, prompts included: prompts of 32 to 256 tokens, outputs of 16 to 128, greedy.
 
-    One request has a prompt and an output of 128 tokens. With --peers, other engines serve the same requests with the
-    same weights, dtype and threads, alternating with this one. With --quantization, llama.cpp alone is given a GGUF
-    file, as stored; without it, all are given the numbers of the file in --dtype. With --kv-eviction, also how many
-    requests a pool of as many bytes serves at once if they evict."""
+    One request has a prompt and an output of 128 tokens. With --kv-eviction, also how many requests a pool of as many
+    bytes serves at once if they evict."""
 
     model: str = option("ksana-tiny", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")
-    quantization: str | None = option(None, "of this engine's weights: int8, w8a8 or stored; not the peers'")
+    quantization: str | None = option(None, "of the weights: int8, w8a8 or stored")
     requests: tuple[int, ...] = option((32,), "numbers of requests, all submitted at the start")
     prompt_tokens: int | None = option(None, "tokens of each prompt")
     output_tokens: int | None = option(None, "tokens of each output")
@@ -70,8 +62,6 @@ class Throughput(Bench):
     num_blocks: int | None = option(None, "blocks in the pool; as many as all requests need if it is not given")
     num_scheduler_steps: int = option(8, "decode steps in one call, of a second row of this engine; 1 leaves it out")
     kv_eviction: dict[str, Any] | None = option(None, "KV eviction as in YAML, such as '{method: h2o, budget: 0.2}'")
-    peers: str | None = option(None, "environment of other engines, as `make peers` makes it: .venv-peers")
-    only: tuple[str, ...] = option((), "first words of the peers to measure, such as vLLM,llama.cpp; all if not given")
 
     def title(self) -> str:
         return f"Output tokens per second of {self.model}, {self.dtype}"
@@ -84,29 +74,20 @@ class Throughput(Bench):
         sizes = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         counts += [checks.integer(name, size) for name, size in sizes.items() if size is not None]
         checks.require(*counts, checks.integer("num_scheduler_steps", self.num_scheduler_steps), error=ConfigError)
-        for name in self.only:
-            if not any(label.startswith(name) for label in PEERS):
-                raise ConfigError(f"only is {name!r}, must begin the name of a peer: {'; '.join(PEERS)}")
-        peers = [label for label in PEERS if label.startswith(self.only or "")] * (self.peers is not None)
-        labels = [OURS] + [STEPS] * (self.num_scheduler_steps > 1) + [EVICTING] * bool(self.kv_eviction) + peers
-        return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *labels)]
+        return [Case(label, {"requests": count}) for count in self.requests for label in (BOUND, *self.labels())]
+
+    def labels(self) -> list[str]:
+        """Returns the labels of the rows that serve requests."""
+        return [OURS] + [STEPS] * (self.num_scheduler_steps > 1) + [EVICTING] * bool(self.kv_eviction)
 
     # ------------------------------------------------------------------ measuring
 
     def start(self) -> None:
         from ksana_jax.lab.bench.latency import make_llm
-        from ksana_jax.loading.tensor_files import has_weights
 
-        self.processes_of: dict[str, PeerProcess] = {}
         self.ours: dict[int, list[list[int]]] = {}
         self.bound_s: dict[int, float] = {}  # by number of requests
-        self.folder = tempfile.TemporaryDirectory()
-        model = model_path(self.model)
-        is_random = not has_weights(model)
-        if self.peers is not None and (is_random or (gguf_of(model) and self.quantization is None)):
-            _export(model, Path(self.folder.name), self.dtype, "dummy" if is_random else "auto", self.seed)
-            model = Path(self.folder.name)
-        self.model_files = gguf_of(model) or model
+        model = self.checkpoint()
         longest = (self.prompt_tokens or MOST_TOKENS[0]) + (self.output_tokens or MOST_TOKENS[1])
         self.max_model_len = max(MAX_MODEL_LEN, longest)
         settings = {
@@ -115,16 +96,26 @@ class Throughput(Bench):
             "max_num_seqs": max(self.requests),
             "max_model_len": self.max_model_len,
         }
-        make = functools.partial(make_llm, str(model), num_blocks=self.num_blocks, seed=self.seed, **settings)
+        make = functools.partial(make_llm, model, num_blocks=self.num_blocks, seed=self.seed, **settings)
         self.llms = {OURS: make()}
         if self.num_scheduler_steps > 1:
             self.llms[STEPS] = make(num_scheduler_steps=self.num_scheduler_steps)
         if self.kv_eviction:
             full = self.llms[OURS]
             settings |= {"kv_eviction": self.kv_eviction, "memory_bytes": full.num_blocks * full.block_bytes}
-            self.llms[EVICTING] = make_llm(str(model), seed=self.seed, **settings)
+            self.llms[EVICTING] = make_llm(model, seed=self.seed, **settings)
         for llm in self.llms.values():
             llm.warm_up(longest)
+
+    def checkpoint(self) -> str:
+        """Returns the model that all engines load."""
+        return self.model
+
+    def serve(
+        self, label: str, prompts: list[list[int]], lengths: list[int]
+    ) -> tuple[float, list[list[int]], Measurement]:
+        """Serves the requests of a row; returns as `run` does."""
+        return run(self.llms[label], prompts, lengths)
 
     def measure(self, case: Case) -> Measurement:
         count = case.point["requests"]
@@ -134,12 +125,7 @@ class Throughput(Bench):
             return self._bound(prompts, lengths)
         if self.warming:
             lengths = [-(-n // WARM_SHARE) for n in lengths]
-        if case.label in self.llms:
-            seconds, token_ids, found = run(self.llms[case.label], prompts, lengths)
-        else:
-            peer = self._peer(case.label)
-            seconds, token_ids = peer.generate(prompts, lengths)
-            found = {"versions": peer.versions}
+        seconds, token_ids, found = self.serve(case.label, prompts, lengths)
         if case.label == OURS:
             self.ours[count] = token_ids
         equal = sum(a == b for a, b in zip(token_ids, self.ours[count], strict=True))
@@ -163,32 +149,6 @@ class Throughput(Bench):
         self.bound_s[len(prompts)] = seconds = work.seconds(rates)
         return {"output_tokens_per_s": sum(lengths) / seconds, "run_s": seconds, **rates._asdict()}
 
-    def _peer(self, label: str) -> PeerProcess:
-        from ksana_jax.lab.bench.peer_process import PeerProcess
-
-        if label not in self.processes_of:
-            assert self.peers is not None
-            if self.model_files.suffix == SUFFIX and not PEERS[label].reads_gguf:
-                raise Absent(f"absent, it is given no GGUF files, such as {self.model}")
-            self.processes_of[label] = PeerProcess(
-                PEERS[label],
-                Path(self.peers),
-                model=str(self.model_files.resolve()),
-                dtype=self.dtype,
-                threads=num_cores(),
-                rows=max(self.requests),
-                max_model_len=self.max_model_len,
-            )
-        return self.processes_of[label]
-
-    def processes(self) -> list[int]:
-        return [process.pid for process in self.processes_of.values()]
-
-    def close(self) -> None:
-        for process in self.processes_of.values():
-            process.close()
-        self.folder.cleanup()
-
     # ------------------------------------------------------------------ results
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
@@ -206,21 +166,12 @@ class Throughput(Bench):
         return found
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Compares with the fastest peer, and evictions with none."""
-        said = []
-        for count in dict.fromkeys(row.point["requests"] for row in rows):
-            rates = {r.label: m for r in rows if r.point["requests"] == count and (m := r.mean("output_tokens_per_s"))}
-            peers = {label: rate for label, rate in rates.items() if label in PEERS}
-            what = f"{count:,} requests" if count > 1 else "1 request"
-            own = [label for label in OWN if label in rates]
-            if own and peers:
-                best = max(peers, key=lambda label: peers[label])
-                ratios = " and ".join(f"{rates[label] / peers[best]:.2f}" for label in own)
-                together = f", the second with {self.num_scheduler_steps} steps together" * (len(own) > 1)
-                said.append(f"{what}: {ratios} times the output tokens/s of {best}{together}.")
-            if OURS in rates and EVICTING in rates:
-                said.append(f"{what}: evicting gives {rates[EVICTING] / rates[OURS]:.2f} times the output tokens/s.")
-        return " ".join(said)
+        """Compares evictions with none."""
+        return " ".join(
+            f"{what}: evicting gives {rates[EVICTING] / rates[OURS]:.2f} times the output tokens/s."
+            for what, rates in rates_by_count(rows).items()
+            if OURS in rates and EVICTING in rates
+        )
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         turns = [(row.label, m) for row in rows for t in row.trials for m in t if m["metric"] == "repetition"]
@@ -231,12 +182,7 @@ class Throughput(Bench):
                 f"Bound: the longer of what reading weights, keys and values takes at {gigabytes:,.1f} GB/s and what "
                 f"the products take at {gigaflop:,.0f} GFLOP/s, both measured in the same turns; prompts included."
             )
-        versions = dict.fromkeys(m["versions"] for label, m in turns if "versions" in m)
-        said += [f"Peers: {'; '.join(versions)}."] * bool(versions)
-        labels = {row.label for row in rows}
-        if labels & PEERS.keys() and (left_out := [label for label in PEERS if label not in labels]):
-            said.append(f"Peers left out: {'; '.join(left_out)}.")
-        if STEPS in labels:
+        if any(row.label == STEPS for row in rows):
             said.append(f"Steps together: num_scheduler_steps={self.num_scheduler_steps}, decode steps in one call.")
         if any(row.label == EVICTING for row in rows):
             said.append(
@@ -274,9 +220,11 @@ def run(llm: LLM, prompts: Sequence[list[int]], lengths: Sequence[int]) -> tuple
     return seconds, [output.check().outputs[0].token_ids for output in outputs], found
 
 
-def _export(source: Path, out: Path, dtype: str, load_format: Any, seed: int) -> None:
-    """Writes a model's weights in dtype as a Hugging Face directory; "dummy": random ones."""
-    from ksana_jax.loading import export_hf, load_model
-
-    config, params = load_model(source, dtype=dtype, load_format=load_format, seed=seed)
-    export_hf(out, config, params)
+def rates_by_count(rows: Sequence[ResultRow]) -> dict[str, dict[str, float]]:
+    """Returns {"32 requests": {label: output tokens per second}} of the rows that were measured."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if rate := row.mean("output_tokens_per_s"):
+            count = row.point["requests"]
+            found.setdefault(f"{count:,} requests" if count > 1 else "1 request", {})[row.label] = rate
+    return found

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ksana_jax.core.own_code import names_code
 from ksana_jax.lab.experiments import plain_json
 from ksana_jax.lab.experiments.tasks.base import Results
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, Scaled
@@ -41,15 +42,15 @@ def table_of(task: Results, rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def _format(write: Callable[[float], str]) -> list[Any] | None:
-    """Returns [factor, digits, trims] of the `Scaled` that writes numbers as a function does; None if none does."""
-    found = re.fullmatch(r"([\d,]+)(?:\.(\d+))?", write(_PROBES[0]))
+    """Returns [factor, digits, trims, signed] of the `Scaled` that writes numbers as a function does, or None."""
+    found = re.fullmatch(r"(\+?)([\d,]+)(?:\.(\d+))?", write(_PROBES[0]))
     if found is None:
         return None
-    factor, digits = float(found[0].replace(",", "")) / _PROBES[0], len(found[2] or "")
+    factor, digits = float(found[0].replace(",", "")) / _PROBES[0], len(found[3] or "")
     for trims in (False, True):
-        scaled = Scaled(factor, max(digits, int(trims)), trims)
+        scaled = Scaled(factor, max(digits, int(trims)), trims, bool(found[1]))
         if [scaled(x) for x in _PROBES] == [write(x) for x in _PROBES]:
-            return [scaled.factor, scaled.digits, scaled.trims]
+            return [scaled.factor, scaled.digits, scaled.trims, scaled.signed]
     return None
 
 
@@ -81,7 +82,7 @@ class RecordedResults(Results):
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         shown = f"Shown by its records, without the code of task {self.name}; --own-code draws the task's own figure."
-        return [shown, *(self._notes if self._is_of(rows) else [])]
+        return [shown] * names_code(self.name) + (self._notes if self._is_of(rows) else [])
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         return str(self._table.get("conclusion", "")) if self._is_of(rows) else ""
@@ -93,8 +94,8 @@ class RecordedResults(Results):
 def _column(given: Mapping[str, Any]) -> Column:
     write, best = _plain, given.get("best")
     if (shape := given["format"]) is not None:
-        factor, digits, trims = shape
-        write = Scaled(float(factor), min(max(int(digits), 0), 17), bool(trims))
+        factor, digits, *how = shape
+        write = Scaled(float(factor), min(max(int(digits), 0), 17), *map(bool, how))
     return Column(
         str(given["key"]),
         str(given["title"]),

@@ -84,7 +84,7 @@ def _digest(entries: tuple[str, ...], setting: str) -> str:
 @functools.lru_cache(maxsize=4)
 def _candidates(entries: tuple[str, ...], setting: str) -> tuple[tuple[str, str], ...]:
     if not entries:
-        from ksana_jax.lab.training.corpus import heldout_texts
+        from ksana_jax.lab.experiments.stdlib_corpus import heldout_texts
 
         return tuple(heldout_texts())
     return tuple(found for entry in entries for found in _texts(entry, setting))

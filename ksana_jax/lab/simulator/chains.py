@@ -1,6 +1,6 @@
 """Hashes of the blocks of a workload's texts, made once for all runs that serve it. NumPy only.
 
-Routers and light servers compare prefixes by them. They are sums modulo 2^64 of tokens times random weights of their
+Routers compare prefixes by them. They are sums modulo 2^64 of tokens times random weights of their
 positions: equal texts have equal sums, others by chance one in 2^64. A server in the real world hashes with SHA-256,
 because there prompts may be chosen to collide.
 """

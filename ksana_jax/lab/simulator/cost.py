@@ -92,12 +92,12 @@ class Coverage:
         self.total_s = self.extrapolated_s = 0.0
         self.unknown: collections.Counter[Any] = collections.Counter()
 
-    def add(self, shape: Any, known: bool, seconds: float, count: int = 1) -> None:
-        """Counts steps of one shape. seconds: of all of them together."""
+    def add(self, shape: Any, known: bool, seconds: float) -> None:
+        """Counts a step."""
         self.total_s += seconds
         if not known:
             self.extrapolated_s += seconds
-            self.unknown[shape] += count
+            self.unknown[shape] += 1
 
     @classmethod
     def of(cls, parts: Iterable[Coverage]) -> Coverage:

@@ -1,7 +1,7 @@
 """Several servers behind the real router, in one simulated time. Knows neither policies nor schedulers.
 
-A server is a `SimEngine`, which runs the real engine, or a `LightEngine`. The router hears of first tokens and ends
-when they have crossed the network, and decides by its own ledger and index, as in the proxy.
+A server is a `SimEngine`, which runs the real engine. The router hears of first tokens and ends when they have crossed
+the network, and decides by its own ledger and index, as in the proxy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import Coverage
-from ksana_jax.lab.simulator.one_engine import Served
+from ksana_jax.lab.simulator.one_engine import Served, SimEngine
 from ksana_jax.lab.simulator.run import Arrivals, InSystem
-from ksana_jax.serve.routing.request import RoutedRequest
-from ksana_jax.serve.routing.router import Router
+from ksana_jax.serve.router.request import RoutedRequest
+from ksana_jax.serve.router.router import Router
 from ksana_jax.serve.workload.report import RequestTimes, growth
 
 if TYPE_CHECKING:
@@ -30,30 +30,12 @@ NETWORK_S = 0.001
 LEAST_JUDGED = 100
 
 
-class Server(Protocol):
-    """One server of a fleet."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the server computed steps."""
-        ...
-
-    @property
-    def coverage(self) -> Coverage:
-        """Coverage of its steps by the cost model."""
-        ...
-
-    def submit(self, item: WorkItem) -> Served:
-        """Takes a request; see `SimEngine.submit`."""
-        ...
-
-
 class MakeServer(Protocol):
     """Makes a server in a simulation, with the callbacks of `SimEngine`."""
 
     def __call__(
         self, events: VirtualClock, *, answered: Callable[[Served], None], ended: Callable[[Served], None]
-    ) -> Server: ...
+    ) -> SimEngine: ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)

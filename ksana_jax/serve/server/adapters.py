@@ -6,8 +6,6 @@ The owner names a folder of the server's machine. Requests that run with an adap
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,9 +14,9 @@ from starlette.routing import Route
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.serve.server.auth import ADAPTER_PATHS
 from ksana_jax.serve.server.errors import APIError, bad_request, json_response
-from ksana_jax.serve.server.fields import LOAD_ADAPTER, UNLOAD_ADAPTER, Fields, read_fields
-from ksana_jax.serve.server.json_body import read_object
-from ksana_jax.serve.server.state import Serving, serving_of
+from ksana_jax.serve.server.json_body import read_request
+from ksana_jax.serve.server.request_models import LoadRequest, UnloadRequest
+from ksana_jax.serve.server.state import serving_of
 
 
 def routes() -> list[Route]:
@@ -27,12 +25,12 @@ def routes() -> list[Route]:
 
 async def load(request: Request) -> Response:
     """Reads an adapter and serves it as a model; answers with its name."""
-    serving, values = await _read(request, LOAD_ADAPTER)
-    model, name = serving.model, values["lora_name"]
+    serving, asked = serving_of(request), await read_request(request, LoadRequest)
+    model, name = serving.model, asked.lora_name
     if not name.isprintable():
         raise bad_request(f"lora_name is {name!r:.80}, must be printable characters", "lora_name")
     try:
-        adapter = LoRARequest(name, len(model.adapters) + 1, values["lora_path"])
+        adapter = LoRARequest(name, len(model.adapters) + 1, asked.lora_path)
         async with serving.any_llm.awake():
             await asyncio.to_thread(serving.any_llm.engine.factory.adapter_of, adapter)
     except ValueError as error:
@@ -45,15 +43,8 @@ async def load(request: Request) -> Response:
 
 async def unload(request: Request) -> Response:
     """Ends an adapter's name; answers with it."""
-    serving, values = await _read(request, UNLOAD_ADAPTER)
-    name = values["lora_name"]
+    serving, name = serving_of(request), (await read_request(request, UnloadRequest)).lora_name
     if serving.model.adapters.pop(name, None) is None:
         served = ", ".join(serving.model.adapters) or "none"
         raise APIError(404, f"adapter {name!r:.80} does not exist; served: {served:.400}", code="model_not_found")
     return json_response({"lora_name": name, "loaded": False})
-
-
-async def _read(request: Request, fields: Fields) -> tuple[Serving, dict[str, Any]]:
-    serving = serving_of(request)
-    read = partial(read_fields, fields=fields)
-    return serving, await read_object(request, serving.settings, serving.in_thread, read)

@@ -3,79 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ksana_jax.core.outputs import CompletionOutput, RequestOutput
-from ksana_jax.core.request import SamplingParams
 from ksana_jax.serve.server.chunks import Chunks, Echo, TextChoice
-from ksana_jax.serve.server.errors import bad_request, json_response
-from ksana_jax.serve.server.fields import COMPLETIONS, read_fields
-from ksana_jax.serve.server.generation import Usage, read_params, submit
-from ksana_jax.serve.server.json_body import read_object
+from ksana_jax.serve.server.errors import json_response
+from ksana_jax.serve.server.generation import Usage, submit
+from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from ksana_jax.serve.server.model import ServedModel
 from ksana_jax.serve.server.prompts import Prompt, check_length, check_model, completion_prompts
 from ksana_jax.serve.server.replies import head_of, reply, streams_usage
+from ksana_jax.serve.server.request_models import CompletionRequest
 from ksana_jax.serve.server.state import cache_salt, serving_of
 from ksana_jax.serve.server.token_stream import TokenStream
 
 
 async def create(request: Request) -> Response:
-    """Answers a request for completions; see `fields.COMPLETIONS`."""
+    """Answers a request for completions; see `request_models`."""
     serving = serving_of(request)
     model, _ = serving.model, serving.llm
-    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=COMPLETIONS))
-    check_model(model, values["model"])
-    asked = _Asked(values, model, await completion_prompts(serving, values))
-    salt = cache_salt(request, values["cache_salt"])
-    head = head_of(model, "cmpl", "text_completion", values)
-    streams = await submit(
-        serving,
-        asked.prompts,
-        asked.params,
-        COMPLETIONS,
-        request_id=head["id"],
-        salt=salt,
-        streams=values["stream"],
-        adapter=model.adapters.get(values["model"]),
-    )
-    if values["stream"]:
-        chunks = Chunks(head, asked.choices(), asked.usage(), *streams_usage(values))
+    asked = await read_request(request, CompletionRequest)
+    check_model(model, asked.model)
+    answer = _Answer(asked, model, await completion_prompts(serving, asked))
+    head = head_of(model, "cmpl", "text_completion", asked)
+    salt, adapter = cache_salt(request, asked.cache_salt), model.adapters.get(asked.model or "")
+    given = {"request_id": head["id"], "salt": salt, "adapter": adapter}
+    streams = await submit(serving, answer.prompts, answer.params, asked, **given)
+    if asked.stream:
+        chunks = Chunks(head, answer.choices(), answer.usage(), *streams_usage(asked))
 
         def write(number: int, output: RequestOutput) -> str:
-            return chunks.write(number, asked.kept(output))
+            return chunks.write(number, answer.kept(output))
 
         return TokenStream(streams, write, chunks.last, serving.settings.ping_s)
-    return await reply(request, streams, lambda outputs: json_response({**head, **asked.answer(outputs)}))
+    return await reply(request, streams, lambda outputs: json_response({**head, **answer.json(outputs)}))
 
 
-class _Asked:
-    """A request for completions, checked.
+class _Answer:
+    """The answer to a request for completions.
 
     Attributes:
       params: max_tokens 0 with echo scores the prompt; the engine then samples a token, which is dropped.
     """
 
-    def __init__(self, values: dict[str, Any], model: ServedModel, prompts: list[Prompt]):
-        self.values, self.model, self.prompts = values, model, prompts
-        self._scores_only = values["max_tokens"] == 0
-        if self._scores_only and not values["echo"]:
-            raise bad_request("max_tokens is 0, must be at least 1 without echo", "max_tokens")
-        if values["stream"] and values["prompt_logprobs"] is not None:
-            raise bad_request("prompt_logprobs does not go with stream", "prompt_logprobs")
-        given, more = values["max_tokens"], {}
-        if self._scores_only:
-            more["max_tokens"] = 1
-        if values["echo"] and values["logprobs"] is not None and values["prompt_logprobs"] is None:
-            more["prompt_logprobs"] = values["logprobs"]
-        if model.tokenizer is None:
-            more["detokenize"] = False
-        self.params: SamplingParams = read_params(values, COMPLETIONS, **more)
-        check_length(model, prompts, given, "prompt")
+    def __init__(self, asked: CompletionRequest, model: ServedModel, prompts: list[Prompt]):
+        self.asked, self.model, self.prompts = asked, model, prompts
+        more: dict[str, Any] = {"logprobs": asked.logprobs, "detokenize": model.tokenizer is not None}
+        if asked.max_tokens is not None:
+            more["max_tokens"] = asked.max_tokens or 1
+        if asked.echo and asked.prompt_logprobs is None:
+            more["prompt_logprobs"] = asked.logprobs
+        self.params = asked.sampling_params(**more)
+        check_length(model, prompts, asked.max_tokens, "prompt")
 
     def usage(self) -> Usage:
         """Returns the counts before anything is generated."""
@@ -83,7 +66,7 @@ class _Asked:
 
     def kept(self, output: RequestOutput) -> RequestOutput:
         """Returns an output without the token that the engine always samples."""
-        if self._scores_only:
+        if self.asked.max_tokens == 0:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], [] if completion.logprobs else None
         return output
@@ -91,7 +74,7 @@ class _Asked:
     def choices(self) -> list[TextChoice]:
         """Returns a writer for each choice."""
         return [
-            TextChoice(number * self.params.n + index, *self._writers(prompt), self.values["return_token_ids"])
+            TextChoice(number * self.params.n + index, *self._writers(prompt), self.asked.return_token_ids)
             for number, prompt in enumerate(self.prompts)
             for index in range(self.params.n)
         ]
@@ -100,18 +83,18 @@ class _Asked:
         """Returns the writers of log-probabilities and echo for a completion of this prompt."""
         model, skip, ids = self.model, self.params.skip_special_tokens, prompt.ids.tolist()
         logprobs = echo = text = None
-        if self.values["echo"]:
+        if self.asked.echo:
             text = prompt.text
             if text is None:
                 text = "" if model.tokenizer is None else model.tokenizer.decode(ids, skip)
-        if self.values["logprobs"] is not None:
+        if self.asked.logprobs is not None:
             logprobs = CompletionLogprobs(model.texts, model.tokenizer, skip, ids, len(text or ""))
         if text is not None:
             scores = None if logprobs is None else CompletionLogprobs(model.texts, model.tokenizer, skip)
             echo = Echo(text, scores)
         return logprobs, echo
 
-    def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def json(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns choices and usage of the whole outputs."""
         choices, usage = [], self.usage()
         for number, output in enumerate(map(self.kept, outputs)):
@@ -129,8 +112,8 @@ class _Asked:
         if echo is not None:
             text, arrays = echo.text + text, echo.before(arrays, output)
         choice = {"index": index, "text": text, "logprobs": arrays, "finish_reason": completion.finish_reason}
-        if self.values["prompt_logprobs"] is not None:
+        if self.asked.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.model.texts, output.prompt_logprobs or ())
-        if self.values["return_token_ids"]:
+        if self.asked.return_token_ids:
             choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
         return choice

@@ -17,9 +17,9 @@ from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.async_llm import NotServing
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.errors import APIError, bad_request
-from ksana_jax.serve.server.fields import Fields, sampling_settings
 from ksana_jax.serve.server.limits import QueueFull
 from ksana_jax.serve.server.prompts import TOO_LONG, Prompt
+from ksana_jax.serve.server.request_models import ChatRequest, Generation
 from ksana_jax.serve.server.state import RETRY_DRAINING_S, Serving
 
 logger = logging.getLogger("ksana_jax")
@@ -42,38 +42,19 @@ class Usage:
         }
 
 
-def read_params(values: dict[str, Any], fields: Fields, **more: Any) -> SamplingParams:
-    """Returns the sampling parameters that a request asks for.
-
-    Raises:
-      APIError: status 400: fields that are each valid contradict each other.
-    """
-    try:
-        return SamplingParams(**{**sampling_settings(values, fields), **more})
-    except ValueError as error:
-        raise bad_request(str(error), _field_of(error, fields)) from None
-
-
-def _field_of(error: ValueError, fields: Fields) -> str | None:
-    first = str(error).partition(" ")[0]
-    return first if first in fields else None
-
-
 async def submit(
     serving: Serving,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    fields: Fields,
+    asked: Generation,
     *,
     request_id: str,
     salt: str,
-    streams: bool,
     adapter: LoRARequest | None = None,
 ) -> list[RequestStream]:
     """Passes prompts to the engine, all or none; returns the streams of their outputs, as deltas.
 
     Args:
-      streams: whether each token is wanted as it comes.
       adapter: that the prompts are completed with; None for the model alone.
 
     Raises:
@@ -82,21 +63,17 @@ async def submit(
     serving.expect(len(prompts) * params.n)
     # A client may give one id to several requests that run at once.
     ids = [f"{request_id}-{number}-{secrets.token_hex(4)}" for number in range(len(prompts))]
-    asked = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
-    given = {"cache_salt": salt, "delta": True, "streams": streams, "lora_request": adapter}
+    inputs = [{"prompt": prompt.text, "prompt_token_ids": prompt.ids} for prompt in prompts]
+    given = {"cache_salt": salt, "delta": True, "streams": asked.stream, "lora_request": adapter}
     try:
-        return await serving.llm.submit_all(asked, params, ids, **given)
+        return await serving.llm.submit_all(inputs, params, ids, **given)
     except ContextLengthError as error:
-        raise bad_request(str(error), prompt_field(fields), TOO_LONG) from None
+        raise bad_request(str(error), "messages" if isinstance(asked, ChatRequest) else "prompt", TOO_LONG) from None
     except ValueError as error:
-        raise bad_request(str(error), _field_of(error, fields)) from None
+        raise asked.refused(error) from None
     except QueueFull as error:
         serving.metrics.refused("queue_full")
         raise APIError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s) from None
-
-
-def prompt_field(fields: Fields) -> str:
-    return "prompt" if "prompt" in fields else "messages"
 
 
 @contextlib.contextmanager

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.settings import ServerSettings
+from ksana_jax.serve.server.state import serving_of
+from ksana_jax.serve.server.validation import M, validate
 
 T = TypeVar("T")
 
@@ -24,41 +26,37 @@ MAX_KEYS = 2**15
 DISCARDED = 4
 # Longer bodies are parsed and read in a thread.
 _LONG = 2**16
-# Key of a scope, for a `Body` that was read before.
+# Key of a scope, for a `ParsedBody`.
 BODY = "ksana.body"
 
 
-async def read_object(
-    request: Request,
-    settings: ServerSettings,
-    in_thread: Callable[..., Awaitable[Any]],
-    read: Callable[[dict[str, Any]], T],
-) -> T:
-    """Returns the result of `read` on the JSON object in a request's body, which may be in the scope, as BODY.
-
-    Args:
-      in_thread: awaits a function that is called in another thread; long bodies are parsed and read there.
+async def read_request(request: Request, model: type[M]) -> M:
+    """Returns the request in a body, which may be in the scope as BODY. Long bodies are read in another thread.
 
     Raises:
-      APIError: `read` raises it, or the body is no JSON object, too long, too deep, or does not come in time.
+      APIError: it is no such request, or the body is no JSON object, too long, too deep, or does not come in time.
       ClientDisconnect: the client has left.
     """
-    found = request.scope.pop(BODY, None) or await receive_object(request, settings, in_thread)
-    return await in_thread(read, found.value) if found.is_long else read(found.value)
+    body = request.scope.pop(BODY, None) or await receive_object(request)
+    return await _maybe_in_thread(request, body.is_long, validate, model, body.value)
 
 
-class Body(NamedTuple):
-    """The JSON object of a request, and whether it was so long that it takes a thread."""
+class ParsedBody(NamedTuple):
+    """The JSON object of a request; is_long: whether reading it takes a thread."""
 
     value: dict[str, Any]
     is_long: bool
 
 
-async def receive_object(request: Request, settings: ServerSettings, in_thread: Callable[..., Awaitable[Any]]) -> Body:
-    """Returns the JSON object in a request's body; raises what `read_object` raises."""
-    body = await _receive(request, settings)
+async def receive_object(request: Request) -> ParsedBody:
+    """Returns the JSON object in a request's body; raises what `read_request` raises."""
+    body = await _receive(request, serving_of(request).settings)
     is_long = len(body) > _LONG
-    return Body(await in_thread(parse_object, body) if is_long else parse_object(body), is_long)
+    return ParsedBody(await _maybe_in_thread(request, is_long, parse_object, body), is_long)
+
+
+async def _maybe_in_thread(request: Request, is_long: bool, function: Callable[..., T], *args: Any) -> T:
+    return await serving_of(request).in_thread(function, *args) if is_long else function(*args)
 
 
 async def _receive(request: Request, settings: ServerSettings) -> bytes:
@@ -104,7 +102,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if (commas := body.count(b",")) >= MAX_VALUES:
         raise bad_request(f"the body has {commas:,} commas, at most {MAX_VALUES - 1:,} are read")
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_Objects(), parse_constant=_no_constant)
+        value = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_Objects(), parse_constant=_no_constant, parse_float=_number
+        )
         if b"\\u" in body:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
@@ -118,7 +118,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # one of the hooks, or a number of too many digits
         raise bad_request(f"the body is not accepted: {str(error).partition(';')[0]}") from None
     if not isinstance(value, dict):
-        raise bad_request(f"the body is a JSON {_kind(value)}, must be an object")
+        raise bad_request("the body must be a JSON object")
     _check_depth(value)
     return value
 
@@ -144,9 +144,10 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _kind(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+def _number(text: str) -> int | float:
+    """Returns 16 for 16.0, which JSON does not distinguish."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _check_depth(value: dict[str, Any]) -> None:
@@ -157,6 +158,3 @@ def _check_depth(value: dict[str, Any]) -> None:
         if not level:
             return
     raise bad_request(f"the body is nested deeper than {MAX_DEPTH} levels")
-
-
-__all__ = ["ClientDisconnect", "read_object", "parse_object"]

@@ -1,4 +1,4 @@
-"""The server's OpenAPI document, made from the tables of `fields`. Knows no engine."""
+"""The server's OpenAPI document: paths and answers, and the models of requests. Knows no engine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax.serve.server.auth import OPEN_PATHS
-from ksana_jax.serve.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, Fields
-from ksana_jax.serve.server.schema import OBJECT, Schema, object_of, optional
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from ksana_jax.serve.server.auth import OPEN_PATHS
+from ksana_jax.serve.server.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+Schema = dict[str, Any]
+_OBJECT: Schema = {"type": "object"}
 _TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 
 
@@ -33,10 +37,10 @@ _STATUSES = {
     "503": "the model is loading, or the server shuts down",
 }
 _POSTED = {
-    "/v1/completions": ("Continue texts or token ids", COMPLETIONS, "completion"),
-    "/v1/chat/completions": ("Answer a conversation", CHAT, "completion"),
-    "/tokenize": ("Token ids of a text or a conversation", TOKENIZE, "tokens"),
-    "/detokenize": ("Text of token ids", DETOKENIZE, "text"),
+    "/v1/completions": ("Continue texts or token ids", CompletionRequest, "completion"),
+    "/v1/chat/completions": ("Answer a conversation", ChatRequest, "completion"),
+    "/tokenize": ("Token ids of a text or a conversation", TokenizeRequest, "tokens"),
+    "/detokenize": ("Text of token ids", DetokenizeRequest, "text"),
 }
 _READ = {
     "/health": "Whether the engine lives",
@@ -54,7 +58,7 @@ _USAGE = _answer(
 )
 _CHOICE = _answer(
     {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}},
-    {"text": _TEXT, "message": OBJECT},
+    {"text": _TEXT, "message": _OBJECT},
 )
 _ANSWERS: dict[str, Schema] = {
     "completion": _answer(
@@ -76,7 +80,7 @@ _ANSWERS: dict[str, Schema] = {
         }
     ),
     "text": _answer({"prompt": _TEXT}),
-    "any": OBJECT,
+    "any": _OBJECT,
 }
 
 
@@ -86,10 +90,12 @@ def document(version: str, guarded: bool = False) -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"get": _operation(summary, "any")} for path, summary in _READ.items()}
     for path in OPEN_PATHS:
         paths[path]["get"]["security"] = []
-    for path, (summary, fields, answer) in _POSTED.items():
-        body = {"required": True, "content": {"application/json": {"schema": body_schema(fields)}}}
+    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for _, model, _ in _POSTED.values()]
+    bodies, found = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    for path, (summary, model, answer) in _POSTED.items():
+        body = {"required": True, "content": {"application/json": {"schema": bodies[model, "validation"]}}}
         paths[path] = {"post": {**_operation(summary, answer), "requestBody": body}}
-        if "stream" in fields:
+        if "stream" in model.model_fields:
             # Before OpenAPI 3.2, the schema of a stream is read as each event's.
             events = {"schema": _answer({"data": _TEXT})}
             paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = events
@@ -97,7 +103,10 @@ def document(version: str, guarded: bool = False) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "ksana_jax", "version": version, "description": "An OpenAI-compatible server."},
         "paths": paths,
-        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}, "schemas": {"Error": _ERROR}},
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {"Error": _ERROR, **found["$defs"]},
+        },
         "security": [{"key": []}] if guarded else [],
     }
 
@@ -110,13 +119,3 @@ def _operation(summary: str, answer: str) -> dict[str, Any]:
     for status, description in _STATUSES.items():
         responses[status] = {"description": description, "content": error}
     return {"summary": summary, "responses": responses}
-
-
-def body_schema(fields: Fields) -> Schema:
-    """Returns the JSON schema of a request's body; null means that a field is absent."""
-    properties = {
-        name: {**field.schema, "description": field.help} if field.required else optional(field.schema, field.help)
-        for name, field in fields.items()
-    }
-    # The list of required fields is documented even where it is empty.
-    return {**object_of(properties), "required": [name for name, field in fields.items() if field.required]}

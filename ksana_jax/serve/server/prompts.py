@@ -10,13 +10,20 @@ import numpy as np
 
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.model import ServedModel
+from ksana_jax.serve.server.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    OnePrompt,
+    Template,
+)
 from ksana_jax.serve.server.state import Serving
 from ksana_jax.tokenizers import Tokenizer, render_chat
 
 # Characters of a prompt for each token that the model takes: more are refused before they are tokenized.
 CHARS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
-_TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
 class Prompt(NamedTuple):
@@ -43,49 +50,44 @@ def unknown_model(given: str, names: Sequence[str]) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
-async def completion_prompts(serving: Serving, values: dict[str, Any]) -> list[Prompt]:
+async def completion_prompts(serving: Serving, asked: CompletionRequest) -> list[Prompt]:
     """Returns the prompts of a request for completions.
 
     Raises:
       APIError: status 400: a text is too long to be tokenized, or there is no tokenizer.
     """
     prompts: list[Prompt] = []
-    kept = _num_kept(serving.model, values)
-    for given in values["prompt"]:
+    for given in asked.prompts():
         if isinstance(given, str):
-            prompts.append((await text_prompt(serving, given, values["add_special_tokens"])).last(kept))
+            prompt = await text_prompt(serving, given, asked.add_special_tokens)
         else:
-            prompts.append(Prompt(given, None).last(kept))
+            prompt = Prompt(given, None)
+        prompts.append(prompt.last(_num_kept(serving.model, asked, asked.max_tokens)))
     return prompts
 
 
-async def one_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
-    """Returns the text or the conversation of a request that has one of them; raises APIError as `completion_prompts`
-    and `chat_prompt`."""
-    if (values["prompt"] is None) == (values["messages"] is None):
-        raise bad_request("give prompt or messages, one of them", "prompt")
-    if values["messages"] is None:
-        return await text_prompt(serving, values["prompt"], values["add_special_tokens"] is not False)
-    if values["add_special_tokens"]:
-        raise bad_request("add_special_tokens is True: the chat template writes special tokens", "add_special_tokens")
-    return await chat_prompt(serving, values)
+async def one_prompt(serving: Serving, asked: OnePrompt) -> Prompt:
+    """Returns a text or a conversation as a prompt; raises APIError as `completion_prompts` and `chat_prompt`."""
+    if asked.prompt is not None:
+        return await text_prompt(serving, asked.prompt, asked.add_special_tokens is not False)
+    return await chat_prompt(serving, asked)
 
 
-async def text_prompt(serving: Serving, text: str, add_special_tokens: bool, field: str = "prompt") -> Prompt:
+async def text_prompt(serving: Serving, text: str, add_special_tokens: bool) -> Prompt:
     """Returns a text as a prompt; raises APIError as `completion_prompts`."""
-    tokenizer = _tokenizer(serving.model, field)
-    _check_chars(serving.model, text, field)
-    ids = await serving.in_thread(_encode, tokenizer, text, add_special_tokens, field)
+    tokenizer = _tokenizer(serving.model, "prompt")
+    _check_chars(serving.model, len(text), "prompt")
+    ids = await serving.in_thread(_encode, tokenizer, text, add_special_tokens, "prompt")
     return Prompt(ids, text)
 
 
-async def chat_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
+async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Prompt:
     """Returns a conversation as a prompt, formatted by the chat template of the model.
 
     Raises:
       APIError: status 400: there is no template, it refuses the messages, or they are too long.
     """
-    messages, model = values["messages"], serving.model
+    messages, model = asked.messages or [], serving.model
     tokenizer = _tokenizer(model, "messages")
     if tokenizer.chat_template is None:
         why = f", for {tokenizer.no_template}" if tokenizer.no_template else ""
@@ -94,25 +96,21 @@ async def chat_prompt(serving: Serving, values: dict[str, Any]) -> Prompt:
             "--chat-template",
             "messages",
         )
-    _check_chars(model, *(message.get("content") or "" for message in messages), field="messages")
-    text = await serving.in_thread(_render, tokenizer, messages, {name: values[name] for name in _TEMPLATE_FIELDS})
-    _check_chars(model, text, field="messages")
+    _check_chars(model, sum(len(message.content or "") for message in messages), "messages")
+    options = {name: getattr(asked, name) for name in Template.model_fields}
+    text = await serving.in_thread(_render, tokenizer, messages, options)
+    _check_chars(model, len(text), "messages")
     # A template writes the special tokens itself.
     prompt = Prompt(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
-    return prompt.last(_num_kept(model, values))
+    if isinstance(asked, OnePrompt):
+        return prompt
+    return prompt.last(_num_kept(model, asked, asked.max_completion_tokens or asked.max_tokens))
 
 
-def _num_kept(model: ServedModel, values: dict[str, Any]) -> int | None:
-    """Returns how many tokens at a prompt's end are kept, None for all; raises APIError."""
-    count = values.get("truncate_prompt_tokens")
-    if count == -1:
-        asked = values.get("max_completion_tokens") or values["max_tokens"] or 1
-        return max(model.max_model_len - asked, 1)
-    if count == 0:
-        raise bad_request(
-            "truncate_prompt_tokens is 0, must be at least 1, or -1 for what fits", "truncate_prompt_tokens"
-        )
-    return count
+def _num_kept(model: ServedModel, asked: Generation, max_tokens: int | None) -> int | None:
+    """Returns how many tokens at a prompt's end are kept, None for all."""
+    count = asked.truncate_prompt_tokens
+    return max(model.max_model_len - (max_tokens or 1), 1) if count == -1 else count
 
 
 def _tokenizer(model: ServedModel, field: str) -> Tokenizer:
@@ -121,8 +119,8 @@ def _tokenizer(model: ServedModel, field: str) -> Tokenizer:
     return model.tokenizer
 
 
-def _check_chars(model: ServedModel, *texts: str, field: str = "prompt") -> None:
-    chars, most = sum(map(len, texts)), CHARS_PER_TOKEN * model.max_model_len
+def _check_chars(model: ServedModel, chars: int, field: str) -> None:
+    most = CHARS_PER_TOKEN * model.max_model_len
     if chars > most:
         raise bad_request(
             f"{field} has {chars:,} characters, at most {most:,} are tokenized: {CHARS_PER_TOKEN} for each of the "
@@ -139,9 +137,9 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: st
         raise bad_request(str(error), field) from None
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]) -> str:
     try:
-        return render_chat(tokenizer, messages, **options)
+        return render_chat(tokenizer, [message.plain() for message in messages], **options)
     except ValueError as error:
         field = re.split(r"[ .\[]", str(error), maxsplit=1)[0]
         raise bad_request(str(error), field if field in options else "messages") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,26 +15,25 @@ from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.generation import closing, results
 from ksana_jax.serve.server.model import ServedModel
+from ksana_jax.serve.server.request_models import Generation
 from ksana_jax.serve.server.sse import until_disconnect
 
 
-def head_of(model: ServedModel, prefix: str, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that all chunks of a reply share; values: of the request."""
-    name, request_id = values["model"], values["request_id"]
+def head_of(model: ServedModel, prefix: str, kind: str, asked: Generation) -> dict[str, Any]:
+    """Returns the fields that all chunks of a reply share."""
     return {
-        "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
+        "id": f"{prefix}-{asked.request_id or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": name if name in model.adapters else model.name,
+        "model": asked.model if asked.model in model.adapters else model.name,
         "system_fingerprint": model.fingerprint,
     }
 
 
-def streams_usage(values: dict[str, Any]) -> tuple[bool, bool]:
+def streams_usage(asked: Generation) -> tuple[bool, bool]:
     """Returns whether the last chunk, and whether each chunk of a stream has the usage."""
-    options = values["stream_options"]
-    in_each = options.get("continuous_usage_stats", False)
-    return options.get("include_usage", False) or in_each, in_each
+    options = asked.stream_options
+    return options.include_usage or options.continuous_usage_stats, options.continuous_usage_stats
 
 
 async def reply(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,10 +20,11 @@ from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.session_files import SessionError, remove_unfinished
 from ksana_jax.serve.server.auth import SESSION_PATHS, salt_of_key
 from ksana_jax.serve.server.errors import bad_request, json_response
-from ksana_jax.serve.server.fields import SAVE_SESSION, Fields, read_fields
-from ksana_jax.serve.server.json_body import read_object
+from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.prompts import check_model, one_prompt
+from ksana_jax.serve.server.request_models import SaveRequest
 from ksana_jax.serve.server.state import Serving, cache_salt, serving_of
+from ksana_jax.serve.server.validation import Body
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -41,11 +40,11 @@ def routes(folder: str) -> list[Route]:
 async def save(request: Request) -> Response:
     """Saves what is cached of a text or a conversation; answers with its name and number of tokens."""
     serving, name, folder = serving_of(request), *_place(request)
-    values = await _read(request, SAVE_SESSION)
-    check_model(serving.model, values["model"])
-    request.scope["ksana.salt"] = _salt(serving.settings.api_keys, values["api_key"])
-    prompt, salt = await one_prompt(serving, values), cache_salt(request, values["cache_salt"])
-    if (adapter := serving.model.adapters.get(values["model"])) is not None:
+    asked = await read_request(request, SaveRequest)
+    check_model(serving.model, asked.model)
+    request.scope["ksana.salt"] = _salt(serving.settings.api_keys, asked.api_key)
+    prompt, salt = await one_prompt(serving, asked), cache_salt(request, asked.cache_salt)
+    if (adapter := serving.model.adapters.get(asked.model or "")) is not None:
         salt = await _salted(serving, adapter, salt)
     text = RequestOutput(
         name,
@@ -62,7 +61,7 @@ async def save(request: Request) -> Response:
 async def restore(request: Request) -> Response:
     """Restores a session for the client whose it was; answers with its name and number of tokens."""
     name, folder = _place(request)
-    await _read(request, {})
+    await read_request(request, Body)
     return await _answered(request, name, lambda llm: llm.restore_session(folder))
 
 
@@ -91,11 +90,6 @@ async def _salted(serving: Serving, adapter: LoRARequest, salt: str) -> str:
     except ValueError as error:
         raise bad_request(str(error), "model") from None
     return use.salted(salt)
-
-
-async def _read(request: Request, fields: Fields) -> dict[str, Any]:
-    serving = serving_of(request)
-    return await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=fields))
 
 
 async def _answered(request: Request, name: str, act: Callable[[LLM], int]) -> Response:

@@ -28,12 +28,13 @@ from ksana_jax.engine.residents import Residents, check_room, footprint, host_ro
 from ksana_jax.serve.server import app, page
 from ksana_jax.serve.server.auth import ADAPTER_PATHS
 from ksana_jax.serve.server.errors import bad_request, json_response
-from ksana_jax.serve.server.fields import COMMON, read_fields
 from ksana_jax.serve.server.histogram import LoopLag
 from ksana_jax.serve.server.json_body import BODY, receive_object
 from ksana_jax.serve.server.prompts import unknown_model
+from ksana_jax.serve.server.request_models import Named
 from ksana_jax.serve.server.settings import ServerSettings
 from ksana_jax.serve.server.state import Serving, serving_of
+from ksana_jax.serve.server.validation import validate
 
 _LOAD_ADAPTER, _UNLOAD_ADAPTER = ADAPTER_PATHS
 # From the most important one.
@@ -56,6 +57,9 @@ class Several:
     @property
     def models(self) -> list[Serving]:
         return [one.state.serving for one in self.apps.values()]
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self.models[0].in_thread(function, *args)
 
     def load(self, load: Callable[[str], AsyncLLM]) -> list[AsyncLLM]:
         """Loads all models, in the loading thread; under a budget each sleeps until all are loaded.
@@ -203,14 +207,13 @@ class _Door:
         several, path = self._several, request.scope["path"]
         name = request.query_params.get("model")
         if request.method == "POST":
-            in_thread = several.models[0].in_thread
-            body = request.scope[BODY] = await receive_object(request, several.settings, in_thread)
+            body = request.scope[BODY] = await receive_object(request)
             adapter = body.value.get("lora_name")
             if path == _LOAD_ADAPTER and adapter in several.names:
                 raise bad_request(f"lora_name {adapter!r:.80} is served already: unload it first, or give another")
             given = adapter if path == _UNLOAD_ADAPTER else body.value.get("model")
             if given is not None:
-                name = read_fields({"model": given}, {"model": COMMON["model"]})["model"]
+                name = validate(Named, {"model": given}).model
         return several.app_of(name)
 
 

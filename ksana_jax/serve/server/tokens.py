@@ -5,15 +5,13 @@ lm-evaluation-harness takes them for a tokenizer of its own (`tokenizer_backend=
 
 from __future__ import annotations
 
-from functools import partial
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ksana_jax.serve.server.errors import bad_request, json_response
-from ksana_jax.serve.server.fields import DETOKENIZE, TOKENIZE, read_fields
-from ksana_jax.serve.server.json_body import read_object
+from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.prompts import check_model, one_prompt
+from ksana_jax.serve.server.request_models import DetokenizeRequest, TokenizeRequest
 from ksana_jax.serve.server.state import serving_of
 
 
@@ -21,13 +19,13 @@ async def tokenize(request: Request) -> Response:
     """Answers with the token ids of a text or a conversation."""
     serving = serving_of(request)
     model = serving.model
-    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=TOKENIZE))
-    check_model(model, values["model"])
-    prompt = await one_prompt(serving, values)
+    asked = await read_request(request, TokenizeRequest)
+    check_model(model, asked.model)
+    prompt = await one_prompt(serving, asked)
 
     def answer() -> Response:
         tokens = prompt.ids.tolist()
-        names = [model.texts.name_of(token) for token in tokens] if values["return_token_strs"] else None
+        names = [model.texts.name_of(token) for token in tokens] if asked.return_token_strs else None
         return json_response(
             {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": names}
         )
@@ -39,11 +37,11 @@ async def detokenize(request: Request) -> Response:
     """Answers with the text of token ids, special tokens included."""
     serving = serving_of(request)
     model = serving.model
-    values = await read_object(request, serving.settings, serving.in_thread, partial(read_fields, fields=DETOKENIZE))
-    check_model(model, values["model"])
+    asked = await read_request(request, DetokenizeRequest)
+    check_model(model, asked.model)
     if model.tokenizer is None:
         raise bad_request(f"model {model.name} has no tokenizer")
-    tokens = values["tokens"]
+    tokens = asked.tokens
     if tokens and max(tokens) >= model.vocab_size:
         raise bad_request(f"tokens has id {max(tokens):,}, ids go from 0 to {model.vocab_size - 1:,}", "tokens")
     return json_response({"prompt": await serving.in_thread(model.tokenizer.decode, tokens, False)})

@@ -13,6 +13,7 @@ import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from ksana_jax import LLM
 from ksana_jax.core.errors import LoadError
@@ -46,7 +47,7 @@ def hub(monkeypatch):
 
     def answer_with(answer, listed=()):
         def snapshot_download(repo, *, revision, allow_patterns, **options):
-            if options.get("local_files_only"):
+            if options["local_files_only"]:
                 return original(repo, revision=revision, allow_patterns=allow_patterns, **options)
             asked.append((revision, list(allow_patterns)))
             if isinstance(answer, BaseException):
@@ -161,19 +162,14 @@ def test_a_tokenizer_of_the_hub_has_all_tokens_that_it_has_in_a_directory(cache,
     assert load_tokenizer(REPO).vocab_size == load_tokenizer("ksana-tiny").vocab_size + 1
 
 
-def test_only_shards_that_the_index_names_are_downloaded(cache, shards, hub):
+def test_only_files_that_are_read_are_downloaded(cache, shards, hub):
     write_snapshot(cache, REPO, {name: shards.pop(name) for name in ("config.json", "tokenizer.json")})
-
-    def answer(revision, patterns):
-        (cache / "models--someone--some-model" / "refs" / "main").unlink(missing_ok=True)
-        wanted = {name: content for name, content in shards.items() if name in patterns}
-        return write_snapshot(cache, REPO, wanted)
-
-    asked = hub(answer)
+    asked = hub(lambda revision, patterns: write_snapshot(cache, REPO, shards))
     assert load_model(REPO)[0] == TINY
-    assert [p for p in asked[0][1] if "safetensors" in p] == ["model.safetensors.index.json"]
-    assert "additional_chat_templates/*.jinja" in asked[0][1]
-    assert asked[1] == (COMMIT, [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)])
+    [(_, patterns)] = asked
+    others = ["pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.gguf", "model.py"]
+    named = ["additional_chat_templates/rag.jinja", "chat_template.jinja"]
+    assert [*filter_repo_objects([*shards, *others, *named], allow_patterns=patterns)] == [*shards, *named]
 
 
 def test_a_split_gguf_file_needs_all_of_its_parts(cache, hub):
@@ -184,8 +180,7 @@ def test_a_split_gguf_file_needs_all_of_its_parts(cache, hub):
     assert asked == [(None, [*parts])]
     (snapshot := model_path(f"{REPO}/{first}").parents[1]).joinpath("Q4/model-00002-of-00003.gguf").unlink()
     hub(lambda revision, patterns: snapshot, parts)
-    assert "lacks Q4/model-00002-of-00003.gguf; delete the folder" in refusal(f"{REPO}/{first}")
-    assert "has 99,999 parts; supported: at most 1,000" in refusal(f"{REPO}/model-00001-of-99999.gguf")
+    assert f"lacks Q4/model-00002-of-00003.gguf; `hf download {REPO} Q4/" in refusal(f"{REPO}/{first}")
 
 
 def test_signs_of_patterns_in_a_file_name_stand_for_themselves(cache, hub):
@@ -198,12 +193,12 @@ def test_signs_of_patterns_in_a_file_name_stand_for_themselves(cache, hub):
 def test_a_copy_that_lacks_a_file_is_not_used(cache, shards, hub, lost, dangling):
     snapshot = write_snapshot(cache, REPO, shards)
     (os.remove if not dangling else lambda link: link.resolve().unlink())(snapshot / lost)
-    hub(httpx2.ConnectError("Name or service not known"))
-    said = refusal(REPO)
     # Without its index, a model is one file.
-    missing = "model.safetensors" if lost.endswith("index.json") and not dangling else lost
-    assert said.startswith(f"{REPO}: its copy in the hub's cache, {snapshot}, lacks {missing}, and the hub")
-    assert "cannot be reached (ConnectError: Name or service not known)" in said
+    missing = "model.safetensors" if lost.endswith("index.json") else lost
+    hub(lambda revision, patterns: snapshot, shards | {missing: b""})
+    assert f"its copy in the hub's cache, {snapshot}, lacks {missing}; `hf download" in refusal(REPO)
+    hub(lambda revision, patterns: write_snapshot(cache, REPO, shards))
+    assert model_path(REPO) == snapshot and (snapshot / lost).is_file()
 
 
 def test_a_copy_without_a_tokenizer_is_used_if_the_hub_has_none(cache, files, hub):
@@ -218,13 +213,6 @@ def test_a_copy_without_a_tokenizer_is_used_if_the_hub_has_none(cache, files, hu
 def test_offline_a_copy_without_a_tokenizer_is_all_there_is(cache, files):
     del files["tokenizer.json"]
     assert write_snapshot(cache, REPO, files) == model_path(REPO)
-
-
-def test_a_download_that_leaves_files_out_says_so(cache, shards, hub):
-    del shards["model-00002-of-00003.safetensors"]
-    snapshot = write_snapshot(cache, REPO, shards)
-    hub(lambda revision, patterns: snapshot, ["config.json", "model-00002-of-00003.safetensors"])
-    assert f"{snapshot}, lacks model-00002-of-00003.safetensors; delete the folder" in refusal(REPO)
 
 
 def test_a_repository_of_gguf_files_says_which_there_are(cache, files, hub):
@@ -248,20 +236,19 @@ def test_a_repository_of_gguf_files_says_which_there_are(cache, files, hub):
         ),
         (
             errors.RepositoryNotFoundError("401", response=response(401)),
-            "there is no such path, and no such model on the hub for you",
+            "there is no such path, and no such model on the hub; for a private one, log in",
         ),
         (
             errors.RevisionNotFoundError("404", response=response(404)),
             "someone/some-model has no revision 'v1' on the hub",
         ),
-        (errors.HfHubHTTPError("503 Server Error\nmore", response=response(503)), "the hub refuses: 503 Server Error"),
-        (errors.HFValidationError("Repo id must use alphanumeric"), "not a name that the hub allows: Repo id must"),
-        (httpx2.ReadTimeout("timed out"), "cannot be reached (ReadTimeout: timed out)"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space is left in"),
         (
-            RuntimeError("Data processing error: No space left on device (os error 28)"),
-            "name another folder in HF_HOME",
+            errors.HfHubHTTPError("503 Server Error\nmore", response=response(503)),
+            "the download failed (HfHubHTTPError: 503 Server Error)",
         ),
+        (errors.HFValidationError("Repo id must use alphanumeric"), "not a name that the hub allows: Repo id must"),
+        (httpx2.ReadTimeout("timed out"), "the download failed (ReadTimeout: timed out)"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device)"),
     ],
 )
 def test_each_error_of_the_hub_is_one_line_that_says_what_to_do(cache, hub, error, said):
@@ -273,10 +260,8 @@ def test_the_cause_below_an_error_of_the_library_is_named(cache, hub):
     error = errors.LocalEntryNotFoundError("Got: ...\nAn error happened while trying to locate the files")
     error.__cause__ = httpx2.ConnectError("[Errno -2] Name or service not known")
     hub(error)
-    assert "cannot be reached (ConnectError: [Errno -2] Name or service not known)" in refusal(REPO)
-    error.__cause__ = errors.HfHubHTTPError("503 Server Error", response=response(503))
-    error.__cause__.__cause__ = httpx2.HTTPError("Service Unavailable")
-    assert "no complete copy" in (said := refusal(REPO)) and said.endswith("the hub refuses: 503 Server Error")
+    said = refusal(REPO)
+    assert "no complete copy" in said and "(ConnectError: [Errno -2] Name or service not known)" in said
 
 
 def test_offline_without_a_copy_says_how_to_get_one(cache):
@@ -290,10 +275,7 @@ def test_a_name_that_the_hub_does_not_allow_is_refused_without_a_request(cache, 
     assert "not a name that the hub allows" in refusal("some--one/some..model")
 
 
-MANY = json.dumps({"weight_map": {f"t{i}": f"{i}.safetensors" for i in range(1001)}}).encode()
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": 5}', b'{"weight_map": {"a": ["x"]}}', MANY])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"weight_map": 5}'])
 def test_of_an_index_that_cannot_be_read_the_loader_says_why(cache, files, content):
     del files["model.safetensors"]
     write_snapshot(cache, REPO, files | {"model.safetensors.index.json": content})
@@ -308,12 +290,6 @@ def test_an_index_cannot_name_files_outside_the_cache(cache, shards, tmp_path):
     write_snapshot(cache, REPO, shards | {"model.safetensors.index.json": json.dumps(index).encode()})
     with pytest.raises(LoadError, match="leaves the directory"):
         load_model(REPO)
-
-
-def test_a_reference_cannot_lead_outside_the_cache(cache, files, tmp_path):
-    write_snapshot(cache, REPO, files)
-    (cache / "models--someone--some-model" / "refs" / "main").write_text("../../../model")
-    assert "is not a snapshot of the hub's cache" in refusal(REPO)
 
 
 def test_the_digest_of_a_commit_does_not_depend_on_what_else_is_in_the_cache(cache, shards):
@@ -353,5 +329,5 @@ def test_an_adapter_is_a_folder_or_a_name_whose_two_files_are_downloaded(cache, 
 
 def test_a_repository_without_an_adapter_is_refused(cache, hub):
     hub(lambda revision, patterns: write_snapshot(cache, REPO, {"adapter_config.json": b"{}"}), ["adapter_model.bin"])
-    with pytest.raises(LoadError, match=r"there is no adapter_model\.safetensors on the hub; an adapter has"):
+    with pytest.raises(LoadError, match=r"there is no adapter_model\.safetensors on the hub"):
         adapter_path(REPO)

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from ksana_jax.lab.experiments.report import report
-from ksana_jax.lab.experiments.run import run
+from ksana_jax.lab.experiments.run import own_names, run
 
 
 def reported(experiment, folder: Path, **settings):
     """Runs an experiment and returns its report; no trial may fail."""
     outcome = run(experiment, folder, **settings)
     assert not outcome.failed, outcome.failed
-    return report(folder)
+    return report(folder, own_names(experiment))
 
 
 class Engines(list):

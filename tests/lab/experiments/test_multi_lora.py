@@ -18,7 +18,7 @@ SETTINGS = {"num_requests": 8, "prompt_tokens": 6, "output_tokens": 5, "skew": 0
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, one_layer):
     given = {
-        "task": "multi_lora",
+        "task": "experiments.multi_lora.task:MultiLora",
         "model": one_layer,
         "load_format": "dummy",
         "engine": ENGINE,
@@ -45,6 +45,6 @@ def test_more_adapters_than_slots_are_written_again_and_share_steps(measured):
 
 
 def test_an_engine_without_adapters_is_refused(one_layer):
-    given = {"task": "multi_lora", "model": one_layer, "load_format": "dummy"}
+    given = {"task": "experiments.multi_lora.task:MultiLora", "model": one_layer, "load_format": "dummy"}
     with pytest.raises(ConfigError, match=r"engine\.enable_lora is false"):
         plan(given)

@@ -323,7 +323,10 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     [
         ({"settings": {"num_texts": 7, "num_tokens": 64}}, r"settings\.num_texts is 7, but the texts have 6 excerpts"),
         ({"task": "generate", "settings": {"num_prompts": 50}}, r"settings\.num_prompts is 50, but the texts have 3"),
-        ({"task": "memory_sharing", "settings": {"num_rows": 400}}, r"settings\.num_rows / settings\.width is 100"),
+        (
+            {"task": "compare", "settings": {"num_sequences": 99, "apart": True}},
+            r"num_sequences / settings\.width is 99",
+        ),
     ],
 )
 def test_texts_that_are_too_few_are_refused_once_and_before_anything_runs(one_layer, text, fields, said):

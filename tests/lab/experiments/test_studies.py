@@ -24,12 +24,14 @@ MADE = (
 )
 # Where a study names heads of layers, which the stand-in of its model does not have.
 SHAPES = {"pretrained_duo": ModelConfig(num_layers=30, num_heads=9, num_kv_heads=3)}
+# Rows that were measured with code that is gone, which their README says.
+GONE = {"routing": ("polled each 1 s", "light servers")}
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
-    write_tables(read_report(study), tmp_path)
+    write_tables(read_report(study, trusted=None), tmp_path)
     assert (tmp_path / "table.md").read_text() == (study / "table.md").read_text()
     assert {"README.md", "figure.png", "run.json"} <= {path.name for path in study.iterdir()}
 
@@ -51,13 +53,15 @@ def test_a_study_has_the_rows_of_its_configuration(study, tmp_path, monkeypatch,
         folder.symlink_to(model_path("ksana-tiny"))
     if study.name in SHAPES:
         monkeypatch.setattr(patterns, "model_config", lambda model: SHAPES[study.name])
-    rows = [(row.label.removesuffix(SIMULATED), row.point) for row in read_report(study).rows]
+    gone = GONE.get(study.name, ())
+    measured = (row for row in read_report(study, trusted=None).rows if not any(name in row.label for name in gone))
+    rows = [(row.label.removesuffix(SIMULATED), row.point) for row in measured]
     assert rows == [(row.label, row.point) for row in load(study.name).rows]
 
 
 def test_every_folder_with_a_readme_is_a_study_or_a_script():
     explained = {readme.parent.name for readme in (ROOT / "experiments").glob("*/README.md")}
-    assert explained - {"gpu"} == {study.name for study in STUDIES} >= {"quickstart"}
+    assert explained - {"gpu", "training"} == {study.name for study in STUDIES} >= {"quickstart"}
 
 
 def test_readme_shows_the_table_on_a_pretrained_model():

@@ -19,7 +19,7 @@ LENGTHS = {"prompt_tokens": 16, "more_tokens": 4, "output_tokens": 4}
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, one_layer):
     given = {
-        "task": "two_models",
+        "task": "experiments.two_models.task:TwoModels",
         "model": one_layer,
         "load_format": "dummy",
         "engine": ENGINE,
@@ -41,6 +41,6 @@ def test_what_fits_the_whole_but_not_a_half_is_found_again_only_in_one_budget(me
 
 
 def test_the_blocks_of_both_must_be_given(one_layer):
-    given = {"task": "two_models", "model": one_layer, "load_format": "dummy"}
+    given = {"task": "experiments.two_models.task:TwoModels", "model": one_layer, "load_format": "dummy"}
     with pytest.raises(ConfigError, match=r"engine\.num_blocks is null"):
         plan(given)

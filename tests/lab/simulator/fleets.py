@@ -1,4 +1,4 @@
-"""Fleets of full and light servers that tests compare."""
+"""Fleets of simulated servers for tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import AffineCost, Cost
-from ksana_jax.lab.simulator.light import LightEngine
 from ksana_jax.lab.simulator.one_engine import SimEngine
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
 
@@ -39,24 +38,18 @@ def sessions(num_servers: int, load: float, num_requests: int, **settings: Any) 
 
 
 def serve(
-    kind: str,
     workload: Workload,
     num_servers: int,
     policy: Any,
     config: EngineConfig = CONFIG,
     seed: int = 0,
     cost: Cost = COST,
-    light: type[LightEngine] = LightEngine,
 ):
-    """Serves a workload on a fleet of "full" or "light" servers."""
+    """Serves a workload on a fleet."""
     chains = Chains(config.block_size)
     assert config.num_blocks is not None
     settings = RouterSettings(config.block_size, 9300, pool_tokens=config.num_blocks * config.block_size)
     router = Router(range(num_servers), policy, settings, seed)
-    if kind == "full":
-        make = functools.partial(SimEngine, MODEL, config, cost=cost)
-    else:
-        make = functools.partial(light, MODEL, config, cost=cost, chains=chains)
-    run = fleet.serve(workload.items, make, router, chains)
+    run = fleet.serve(workload.items, functools.partial(SimEngine, MODEL, config, cost=cost), router, chains)
     router.check()
     return run

@@ -12,12 +12,11 @@ from ksana_jax.core.patterns import per_layer
 from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.fitted import PHASES, FittedCost, ShapeTimes
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
-from ksana_jax.lab.simulator.polled import Polled
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.serve.routing.policies import Policy
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.policies import Policy
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.report import summarise
 from tests.lab.simulator.fleets import CONFIG, COST, MODEL, serve, sessions
@@ -37,7 +36,7 @@ class To(Policy):
 def test_one_server_of_a_fleet_does_what_an_engine_alone_does():
     given = {"kind": "synthetic", "num_requests": 60, "rate": 5.0, "prompt": [10, 900], "output": [1, 90]}
     workload = read_workload(given).make(MODEL.vocab_size)
-    run, alone = serve("full", workload, 3, To(1)), simulate(workload.items, MODEL, CONFIG, COST)
+    run, alone = serve(workload, 3, To(1)), simulate(workload.items, MODEL, CONFIG, COST)
     for got, one in zip(run.requests, alone.served, strict=True):
         assert got.num_output == one.num_output and got.num_cached_tokens == one.num_cached_tokens
         assert got.e2e_s == pytest.approx(one.finished_s - one.arrival_s + 2 * fleet.NETWORK_S)
@@ -46,13 +45,13 @@ def test_one_server_of_a_fleet_does_what_an_engine_alone_does():
 
 def test_equal_seeds_give_equal_reports_and_other_seeds_other_ones():
     workload = sessions(3, 1.0, 30)
-    first, second, other = (serve("full", workload, 3, "random", seed=seed) for seed in (1, 1, 2))
+    first, second, other = (serve(workload, 3, "random", seed=seed) for seed in (1, 1, 2))
     assert first.requests == second.requests and summarise(first.requests) == summarise(second.requests)
     assert first.requests != other.requests
 
 
 def test_sessions_send_their_next_turn_when_the_last_has_arrived():
-    run = serve("full", sessions(2, 1.0, 40), 2, "min_ttft")
+    run = serve(sessions(2, 1.0, 40), 2, "min_ttft")
     by_index = {trip.item.index: trip for trip in run.trips}
     later = [trip for trip in run.trips if trip.item.after is not None]
     assert len(later) > 10
@@ -68,7 +67,7 @@ def test_the_router_hears_of_ends_when_they_have_crossed_the_network():
     )
     timed = [dataclasses.replace(item, arrival_s=[0.0, gap, 5.0][i]) for i, item in enumerate(items.items)]
     policy = To()
-    serve("full", dataclasses.replace(items, items=timed), 1, policy)
+    serve(dataclasses.replace(items, items=timed), 1, policy)
     assert policy.seen == [0, 1, 0]
 
 
@@ -77,22 +76,20 @@ def test_a_request_that_no_server_can_take_is_refused_and_named():
     workload = read_workload(
         {"kind": "synthetic", "num_requests": 20, "rate": 5, "prompt": [1500, 2500], "output": 5}
     ).make(32_000)
-    for kind in ("full", "light"):
-        run = serve(kind, workload, 2, "least_work", config)
-        too_long = {item.index for item in workload.items if item.num_prompt >= 2048}
-        assert {r.index for r in run.requests if r.error == "refused"} == too_long != set()
-        assert "refused" in summarise(run.requests)["failures"][0]
-        assert all(not math.isnan(r.finished_s) for r in run.requests)
+    run = serve(workload, 2, "least_work", config)
+    too_long = {item.index for item in workload.items if item.num_prompt >= 2048}
+    assert {r.index for r in run.requests if r.error == "refused"} == too_long != set()
+    assert "refused" in summarise(run.requests)["failures"][0]
+    assert all(not math.isnan(r.finished_s) for r in run.requests)
 
 
-@pytest.mark.parametrize("kind", ["full", "light"])
-def test_a_fleet_whose_steps_were_not_measured_is_refused_with_their_shapes(kind):
+def test_a_fleet_whose_steps_were_not_measured_is_refused_with_their_shapes():
     workload = read_workload(
         {"kind": "synthetic", "num_requests": 40, "rate": 20, "prompt": [10, 900], "output": [1, 40]}
     ).make(MODEL.vocab_size)
     with pytest.raises(ConfigError, match=r"% of the time are steps of \d+ shapes .*not measured.*\(\d+ steps\)"):
-        serve(kind, workload, 2, "least_work", cost=measured_shapes(SMALL))
-    run = serve(kind, workload, 2, "least_work", cost=measured_shapes(CONFIG))
+        serve(workload, 2, "least_work", cost=measured_shapes(SMALL))
+    run = serve(workload, 2, "least_work", cost=measured_shapes(CONFIG))
     assert len(run.trips) == 40
 
 
@@ -135,29 +132,16 @@ class Crowds(To):
 def test_a_server_whose_queue_grows_is_named_with_its_times():
     given = {"kind": "synthetic", "num_requests": 900, "rate": 60, "prompt": 500, "output": 10}
     workload = read_workload(given).make(MODEL.vocab_size)
-    [said] = fleet.growing(serve("light", workload, 4, Crowds()).trips)
+    [said] = fleet.growing(serve(workload, 4, Crowds()).trips)
     assert said.startswith("the queue of 1 of 4 servers grows: server 0 (mean TTFT ")
-    assert fleet.growing(serve("light", workload, 4, "least_work").trips) == []
+    assert fleet.growing(serve(workload, 4, "least_work").trips) == []
 
 
 def test_hits_follow_the_policy():
     # A fleet's caches hold what its router sends them: min_ttft returns conversations to where they were.
     workload = sessions(3, 1.0, 120)
-    hits = {p: summarise(serve("full", workload, 4, p).requests)["hit_rate"] for p in ("round_robin", "min_ttft")}
+    hits = {p: summarise(serve(workload, 4, p).requests)["hit_rate"] for p in ("round_robin", "min_ttft")}
     assert hits["min_ttft"] > 1.5 * hits["round_robin"]
-
-
-def test_polled_loads_are_those_of_the_last_poll():
-    workload = read_workload({"kind": "synthetic", "num_requests": 40, "rate": None, "prompt": 400, "output": 20}).make(
-        32_000
-    )
-    run = serve("full", workload, 4, "least_work")
-    assert {sum(t.server == s for t in run.trips) for s in range(4)} == {10}
-    # All 40 come at once and see four idle servers: ties are broken at random.
-    polled = serve("full", workload, 4, Polled("least_work", 1.0))
-    assert max(sum(t.server == s for t in polled.trips) for s in range(4)) > 10
-    with pytest.raises(ConfigError, match=r"every_s is 0, must be a finite number above 0"):
-        Polled("least_work", 0)
 
 
 def test_balance_is_the_busiest_servers_work_over_the_mean():

@@ -11,8 +11,8 @@ from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.sim_models import SimModels
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from tests.lab.simulator.items import MODEL, config, drawn_items, item
 
 COST = AffineCost(0.010, 0.001)
@@ -82,6 +82,6 @@ def test_no_request_is_lost_and_only_servers_of_several_models_change():
 
 def test_what_clients_ask_is_a_model_or_an_adapter():
     given = {"task": "simulate", "model": "llama-2-7b", "load_format": "dummy", "engine": {"num_blocks": 64}}
-    for more in ({"settings.server": "light"}, {"engine.enable_lora": True}):
+    for more in ({"settings.server": "request_level"}, {"engine.enable_lora": True}):
         with pytest.raises(ConfigError, match="clients that ask models need server 'engine' and no adapters"):
             plan(given | {"settings": {"switch_s": 1.0}, "variants": [{"name": "x", **more}]})

@@ -17,11 +17,12 @@ def ends(*words):
 
 
 def test_a_bench_is_traced_with_its_own_options(tmp_path, capsys):
-    assert ends("bench", "host", "--rows", "2", "--steps", 3, "--context", 64, "--json", "--out", tmp_path / "out") == 0
+    options = ["--rows", "2", "--steps", 3, "--context", 64, "--json", "--out", tmp_path / "out"]
+    assert ends("bench", "experiments.benches.host:Host", *options) == 0
     shown = capsys.readouterr().out
     assert any(line.startswith("{") for line in shown.splitlines()) and "index.html" in shown
     trace = json.loads((tmp_path / "out/trace.json").read_text())
-    assert trace["command"] == "ksana bench host --rows 2 --steps 3 --context 64 --json"
+    assert trace["command"] == "ksana bench experiments.benches.host:Host --rows 2 --steps 3 --context 64 --json"
     assert trace["engines"][0]["num_steps"] > 3 and trace["functions"] == []
 
 

@@ -380,7 +380,7 @@ def no_downloads(monkeypatch):
         pytest.fail("something is downloaded")
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("ksana_jax.core.sources.hub._download", refuse)
+    monkeypatch.setattr("ksana_jax.core.sources.hub._downloaded", refuse)
 
 
 def test_places_of_a_recording_are_left_out_unless_they_are_given(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ksana_jax.serve.server.fields import CHAT, COMPLETIONS
+from ksana_jax.serve.server.request_models import UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.serve.server.serving import Letters
 
 GOOD = {"prompt": "hi", "max_tokens": 2}
@@ -36,19 +36,9 @@ WRONG = {
     "request_id": ["", 7, "x" * 129],
     "cache_salt": [1, "x" * 257],
     "user": [1],
-    "priority": [1],
     "logprobs": [-1, 21, "2", True],
     "echo": [1, "x"],
-    "suffix": ["end"],
-    "best_of": [2, True],
-    "use_beam_search": [True, 0],
-    "length_penalty": [2],
-    "early_stopping": [True],
     "spaces_between_special_tokens": [1],
-    "response_format": [{"type": "json_object"}],
-    "logits_processors": [["f"]],
-    "return_tokens_as_token_ids": [True],
-    "vllm_xargs": [{"a": 1}],
     "prompt": [1, [], {}, [[]], [1, "a"], ["a", 1], ["a", [1]], [[1], "a"], [1.5], [True], [-1], [2**31], [[1], []]],
 }
 WRONG_CHAT = {
@@ -76,16 +66,9 @@ WRONG_CHAT = {
     "top_logprobs": [21, -1, 2],  # 2: without logprobs
     "max_completion_tokens": [0, "5"],
     "tools": ["f", {"name": "f"}, ["f"], [[1]], [{}] * 1025],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "add_generation_prompt": [1, "yes"],
     "continue_final_message": [1, "yes"],
-    "chat_template": ["{{ messages }}"],
     "chat_template_kwargs": [[1], "a", {"messages": []}, {"range": 1}],
-    "documents": [[{"text": "a"}]],
-    "echo": [True],
-    "add_special_tokens": [True],
-    "mm_processor_kwargs": [{"a": 1}],
-    "audio": [{"voice": "alloy"}],
 }
 
 
@@ -108,19 +91,27 @@ def test_wrong_values_of_a_field_of_a_chat_are_named(served, name):
 
 
 def test_every_field_has_wrong_values_here():
-    never_wrong = {"model", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    assert set(COMPLETIONS) - set(WRONG) - never_wrong <= {
-        "skip_special_tokens",
-        "add_special_tokens",
-    }
-    assert set(CHAT) - set(COMPLETIONS) - set(WRONG_CHAT) <= {
-        "parallel_tool_calls",
-        "functions",
-        "function_call",
-        "modalities",
-        "prediction",
-        "reasoning_effort",
-    }
+    fields, chat = CompletionRequest.model_fields, ChatRequest.model_fields
+    unread = {"model", "metadata", "safety_identifier", "prompt_cache_key"}
+    assert set(fields) - set(WRONG) - unread == {"skip_special_tokens", "add_special_tokens"}
+    assert set(chat) - set(fields) - set(WRONG_CHAT) == {"parallel_tool_calls"}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_fields_that_are_not_supported_are_refused_unless_their_value_changes_nothing(served, name):
+    bodies = [
+        ("/v1/completions", CompletionRequest, GOOD),
+        ("/v1/chat/completions", ChatRequest, {"messages": MESSAGES}),
+    ]
+    for path, model, body in bodies:
+        if name in model.model_fields:
+            continue
+        for value in ({"a": 1}, ["a"], "required", 2, True):
+            reply = served.post(path, **body, **{name: value})
+            assert (reply.status, reply.error["param"]) == (400, name), (path, value, reply.body)
+            assert reply.error["code"] == "unsupported_parameter" and name in reply.error["message"]
+        for value in (*UNSUPPORTED[name], None):
+            assert served.post(path, **body, **{name: value}).status == 200, (path, value)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +143,32 @@ def test_unknown_fields_are_refused_with_the_nearest_name(served):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/detokenize", {"tokens": [1, 95178.5]}, "tokens[1] is 95,178.5, must be an integer"),
-        ("/v1/completions", {**GOOD, "prompt": [1, 95178.5]}, "prompt[1] is 95,178.5, must be a token id"),
-        ("/v1/completions", {**GOOD, "temperature": 95178.0}, "temperature is 95,178.0, must be a number"),
+        ("/detokenize", {"tokens": [1, 95178.5]}, "tokens[1] is 95,178.5, must be a valid integer"),
+        ("/v1/completions", {**GOOD, "prompt": [1, 95178.5]}, "prompt[1] is 95,178.5, must be a valid integer"),
+        ("/v1/completions", {**GOOD, "prompt": {"1": 1}}, "prompt is {'1': 1}, must be a valid string or a valid list"),
+        (
+            "/v1/completions",
+            {**GOOD, "temperature": 95178.0},
+            "temperature is 95,178, must be less than or equal to 100",
+        ),
+        ("/v1/completions", {**GOOD, "stop": [1]}, "stop[0] is 1, must be a valid string"),
+        ("/v1/completions", {**GOOD, "cache_salt": "x" * 257}, "cache_salt has 257 characters, must have at most 256"),
+        ("/v1/completions", {**GOOD, "best_of": 4}, "best_of is 4: not supported, must be 1 or absent"),
+        ("/v1/completions", {**GOOD, "a.b": 4}, "a.b is an unknown field"),
         (
             "/v1/chat/completions",
             {"messages": [{**MESSAGES[0], "colour": "red"}]},
-            "messages[0] has unknown key 'colour'",
+            "messages[0].colour is an unknown field",
         ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "colour": 1}]}]},
-            "messages[0].content[0] has unknown key 'colour'",
+            "messages[0].content[0].colour is an unknown field",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages[0].tool_calls[0].function.name is missing",
         ),
     ],
 )

@@ -2,16 +2,23 @@
 
 import pytest
 
-from ksana_jax.serve.server.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.serve.server.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 
 ENDPOINTS = {
-    "/v1/completions": (COMPLETIONS, {"prompt": "hi", "max_tokens": 4, "temperature": 0}),
+    "/v1/completions": (CompletionRequest, {"prompt": "hi", "max_tokens": 4, "temperature": 0}),
     "/v1/chat/completions": (
-        CHAT,
+        ChatRequest,
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0},
     ),
-    "/tokenize": (TOKENIZE, {"prompt": "hi"}),
-    "/detokenize": (DETOKENIZE, {"tokens": [1, 2]}),
+    "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1, 2]}),
 }
 NEUTRAL = {
     "n": 1,
@@ -75,8 +82,8 @@ def answer(reply) -> dict:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_null_is_an_absent_field_known_or_not(served, path):
-    fields, body = ENDPOINTS[path]
-    absent = dict.fromkeys({*fields, "kv_transfer_params"} - body.keys())
+    model, body = ENDPOINTS[path]
+    absent = dict.fromkeys({*model.model_fields, *model.unsupported, "kv_transfer_params"} - body.keys())
     assert answer(served.post(path, **body, **absent)) == answer(served.post(path, **body))
 
 
@@ -115,3 +122,9 @@ def test_an_integer_may_be_written_as_a_float(served):
 def test_true_is_not_one_and_zero_is_not_false(served, name):
     for value in (True, 0) if name != "priority" else (False,):
         assert served.post("/v1/completions", prompt="hi", **{name: value}).error["param"] == name
+
+
+def test_defaults_of_sampling_are_those_of_sampling_params():
+    assert {name: field.default for name, field in Sampling.model_fields.items()} == {
+        name: getattr(SamplingParams(), name) for name in Sampling.model_fields
+    }

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ksana_jax.serve.server.json_body import MAX_VALUES
+from ksana_jax.serve.server.json_body import MAX_KEYS, MAX_VALUES
 from ksana_jax.serve.server.settings import ServerSettings
 from tests.fakes import VOCAB
 
@@ -33,6 +33,8 @@ WORST = {
     "ids that end 64 outputs": (COMPLETIONS, body(prompt="a", n=64, max_tokens=1, stop_token_ids=IDS), 200),
     "ids that are allowed": (COMPLETIONS, body(prompt="a", max_tokens=2, allowed_token_ids=IDS), 200),
     "ids of which the last is wrong": (COMPLETIONS, body(prompt="a", stop_token_ids=[*IDS, 0.5]), 400),
+    "ids written as floats": (COMPLETIONS, body(prompt="a", max_tokens=2, stop_token_ids=list(map(float, IDS))), 200),
+    "floats for ids": (COMPLETIONS, body(prompt=[0.5] * (MAX_VALUES - 8)), 400),
     "a prompt of ids": (COMPLETIONS, body(prompt=IDS), 400),
     "prompts of ids": (COMPLETIONS, body(prompt=[IDS[:250]] * 1024), 400),
     "an escaped text": (COMPLETIONS, filled(b'{"prompt":"', b"\\u00e9", b'"}'), 400),
@@ -52,6 +54,21 @@ WORST = {
             messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (MAX_VALUES - 8)}],
             max_tokens=2,
         ),
+        400,
+    ),
+    "as many calls of tools as are read": (
+        CHAT,
+        body(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * (MAX_KEYS // 2 - 8)}]),
+        200,
+    ),
+    "as many parts as are read, the last one wrong": (
+        CHAT,
+        body(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_KEYS // 2 - 8) + [1]}]),
+        400,
+    ),
+    "as many wrong biases as are read": (
+        COMPLETIONS,
+        body(prompt="a", logit_bias={i: "a" for i in range(MAX_KEYS - 8)}),
         400,
     ),
     "a long text": (TOKENIZE, filled(b'{"prompt":"', b"a", b'"}'), 400),

@@ -110,7 +110,7 @@ def test_what_cannot_be_saved_or_restored_is_one_line(owned):
         ("/sessions/none/restore", {}, "session.json cannot be read: No such file or directory"),
         ("/sessions/none/save", {"prompt": "tin"}, "nothing of request 'none' is cached"),
         ("/sessions/none/save", {}, "give prompt or messages"),
-        ("/sessions/none/restore", {"path": "/tmp"}, "field 'path' is unknown"),
+        ("/sessions/none/restore", {"path": "/tmp"}, "path is an unknown field"),
     ]:
         reply = post(owned, path, body)
         assert reply.status == 400 and said in reply.error["message"]

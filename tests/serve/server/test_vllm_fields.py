@@ -1,11 +1,9 @@
 """vLLM's fields of requests: token ids in answers, ids from clients, prompts without their start, kept stop strings."""
 
 import concurrent.futures
-import json
 
 import pytest
 
-from tests.core.test_vllm_names import rows
 from tests.serve.server.serving import make_llm, serving, text_of
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -81,23 +79,3 @@ def test_a_stop_string_is_part_of_the_text_where_that_is_asked_for(served):
     assert whole["text"] == text[: text.index(text[5:8]) + 3] and whole["finish_reason"] == "stop"
     chunks = served.post(COMPLETION, **asked, stream=True).events
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
-
-
-def test_the_page_has_fields():
-    assert len(rows(f"POST {COMPLETION}")) > 40 and len(rows(f"POST {CHAT}")) > 12
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "here", "sentence"),
-    [(path, *row) for path in (COMPLETION, CHAT) for row in rows(f"POST {path}")],
-)
-def test_every_line_of_fields(served, path, field, here, sentence):
-    body = TEXT if path == COMPLETION else TALK
-    reply = served.post(path, **{**body, **json.loads(f"{{{field}}}")})
-    if here == "refused":
-        assert reply.status == 400 and sentence in reply.error["message"]
-        assert reply.error["param"] == next(iter(json.loads(f"{{{field}}}")))
-    else:
-        assert reply.status == 200, reply.body
-        if here == "no effect":
-            assert reply.json["choices"] == served.post(path, **body).json["choices"]

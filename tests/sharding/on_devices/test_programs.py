@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ksana_jax import SamplingParams
 from ksana_jax.lab.trace import tracing
+from ksana_jax.lab.trace.collectives import find_collectives
 from ksana_jax.loading import abstract_params
 from ksana_jax.models.int8_matrix import rounded_rows
 from ksana_jax.runner.step_runs import compiled_programs
@@ -18,7 +19,6 @@ from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
 from ksana_jax.scheduler.step.types import Part, StepShape
 from ksana_jax.sharding.specs import AXIS
-from pallas_kernels.aot.report import find_collectives
 from tests.sharding.on_devices.engines import MODELS, make_llm
 
 SHAPE = StepShape((Part(4, 1),), 4, 4)

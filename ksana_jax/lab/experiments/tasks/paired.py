@@ -72,7 +72,7 @@ def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
     def make() -> LLM:
         return LLM(config["model"], load_format=config["load_format"], pattern=llm.patterns, **settings)
 
-    return twin(llm, json.dumps(dict(against), sort_keys=True), make)
+    return twin(llm, json.dumps(settings, sort_keys=True), make)
 
 
 def twin(llm: LLM, key: str, make: Callable[[], LLM], *, newest_only: bool = False) -> LLM:

@@ -46,16 +46,18 @@ def number(digits: int) -> Callable[[float], str]:
 class Scaled:
     """Formats values in another unit, of which one is `factor` units; figures draw them in it, too.
 
-    trims: leaves out a decimal of 0.
+    trims: leaves out a decimal of 0. signed: writes + before numbers that are not negative.
     """
 
     factor: float
     digits: int
     trims: bool = False
+    signed: bool = False
 
     def __call__(self, value: float) -> str:
         text = number(self.digits)(self.factor * value)
-        return text.removesuffix(".0") if self.trims else text
+        text = text.removesuffix(".0") if self.trims else text
+        return f"+{text}" if self.signed and value >= 0 else text
 
 
 def percent(digits: int = 1) -> Scaled:

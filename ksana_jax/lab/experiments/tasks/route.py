@@ -1,6 +1,6 @@
 """Latency, hit rate and balance of several servers behind a router, simulated.
 
-Policies and ledger are `ksana route`'s; servers run the real engine, or the light model of it.
+Policies and ledger are `ksana route`'s; servers run the real engine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -29,16 +28,16 @@ from ksana_jax.lab.simulator import fleet, request_level
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import Cost, read_cost
 from ksana_jax.lab.simulator.fitted import FittedCost
-from ksana_jax.lab.simulator.light import LightEngine
 from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.sim_models import SimModels
 from ksana_jax.lab.simulator.slo import percentile
-from ksana_jax.lab.simulator.step_seconds import StepSeconds
+from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.methods.presets import read_pattern
-from ksana_jax.serve.routing.policies import read_policy
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.serve.router.policies import read_policy
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
 from ksana_jax.serve.workload.report import RequestTimes, flat, summarise
@@ -56,7 +55,7 @@ LOADS = (
     Column("utilisation", "busy, %", percent()),
     Column("preemptions", "preemptions", number(0)),
 )
-ONE_ENGINE, BY_REQUEST, LIGHT = SERVERS = ("engine", "request_level", "light")
+ONE_ENGINE, BY_REQUEST = SERVERS = ("engine", "request_level")
 
 
 @dataclasses.dataclass
@@ -73,10 +72,10 @@ class SimulatedSettings:
       has its own. Moves between tiers take no time unless it has "move": {"saved": {"bytes_per_s": 4e10}, "read":
       {"fixed_s": 0.0001, "bytes_per_s": 6e9}}; the ways are saved, copied, loaded, and written and read of a disk tier;
       its disk_cache_dir must be set, to any name.
-    server: "engine" runs the real engine, scheduler and memory; "light" counts only (`simulator.light`);
-      "request_level" batches by request, as FasterTransformer does.
+    server: "engine" runs the real engine, scheduler and memory; "request_level" batches by request, as
+      FasterTransformer does.
     servers: number of servers.
-    policy: how the router chooses among them: a name or a mapping, see `ksana_jax.serve.routing`.
+    policy: how the router chooses among them: a name or a mapping, see `ksana_jax.serve.router`.
     router: fields of `RouterSettings`. Rate of prefill and size of the pool default to the servers'.
     network_s: seconds from the router to a server, and back.
     noise: multiply the time of each step by a ratio drawn from the measured ones of its shape, which needs a fitted
@@ -91,7 +90,7 @@ class SimulatedSettings:
     rate: float | None = float_field(None, above=0)
     pool_bytes: int | None = int_field(None)
     cost: Any = dataclasses.field(default=None, metadata=INPUT_FILES)
-    server: Literal["engine", "request_level", "light"] = ONE_ENGINE
+    server: Literal["engine", "request_level"] = ONE_ENGINE
     servers: int = int_field(1, 1, 100_000)
     policy: Any = "min_ttft"
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -157,12 +156,6 @@ class Simulation:
 
     def _make_server(self) -> fleet.MakeServer:
         settings = self._settings
-        if settings.server == LIGHT:
-            cost = self._cost()
-            return functools.partial(
-                LightEngine, self.model, self.engine, cost=cost, chains=self._chains, platform=settings.platform
-            )
-
         numbers = itertools.count()
 
         def make(events: Any, **calls: Any) -> SimEngine:
@@ -182,16 +175,23 @@ class Simulation:
     def _router_settings(self) -> RouterSettings:
         """Returns the router's assumptions: the servers' rate of prefill and pool, unless the settings differ."""
         engine = self.engine
-        filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
-        most = engine.max_num_batched_tokens
-        step_s = StepSeconds(filled, self._cost(), self._settings.platform)(0, 0, [(0, most)], 1)
         assert engine.num_blocks is not None
         given = {
             "block_size": engine.block_size,
-            "prefill_tokens_per_s": most / step_s,
+            "prefill_tokens_per_s": engine.max_num_batched_tokens / self._prefill_s(),
             "pool_tokens": engine.num_blocks * engine.block_size,
         }
         return read_router(given | self._settings.router)
+
+    def _prefill_s(self) -> float:
+        """Returns the seconds of a step that computes the first max_num_batched_tokens of one prompt."""
+        engine, cost = self.engine, self._cost()
+        filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
+        buckets, count = Buckets.of(filled, self._settings.platform), engine.max_num_batched_tokens
+        shape = buckets.shape(0, [count], min(-(-count // engine.block_size), buckets.widths[-1]))
+        size = StepSize(shape, buckets.num_sampled(1), count, count, count * (count + 1) // 2, 1)
+        device_s, host_s = cost.seconds(size), cost.host_seconds(size)
+        return max(device_s, host_s) if engine.async_scheduling else device_s + host_s
 
 
 def _of_servers(run: fleet.FleetRun) -> dict[str, float]:

@@ -1,1 +1,0 @@
-"""Compiles kernels and steps for absent hardware."""

@@ -1,0 +1,335 @@
+"""Bodies of requests as pydantic models: one declaration for validation, defaults and the OpenAPI document.
+
+Knows SamplingParams, no engine. A new field goes into its model; `UNSUPPORTED` has fields of OpenAI and vLLM that this
+server refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ksana_jax.core.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MIN_REPETITION_PENALTY,
+    SamplingParams,
+)
+from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.validation import Body
+
+MAX_N = 64
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+# Token ids of a prompt, characters of a text.
+MAX_IDS = 2**18
+MAX_CHARS = 8 * 2**20
+LARGEST = 2**31 - 1
+# Fields of OpenAI and vLLM that are refused, except for values that change nothing.
+UNSUPPORTED: dict[str, list[Any]] = {
+    "add_special_tokens": [False],
+    "audio": [],
+    "best_of": [1],
+    "chat_template": [],
+    "documents": [[]],
+    "early_stopping": [False],
+    "echo": [False],
+    "function_call": ["none", "auto"],
+    "functions": [[]],
+    "length_penalty": [1],
+    "logits_processors": [[]],
+    "mm_processor_kwargs": [{}],
+    "modalities": [["text"]],
+    "prediction": [],
+    "priority": [0],
+    "reasoning_effort": [],
+    "response_format": [{"type": "text"}],
+    "return_tokens_as_token_ids": [False],
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "use_beam_search": [False],
+    "vllm_xargs": [{}],
+}
+
+# Lists fail at the first wrong entry: pydantic takes a tenth of a second to report 200,000.
+Text = Annotated[str, Field(max_length=MAX_CHARS)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Name = Annotated[str, Field(max_length=256)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Word], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TokenIds = Annotated[list[Count], Field(max_length=MAX_IDS, fail_fast=True)]
+Ids = Annotated[TokenIds, Field(min_length=1), AfterValidator(lambda ids: np.array(ids, np.int32))]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+LogitBias = Annotated[
+    dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"additionalProperties": False}),
+    AfterValidator(lambda bias: {int(token): value for token, value in bias.items()}),
+]
+
+
+class Part(Body):
+    """A part of a message's content. Other services read cache_control; here prefixes are cached without it."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Any = None
+
+
+class Function(BaseModel):
+    """The function of a tool call; the chat template gets all keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in an earlier answer; the chat template gets all keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    function: Function
+
+
+Parts = Annotated[
+    list[Part],
+    Field(min_length=1, fail_fast=True),
+    AfterValidator(lambda parts: "\n".join(part.text for part in parts)),
+]
+
+
+class Message(Body):
+    """A message of a conversation. Clients send earlier answers back with all keys that they had."""
+
+    unsupported: ClassVar = dict.fromkeys(
+        ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning"), ([], "")
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Parts | None = None
+    tool_calls: list[ToolCall] = Field([], fail_fast=True)
+    name: Name | None = None
+    tool_call_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "has tool_calls, its role must be assistant")
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "has neither content nor tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the message for a chat template, with a content of None only if the client gave null."""
+        given = self.model_dump(exclude_unset=True)
+        return {key: value for key, value in given.items() if value is not None or key == "content"}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Named(Body):
+    """A request to one of several models."""
+
+    model: str | None = Field(None, max_length=512, description="one of /v1/models; absent takes the first")
+
+
+class Sampling(Body):
+    """Fields of SamplingParams, with the same defaults."""
+
+    n: int = Field(1, ge=1, le=MAX_N, description="completions of each prompt")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 takes the most probable token")
+    top_p: float = Field(1.0, gt=0, le=1, description="the smallest set of tokens with this probability is kept")
+    top_k: int = Field(0, ge=-1, le=LARGEST, description="most probable tokens kept; 0 or -1 keeps all")
+    min_p: float = Field(0.0, ge=0, le=1, description="tokens below min_p x the largest probability are dropped")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted once from logits of tokens in the output")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted for each time a token is in the output")
+    repetition_penalty: float = Field(
+        1.0, ge=MIN_REPETITION_PENALTY, le=100, description="divides logits of tokens that came before"
+    )
+    logit_bias: LogitBias | None = Field(None, description="{token id: added to its logit}")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="gives the same tokens in any batch")
+    stop: Word | Stops | None = Field(None, description="strings that end the output")
+    stop_token_ids: TokenIds | None = Field(None, description="ids that end the output")
+    include_stop_str_in_output: bool = Field(False, description="the text has the stop string or token that ended it")
+    ignore_eos: bool = Field(False, description="continue after an end-of-sequence id")
+    min_tokens: Count = Field(0, description="tokens before an end-of-sequence or stop id")
+    bad_words: list[Word] | None = Field(
+        None, max_length=MAX_BAD_WORDS, fail_fast=True, description="words that are never completed"
+    )
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="the only ids that may be chosen")
+    skip_special_tokens: bool = Field(True, description="omit special tokens from the text")
+    prompt_logprobs: NumTop | None = Field(None, description="top tokens returned for each prompt token; not streamed")
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Returns the sampling parameters that these fields ask for.
+
+        Raises:
+          APIError: status 400: fields that are each valid contradict each other.
+        """
+        given = {name: getattr(self, name) for name in Sampling.model_fields}
+        try:
+            return SamplingParams(**given | more)
+        except ValueError as error:
+            raise self.refused(error) from None
+
+    def refused(self, error: ValueError) -> APIError:
+        """Returns an error of the engine as one of the field with which its message begins, if it is one."""
+        first = str(error).partition(" ")[0]
+        return bad_request(str(error), first if first in type(self).model_fields else None)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    unsupported: ClassVar = {"include_obfuscation": [False]}
+
+    include_usage: bool = Field(default=False, description="the last chunk has the usage")
+    continuous_usage_stats: bool = Field(default=False, description="every chunk has the usage so far")
+
+
+class Generation(Named, Sampling):
+    """Fields that completions and chats share. The last five are accepted and change nothing."""
+
+    unsupported = UNSUPPORTED
+
+    stream: bool = Field(False, description="answer with server-sent events")
+    stream_options: StreamOptions = StreamOptions()
+    truncate_prompt_tokens: Positive | Literal[-1] | None = Field(
+        None, description="last tokens of the prompt that are kept; -1 keeps what fits with max_tokens"
+    )
+    return_token_ids: bool = Field(False, description="return the token ids of the prompt and of each choice")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=128, description="the end of the answer's id; absent takes a random one"
+    )
+    cache_salt: Name | None = Field(None, description="divides the prefix cache of your API key further")
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs does not go with stream", "prompt_logprobs")
+        return self
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: Text | Texts | Ids | IdLists = Field(description="a text, token ids, or a list of either")
+    max_tokens: Count | None = Field(
+        None, description="maximum tokens of output; absent takes up to 16 that fit; 0 only with echo"
+    )
+    logprobs: NumTop | None = Field(None, description="top tokens returned with the log-probability of each token")
+    echo: bool = Field(False, description="return the prompt before the output")
+    add_special_tokens: bool = Field(True, description="add the tokens that the model's files specify, usually BOS")
+
+    def prompts(self) -> list[str | np.ndarray]:
+        """Returns texts, or token ids as int32 [n], of one prompt or several."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, (str, np.ndarray)) else given
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens is 0, must be at least 1 without echo", "max_tokens")
+        return self
+
+
+class Template(Body):
+    """Fields that turn messages into a prompt."""
+
+    unsupported = UNSUPPORTED
+
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt where the assistant's answer begins; the default"
+    )
+    continue_final_message: bool = Field(False, description="let the model continue the last message")
+    tools: list[dict[str, Any]] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the chat template shows to the model"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="more names for the chat template, such as enable_thinking"
+    )
+
+
+class ChatRequest(Template, Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Messages = Field(description="the conversation so far")
+    max_completion_tokens: Positive | None = Field(None, description="maximum tokens of output; absent takes what fits")
+    max_tokens: Positive | None = Field(None, description="an older name of max_completion_tokens")
+    logprobs: bool = Field(False, description="return the log-probability of each token")
+    top_logprobs: NumTop = Field(0, description="top tokens returned with them")
+    parallel_tool_calls: bool | None = Field(None, description="of no effect")
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request(f"top_logprobs is {self.top_logprobs}, must be 0 without logprobs", "top_logprobs")
+        return self
+
+
+class OnePrompt(Named, Template):
+    """A text or a conversation."""
+
+    prompt: Text | None = Field(None, description="the text; or messages")
+    messages: Messages | None = Field(None, description="a conversation, instead of prompt")
+    add_special_tokens: bool | None = Field(
+        None, description="add the tokens that the model's files specify; of a conversation, none"
+    )
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give prompt or messages, one of them", "prompt")
+        if self.messages and self.add_special_tokens:
+            raise bad_request("add_special_tokens is true: the template writes special tokens", "add_special_tokens")
+        return self
+
+
+class TokenizeRequest(OnePrompt):
+    """POST /tokenize."""
+
+    return_token_strs: bool = Field(False, description="return the text of each token too")
+
+
+class DetokenizeRequest(Named):
+    """POST /detokenize."""
+
+    tokens: TokenIds = Field(description="token ids")
+
+
+class SaveRequest(OnePrompt):
+    """POST /sessions/NAME/save."""
+
+    api_key: str | None = Field(None, min_length=1, max_length=512)
+    cache_salt: Name | None = None
+
+
+class UnloadRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Word
+
+
+class LoadRequest(UnloadRequest):
+    """POST /v1/load_lora_adapter."""
+
+    lora_path: str = Field(min_length=1, max_length=4096)

@@ -1,0 +1,52 @@
+"""Shapes of models and of steps that are compiled for absent hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.layer_spec import ExpertsSpec
+from ksana_jax.scheduler.step.types import Part, StepShape
+from tests.kernel_report.steps import BLOCK_SIZE
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256,
+    d_model=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=14_336,
+    max_position=8192,
+)
+LLAMA_70B = dataclasses.replace(LLAMA_8B, d_model=8192, num_layers=80, num_heads=64, d_ff=28_672)
+# Four of the 48 layers of Qwen3-30B-A3B.
+QWEN3_MOE = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=151_936,
+    d_model=2048,
+    num_layers=4,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    d_ff=768,
+    qk_norm="head",
+    mlp="swiglu_experts",
+    experts=ExpertsSpec(num_experts=128, num_chosen=8),
+    max_position=8192,
+)
+MODELS = {"Llama-8B": LLAMA_8B, "Llama-70B": LLAMA_70B}
+
+# Decode of one row and of 64 rows; 32 rows with eight tiles of prompts, 64 tokens each; decode of eight rows, the
+# fewest that an engine computes on a GPU.
+TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
+SHAPES = tuple(
+    StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
+    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)), (Part(8, 1),))
+)
+
+
+def sizes_of(shape: StepShape) -> dict[str, int]:
+    """Returns the rows and tiles of a step, as a report names them."""
+    rows = shape.parts[0].count
+    return {"rows": rows, "tiles": shape.num_tiles - rows}
