@@ -56,14 +56,14 @@ class SavingSessions(Simulation):
     def restore_session(self) -> None:
         """Into an engine with the same settings, if enough blocks are available; another one refuses it."""
         session, device = self.aside.choice(self.saved), self.engine.memory.device
-        available = device.num_available
+        available = device.pool.num_available
         fits = session.made_with == sessions._made_with(self.engine)
         try:
             count = sessions.restore_session(self.engine, session.folder)
         except SessionError as error:
             words = f"{available:,} of {device.pool.num_blocks:,} are available" if fits else "was saved with"
             assert words in str(error), error
-            assert device.num_available == available
+            assert device.pool.num_available == available
             self.seen["sessions refused"] += 1
             return
         assert fits and count == session.num_tokens

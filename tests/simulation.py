@@ -16,7 +16,8 @@ import numpy as np
 
 from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.groups import group_layers
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES

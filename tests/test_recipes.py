@@ -17,8 +17,9 @@ import pytest
 
 from ksana_jax import AttentionPattern
 from ksana_jax.core import patterns
-from ksana_jax.core.patterns import FAR, LiveRange, PatternArrays
+from ksana_jax.core.patterns import FAR, PatternArrays
 from ksana_jax.kv import replacement
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.scheduler import policies
 from tests import expected, fake_network, reference
 from tests.engine.small import VOCAB, expect_dense, make_llm, model

@@ -18,8 +18,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.kv.selection.base import SelectionMethod
-from ksana_jax.scheduler import row_eviction
-from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler import row_eviction, scheduler
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
 from tests.random_simulations import simulate
@@ -156,13 +155,13 @@ def a_block_twice(monkeypatch):
 
 def no_count_of_what_went(monkeypatch):
     """A row that was swapped out comes back without the number of its evicted tokens."""
-    swap_out = RowBlocks.swap_out
+    swap_out = scheduler.swap_out
 
-    def forgetful(self, row):
-        held = swap_out(self, row)
+    def forgetful(blocks, row):
+        held = swap_out(blocks, row)
         return None if held is None else held._replace(num_evicted=held.num_evicted * 0)
 
-    monkeypatch.setattr(RowBlocks, "swap_out", forgetful)
+    monkeypatch.setattr(scheduler, "swap_out", forgetful)
 
 
 def in_cached_blocks(monkeypatch):

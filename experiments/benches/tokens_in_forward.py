@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
     from ksana_jax.core.config import ModelConfig
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 KINDS = {"MHA": "bench-s-8kv", "GQA": "bench-s-2kv", "MQA": "bench-s-1kv"}
 STEPS = 8

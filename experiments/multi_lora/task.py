@@ -30,7 +30,7 @@ from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultR
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, LoRARequest
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 
 @dataclasses.dataclass

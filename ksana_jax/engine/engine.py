@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
-from ksana_jax.core.request import FinishReason, RequestInput, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import FinishReason, RequestInput, SamplingParams
 from ksana_jax.engine.changes import IdleChanges
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.engine_lock import EngineLock

@@ -15,7 +15,8 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.files import path_problem
-from ksana_jax.core.request import RequestOutput, SamplingParams
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.session_files import Session, SessionError, SessionPart, read_session, write_session
 from ksana_jax.kv.prefix_cache import Hit
@@ -184,9 +185,9 @@ def _waiting(engine: Engine, request: RequestOutput | str) -> Sequence:
 def _restore(engine: Engine, session: Session, folder: Path) -> None:
     memory, runner = engine.memory, cast(Runner, engine.executor)
     device, count, state = memory.device, len(session.blocks), KVState(session.salt)
-    if count > device.num_available:
+    if count > device.pool.num_available:
         total = device.pool.num_blocks
-        raise SessionError(f"{folder} has {count:,} blocks, {device.num_available:,} of {total:,} are available")
+        raise SessionError(f"{folder} has {count:,} blocks, {device.pool.num_available:,} of {total:,} are available")
     engine.lock.begin_write()
     ids = device.allocate(count)
     engine.make_moves()  # the host receives what these blocks held

@@ -5,7 +5,6 @@ Knows how arrays are packed and fetched, not how they are computed.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.core.request import MAX_LOGPROBS
-from ksana_jax.kv.layout import KVLayout
 from ksana_jax.sampling.acceptance import num_before
-from ksana_jax.scheduler.step.types import NO_TOKENS, Part, StepArrays, StepOutput, StepShape
+from ksana_jax.scheduler.step.types import NO_TOKENS, Part, StepOutput
 
 
 class Packing:
@@ -63,32 +61,6 @@ def packed(arrays: Any) -> jax.Array:
     """Returns the vector of a pytree of jax arrays, in the order of their `Packing`, under jit."""
     parts = [x.reshape(-1).view(jnp.int32) for x in jax.tree.leaves(arrays)]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
-    """Returns the shapes of the arrays of a step, whose tokens are ids."""
-    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    groups, tokens, width = len(layout.groups), shape.num_tokens, shape.table_width
-    tables = ints((groups, shape.num_tiles, width))
-    arrays = StepArrays(
-        ints((tokens,)),
-        ints((tokens,)),
-        ints((groups, tokens)),
-        ints((groups, tokens)),
-        tables,
-        tables,
-        ints((shape.max_sampled,)),
-    )
-    if shape.shared_rows:
-        shared = ints((groups, shape.num_groups, width))
-        arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
-    if layout.numbers_queries is not None:
-        arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
-    if layout.sealed is not None:
-        arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
-    if shape.tree:
-        arrays = arrays._replace(ancestors=ints((tokens,)))
-    return arrays
 
 
 def bucket_of_top(count: int, vocab_size: int) -> int:

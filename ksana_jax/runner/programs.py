@@ -29,12 +29,39 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.packing import Packing, array_shapes
-from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
+from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
+from ksana_jax.runner.step_runs import lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, VerificationKey, settings_packing
 from ksana_jax.runner.tree_paths import lower_trees
-from ksana_jax.scheduler.step.types import StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
+
+
+def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
+    """Returns the shapes of the arrays of a step, whose tokens are ids."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    groups, tokens, width = len(layout.groups), shape.num_tokens, shape.table_width
+    tables = ints((groups, shape.num_tiles, width))
+    arrays = StepArrays(
+        ints((tokens,)),
+        ints((tokens,)),
+        ints((groups, tokens)),
+        ints((groups, tokens)),
+        tables,
+        tables,
+        ints((shape.max_sampled,)),
+    )
+    if shape.shared_rows:
+        shared = ints((groups, shape.num_groups, width))
+        arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
+    if layout.numbers_queries is not None:
+        arrays = arrays._replace(query_numbers=jax.ShapeDtypeStruct((groups, tokens), jnp.float32))
+    if layout.sealed is not None:
+        arrays = arrays._replace(full_blocks=ints((groups, shape.most_full(layout.block_size))))
+    if shape.tree:
+        arrays = arrays._replace(ancestors=ints((tokens,)))
+    return arrays
 
 
 class _Seen(NamedTuple):

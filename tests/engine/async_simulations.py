@@ -16,7 +16,8 @@ import time
 
 import numpy as np
 
-from ksana_jax.core.request import FinishReason, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.output_buffer import joined
 from ksana_jax.engine.request_stream import RequestStream

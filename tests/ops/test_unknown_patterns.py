@@ -13,7 +13,7 @@ from ksana_jax.cli import app
 from ksana_jax.core import patterns
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.operator_settings import OperatorSettings
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.models.params import init_params
 from ksana_jax.ops import implementations
 from ksana_jax.ops.gpu_kernels import HOPPER, TRITON
@@ -25,7 +25,7 @@ from ksana_jax.sharding.placement import Placement
 from tests.test_recipes import Chunked, ChunkedArrays
 
 LLAMA = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
-LAYOUT = KVLayout.of(LLAMA, dtype="bf16", block_size=64)
+LAYOUT = layout_of(LLAMA, dtype="bf16", block_size=64)
 REASON = "attention patterns have span, which the kernels do not read"
 
 

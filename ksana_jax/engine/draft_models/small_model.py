@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.patterns import FAR, AttentionPattern, LiveRange
+from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.engine.draft_models.held_keys import HeldKeys
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.running import StepBudget

@@ -279,6 +279,15 @@ class TokenScores(NamedTuple):
     top_logprobs: np.ndarray
 
 
+def padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarray:
+    """Returns values in the corner of an array of a shape that may be larger; themselves if it is not."""
+    if values.shape == shape:
+        return values
+    out = np.full(shape, fill, values.dtype)
+    out[tuple(slice(size) for size in values.shape)] = values
+    return out
+
+
 @dataclasses.dataclass
 class StepInput:
     """The input of an executor for one step.

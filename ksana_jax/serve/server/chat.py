@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ksana_jax.core.request import CompletionOutput, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
 from ksana_jax.serve.server.chunks import ChatChoice, Chunks
 from ksana_jax.serve.server.errors import json_response
 from ksana_jax.serve.server.generation import Usage, submit

@@ -12,7 +12,8 @@ from typing import Any
 
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
+from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.async_llm import NotServing
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.errors import APIError, bad_request

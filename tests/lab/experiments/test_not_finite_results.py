@@ -16,8 +16,8 @@ from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ksana_jax.core.outputs import Logprob
 from ksana_jax.core.own_code import names_code
-from ksana_jax.core.request import Logprob
 from ksana_jax.lab.experiments import comparison_tables, figures, noise, plain_json, tables
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import plan

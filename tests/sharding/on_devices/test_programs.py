@@ -14,7 +14,7 @@ from ksana_jax.lab.trace import tracing
 from ksana_jax.lab.trace.collectives import find_collectives
 from ksana_jax.loading import abstract_params
 from ksana_jax.models.int8_matrix import rounded_rows
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
 from ksana_jax.scheduler.step.types import Part, StepShape
