@@ -31,8 +31,6 @@ def test_a_fit_writes_costs_and_prints_errors_of_held_out_steps(tmp_path):
         (["validate", "--paced", "{level: fast}"], "cost.level is 'fast', must be one of affine, fitted"),
         (["validate", "--paced", "{level: affine, step_s: -1, token_s: 0}"], "step_s is -1, must be"),
         (["validate", "--paced", "nowhere.json"], "cost nowhere.json: "),
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["numerics"], "numerics: task is 'agreement', must be simulate, capacity or route"),
         (["capacity", "nowhere.yaml", "--slo", "ttft=1"], "nowhere.yaml: no such experiment file"),
         (["capacity", "capacity", "--slo", "ttft_p99"], "slo has 'ttft_p99', must be NAME=SECONDS"),
         (["capacity", "capacity", "--slo", "tftt=2"], "unknown metric 'tftt'; the nearest is 'ttft'"),
