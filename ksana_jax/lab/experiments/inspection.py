@@ -1,4 +1,4 @@
-"""`ksana inspect`: runs one trial and shows its memory as numbers, pictures and a list of blocks."""
+"""`ksana trace pool`: runs one trial and shows its memory as numbers, pictures and a list of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generates the reference of experiment files from dataclasses, for `ksana tasks` and `docs/reference/yaml.md`."""
+"""Generates the reference of experiment files from dataclasses, for `ksana list tasks` and `docs/reference/yaml.md`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ seeds: [0, 1, 2]
 - `${context:1/4}` is a quarter of the model's training context, in tokens. It is written in quotes.
 - Trials that differ in nothing but the pattern share one loaded engine, and its compiled steps.
 
-`ksana tasks --markdown` prints this page, with the first sentence on each key; `ksana tasks NAME` and
+`ksana list tasks --markdown` prints this page, with the first sentence on each key; `ksana list tasks NAME` and
 `help(ksana_jax.EngineConfig)` print the rest.
 """
 

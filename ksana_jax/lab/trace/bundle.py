@@ -88,7 +88,7 @@ def tracing(
       folder: must not exist, or be empty.
       command: shown on the page.
       profile_steps: steps that run under jax's profiler, from the first that compiles nothing; 0 runs no profiler.
-      record: also record decisions, prompts and tokens of each engine, for `ksana replay` and `ksana compare`.
+      record: also record decisions, prompts and tokens of each engine, for `ksana trace replay` and `ksana compare`.
 
     Raises:
       ConfigError: the folder has files.

@@ -1,4 +1,4 @@
-"""`ksana inspect`: numbers that agree with each other, files that can be read, and one line for an error."""
+"""`ksana trace pool`: numbers that agree with each other, files that can be read, and one line for an error."""
 
 import json
 
@@ -43,7 +43,7 @@ def experiment(tmp_path_factory, one_layer):
 def ksana(capsys, *args):
     """Exit code, output and error of a command."""
     with pytest.raises(SystemExit) as raised:
-        cli.main(["inspect", *map(str, args)])
+        cli.main(["trace", "pool", *map(str, args)])
     shown = capsys.readouterr()
     return raised.value.code, shown.out, shown.err
 
@@ -103,7 +103,7 @@ def test_bad_inputs_give_one_clear_line(experiment, tmp_path, capsys, args, mess
 
 def test_a_file_that_is_missing_is_named(tmp_path, capsys):
     code, _, err = ksana(capsys, tmp_path / "none.yaml")
-    assert code == 2 and err.startswith(f"ksana: error: {tmp_path / 'none.yaml'}: no such experiment file; shipped")
+    assert code == 2 and err.startswith(f"ksana: error: {tmp_path / 'none.yaml'}: no such experiment file; `ksana list")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
     def refusal(**header):
         recording.write(tmp_path / "a" / recording.NAME, made.header | header, [])
         with pytest.raises(SystemExit) as raised:
-            cli.main(["replay", str(tmp_path / "a")])
+            cli.main(["trace", "replay", str(tmp_path / "a")])
         shown = capsys.readouterr().err
         assert raised.value.code == 2 and shown.count("\n") == 1
         return shown
@@ -31,9 +31,9 @@ def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
     opaque = {"model": "ksana-tiny", "load_format": "auto", "opaque": ["policy"]}
     assert "policy was an object, fcfs: give policy=NAME" in refusal(**opaque)
     assert "is a recording of format 7, this version reads 2" in refusal(format=7)
-    assert "has no recording.jsonl" in _fails(capsys, "replay", tmp_path)
+    assert "has no recording.jsonl" in _fails(capsys, "trace", "replay", tmp_path)
     (tmp_path / "a" / recording.NAME).write_text("[1]\n")
-    assert "is not a recording" in _fails(capsys, "replay", tmp_path / "a")
+    assert "is not a recording" in _fails(capsys, "trace", "replay", tmp_path / "a")
 
 
 def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_compared(tmp_path, capsys):
@@ -42,9 +42,9 @@ def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_comp
     text = (tmp_path / "out/engine-1/recording.jsonl").read_text()
     kinds = {json.loads(line)["event"] for line in text.splitlines()}
     assert kinds == {"recording", "step", "request"} and not any(f'"{k}"' in text for k in ("rows", "blocks", "tokens"))
-    for words in (["replay", tmp_path / "out"], ["compare", tmp_path / "out", tmp_path / "out"]):
+    for words in (["trace", "replay", tmp_path / "out"], ["compare", tmp_path / "out", tmp_path / "out"]):
         shown = _fails(capsys, *words)
-        assert "has times without decisions: `ksana trace --record` records both" in shown and shown.count("\n") == 1
+        assert "has times without decisions: `ksana trace run --record` records both" in shown and shown.count("\n") == 1
 
 
 def test_a_request_of_another_kind_is_named(tmp_path):
@@ -78,7 +78,7 @@ def test_a_broken_line_is_named_before_anything_is_replayed(tmp_path, capsys, ki
     at = next(i for i, line in enumerate(lines) if line["event"] == kind)
     lines[at] = {k: v for k, v in (lines[at] | change).items() if v is not None or k not in change}
     path.write_text("\n".join(map(json.dumps, lines)))
-    shown = _fails(capsys, "replay", path)
+    shown = _fails(capsys, "trace", "replay", path)
     assert f"{path}, line {at + 1}" in " ".join(shown.split()) and says in " ".join(shown.split())
 
 
