@@ -104,7 +104,7 @@ def _of(side: LLM | Scores, given: Scores) -> tuple[list[list[int]], list[np.nda
         return given.token_ids, given.logprobs
     if isinstance(side, Scores):
         if side.token_ids != given.token_ids:
-            raise ConfigError("the two files hold log-probabilities of different texts")
+            raise ConfigError("the two files hold log-probabilities of different sequences")
         return side.token_ids, side.logprobs
     counts = [len(ids) - n for ids, n in zip(given.token_ids, given.num_prompt_tokens, strict=True)]
     return scores.generated(side, given.prompts(), counts), scores.scored(side, given.token_ids)
@@ -158,7 +158,7 @@ def align_and_show(
         if out is None or isinstance(left, Scores):
             raise ConfigError("one side alone must be an engine, whose log-probabilities --out FILE.json writes")
         scores.of_engine(left, draw_prompts(left, texts), texts.num_tokens).write(out)
-        print(f"{out}: {texts.num_prompts} texts")
+        print(f"{out}: {texts.num_prompts} sequences")
         return 0
     found = align(left, open_side(b, model), texts)
     print("\n".join(report(found)))
