@@ -58,7 +58,7 @@ REFUSALS = (
     Refusal(
         "kv_eviction", "disk_cache_dir", "the disk tier stores single blocks, and a snapshot is several: save sessions"
     ),
-    Refusal("kv_eviction", "shared_prefix_attention", "rows that evict have blocks of their own", principle=True),
+    Refusal("kv_eviction", "shared_prefix_attention", "rows that evict have separate blocks", principle=True),
     Refusal("kv_eviction", WHOLE_BLOCKS, "it moves tokens within blocks that are encoded once: use int8 or int4"),
     Refusal("kv_eviction", NO_FULL_LAYER, "patterns decide to which tokens later queries attend", principle=True),
     Refusal(ABSOLUTE, ALIBI, "its biases are computed from positions in the cache: set positions to 'cache'"),
@@ -79,11 +79,11 @@ REFUSALS = (
     Refusal(SHARED_KV, OTHER_PATTERN, "a block keeps the tokens to which the layer that writes it attends"),
     Refusal("kv_full_precision_layers", UNEVEN, "the blocks of all groups have one shape"),
     Refusal(INVARIANT, "kv_eviction", "attention is added up over the tokens of a step"),
-    Refusal(INVARIANT, "kv_selection", "XLA computes the scores of blocks, in an order of its own"),
+    Refusal(INVARIANT, "kv_selection", "XLA computes the scores of blocks, in its own order"),
     Refusal(INVARIANT, "shared_prefix_attention", "it divides sums by the rows that share blocks", principle=True),
     Refusal(INVARIANT, NOT_NATIVE, "packed codes are untested, and native attention reads no others"),
     Refusal(INVARIANT, PREFER, "there is one implementation of each operator, and no choice", principle=True),
-    Refusal(BRANCHES, INVARIANT, "XLA computes the attention of branches, in an order of its own"),
+    Refusal(BRANCHES, INVARIANT, "XLA computes the attention of branches, in its own order"),
     Refusal(BRANCHES, COMPARES, "the rules are defined for drafts without branches"),
     Refusal(BRANCHES, "tensor_parallel_size", "accepted tokens are moved on one device"),
     Refusal(COMPARES, "tensor_parallel_size", "each device has a part of the distributions that the rules compare"),
@@ -109,9 +109,9 @@ REFUSALS = (
     Refusal("beam_width", "prompt_logprobs", "beams report the sums of their log-probabilities only"),
     Refusal("beam_width", "min_tokens", "a beam may end at any token"),
     Refusal("beam_width", BIASES, "beams are compared by the model's own probabilities"),
-    Refusal("beam_width", "top_k", "the width says how many continuations are followed", principle=True),
-    Refusal("beam_width", "top_p", "the width says how many continuations are followed", principle=True),
-    Refusal("beam_width", "min_p", "the width says how many continuations are followed", principle=True),
+    Refusal("beam_width", "top_k", "the width determines how many continuations are followed", principle=True),
+    Refusal("beam_width", "top_p", "the width determines how many continuations are followed", principle=True),
+    Refusal("beam_width", "min_p", "the width determines how many continuations are followed", principle=True),
 )
 
 
