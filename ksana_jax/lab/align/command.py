@@ -113,17 +113,17 @@ def _of(side: LLM | Scores, given: Scores) -> tuple[list[list[int]], list[np.nda
 def report(found: dict[str, Any]) -> list[str]:
     """Describes a result of `align` in lines of text, without the table of operators."""
     tokens, logprobs, first = found["tokens"], found["logprobs"], found["logprobs"]["first"]
-    lines = [f"all {found['num_texts']} texts have the same greedy tokens"]
+    lines = [f"all {found['num_texts']} sequences have the same greedy tokens"]
     if tokens:
         text, at = min(tokens.items(), key=lambda item: item[1])
-        others = f"{len(tokens)} of {found['num_texts']} texts have other greedy tokens"
-        lines = [f"{others}; the first, of text {text}, is output token {at}"]
+        others = f"{len(tokens)} of {found['num_texts']} sequences have other greedy tokens"
+        lines = [f"{others}; the first, of sequence {text}, is output token {at}"]
     lines.append(f"{logprobs['identical']:,} of {logprobs['count']:,} log-probabilities have the same bits")
     if first is not None:
         quantiles = ", ".join(f"{q} {x:.2g}" for q, x in logprobs["quantiles"].items())
         lines.append(
-            f"the first that differs is that of token {first['token']} of text {first['text']}: {first['a']:.7g} and "
-            f"{first['b']:.7g}"
+            f"the first that differs is that of token {first['token']} of sequence {first['text']}: {first['a']:.7g} "
+            f"and {first['b']:.7g}"
         )
         lines.append(f"absolute differences by quantile: {quantiles}; mean of B - A: {logprobs['mean']:.2g}")
     if found["operators"]:

@@ -74,7 +74,7 @@ def read(path: Path) -> Scores:
     ):
         if not (1 <= count <= len(text) and len(scores) == len(text) - 1 and np.isfinite(scores).all()):
             raise ConfigError(
-                f"{path}: text {number} has {len(text)} tokens, {count} of a prompt, {len(scores) + 1} logprobs; "
+                f"{path}: sequence {number} has {len(text)} tokens, {count} of a prompt, {len(scores) + 1} logprobs; "
                 "they must be as many as tokens, and finite after the first"
             )
     return found
