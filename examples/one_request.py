@@ -43,8 +43,8 @@ def generate(engine: Engine, prompt: str, params: SamplingParams) -> str:
         pending = runner.submit(step)  # the network, which writes keys and values, and the choice of tokens
         scheduler.advance(batch)  # counts computed tokens, and returns blocks that no token will see
         output = pending.result()
-        result = scheduler.settle(batch, output.tokens[: len(batch.sampled)])  # appends tokens, ends sequences
-        tokens += result.tokens.tolist()
+        scheduler.settle(batch, output.tokens[: len(batch.sampled)])  # appends tokens, ends sequences
+        tokens += batch.new_tokens.tolist()
     return tokenizer.decode(tokens)
 
 

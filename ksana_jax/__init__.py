@@ -3,14 +3,12 @@
 Files in the order in which a greedy request enters them on a CPU; `examples/one_request.py` has the loop in one page:
 
   call      `core/request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts, token ids),
-            `engine/engine` (the loop over steps), `engine/request_factory` (checks of requests), `engine/completion`
-            (their output)
+            `engine/engine` (requests), `engine/request_factory` (checks of requests)
   schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
-            `scheduler/sequence` (the rows of a step), `engine/engine_lock` (one thread at a time), `scheduler/waiting`
-            (admission), `scheduler/running` (budget and preemption), `scheduler/row_blocks` (block tables),
-            `kv/block_manager` (free blocks)
-  build     `engine/steps` (submission and report), `scheduler/step/builder` (a step as arrays),
-            `scheduler/step/buckets` (their sizes)
+            `scheduler/sequence` (the rows of a step), `engine/completion` (output), `engine/engine_lock` (one thread at
+            a time), `scheduler/waiting` (admission), `engine/steps` (the loop over steps), `scheduler/running` (budget
+            and preemption), `kv/block_manager` (free blocks), `scheduler/row_blocks` (block tables)
+  build     `scheduler/step/builder` (a step as arrays), `scheduler/step/buckets` (their sizes)
   run       `runner/runner` (compiled steps), `runner/packing` (one transfer each way), `runner/step_program` (layers),
             `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/layer` (products in C++),
             `models/operators` (heads), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
@@ -37,8 +35,9 @@ from ksana_jax.core.lazy import lazy_names
 if TYPE_CHECKING:
     from ksana_jax.core.config import EngineConfig, ModelConfig
     from ksana_jax.core.lora import LoRARequest
+    from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestOutput
     from ksana_jax.core.patterns import AttentionPattern
-    from ksana_jax.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from ksana_jax.core.request import SamplingParams
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
@@ -51,7 +50,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
-    "ksana_jax.core.request": "SamplingParams RequestOutput CompletionOutput Logprob",
+    "ksana_jax.core.request": "SamplingParams",
+    "ksana_jax.core.outputs": "RequestOutput CompletionOutput Logprob",
     "ksana_jax.core.lora": "LoRARequest",
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.core.config": "ModelConfig EngineConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,14 +28,6 @@ class FakeDraftModel(SpeculativeMethod):
         return DraftModelProposer(SmallModel(model, context), self.num_speculative_tokens, False)
 
 
-class _Submitted(NamedTuple):
-    output: StepOutput
-    drawn_from: None = None
-
-    def result(self) -> StepOutput:
-        return self.output
-
-
 class FakeRunner(FakeExecutor):
     """As much of a `Runner` as draft models need."""
 
@@ -45,11 +37,6 @@ class FakeRunner(FakeExecutor):
         self.config = ModelConfig(vocab_size=VOCAB, num_layers=num_layers, num_kv_heads=1, head_dim=HEAD_DIM)
         super().__init__((FULL,) * num_layers, num_blocks=config.num_blocks, block_size=config.block_size)
 
-    def pack_loop(self, steps: Sequence[StepInput], distributions: bool, stop: Stop) -> tuple:
-        return steps, stop
-
-    def run_loop(self, loop: tuple) -> list[_Submitted]:
-        steps, stop = loop
-        done = [_Submitted(self.submit(step)) for step in steps[: 1 + int(stop.most.max())]]
-        nothing = StepOutput(np.zeros_like(done[0].output.tokens))
-        return done + [_Submitted(nothing)] * (len(steps) - len(done))
+    def run_loop(self, steps: Sequence[StepInput], distributions: bool, stop: Stop) -> tuple[list[StepOutput], None]:
+        done = [self.submit(step) for step in steps[: 1 + int(stop.most.max())]]
+        return [*done, *[StepOutput(np.zeros_like(done[0].tokens))] * (len(steps) - len(done))], None

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.groups import group_layers
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, fed, share_a_call
 from tests.fake_network import VOCAB, Patterns, attend, choose, embed, score, u64, weights_of
 
 
 class FakeExecutor:
-    """The fake network on a paged pool: a `step.types.Executor` that knows of a step only its arrays.
+    """The fake network on a paged pool: a `step.executor.Executor` that knows of a step only its arrays.
 
     Args:
       patterns: one for each layer.

@@ -1,4 +1,4 @@
-"""Sessions in simulated lives: saved of any request, restored into the same engine or a later one."""
+"""Sessions in random simulations: saved of any request, restored into the same engine or a later one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Saved(NamedTuple):
 
 
 class SavingSessions(Simulation):
-    """A `Simulation` that also saves and restores sessions. Its own numbers decide about them, so that seeds of lives
-    keep their meaning."""
+    """A `Simulation` that also saves and restores sessions. Its own numbers decide about them, so that seeds keep their
+    meaning."""
 
     def __init__(self, rng: random.Random):
         self.saved: list[Saved] = []
@@ -56,14 +56,14 @@ class SavingSessions(Simulation):
     def restore_session(self) -> None:
         """Into an engine with the same settings, if enough blocks are available; another one refuses it."""
         session, device = self.aside.choice(self.saved), self.engine.memory.device
-        available = device.num_available
+        available = device.pool.num_available
         fits = session.made_with == sessions._made_with(self.engine)
         try:
             count = sessions.restore_session(self.engine, session.folder)
         except SessionError as error:
             words = f"{available:,} of {device.pool.num_blocks:,} are available" if fits else "was saved with"
             assert words in str(error), error
-            assert device.num_available == available
+            assert device.pool.num_available == available
             self.seen["sessions refused"] += 1
             return
         assert fits and count == session.num_tokens

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ksana_jax.core.patterns import FAR, FULL, AttentionPattern, LiveRange
+from ksana_jax.core.patterns import FAR, FULL, AttentionPattern
+from ksana_jax.kv.live_range import LiveRange
 from tests.patterns import PATTERNS
 from tests.reference import literal
 

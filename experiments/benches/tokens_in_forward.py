@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
+from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option, spread
 from ksana_jax.lab.bench.latency import decode_seconds, make_llm
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ksana_jax import LLM
     from ksana_jax.core.config import ModelConfig
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 KINDS = {"MHA": "bench-s-8kv", "GQA": "bench-s-2kv", "MQA": "bench-s-1kv"}
 STEPS = 8
@@ -93,7 +93,7 @@ class TokensInForward(Bench):
         step_s = decode_seconds(llm.records, rows)
         if step_s is None or any(output.num_cached_tokens != self.context for output in outputs):
             held = f"{llm.num_blocks:,} blocks of {BLOCK_SIZE} tokens"
-            raise Absent(f"{rows:,} rows of {self.context:,} tokens do not fit the pool of {held}: ask for fewer")
+            raise Unavailable(f"{rows:,} rows of {self.context:,} tokens do not fit the pool of {held}: ask for fewer")
         return {
             "step_s": step_s,
             "tokens_per_s": rows / step_s,

@@ -30,12 +30,12 @@ from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultR
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, LoRARequest
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 
 @dataclasses.dataclass
 class MultiLoraSettings:
-    """Fields of `settings` in a multi_lora experiment.
+    """Fields of `settings` in the YAML file.
 
     num_adapters: adapters that requests choose from, random, of rank `engine.max_lora_rank`.
     skew: exponent s of their popularity; the k-th has a probability in proportion to k^-s. 0: all have the same.
@@ -53,7 +53,7 @@ class MultiLoraSettings:
 
 
 class MultiLora(PairedTask):
-    """The task `multi_lora`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = MultiLoraSettings
 

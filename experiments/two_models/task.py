@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class TwoModelsSettings:
-    """Fields of `settings` in a two_models experiment, whose `engine.num_blocks` both models have together.
+    """Fields of `settings` in the YAML file, whose `engine.num_blocks` both models have together.
 
     other_model: directory or name of the second model; null takes the first again, with other random weights.
     pool_share: a model's smaller pool as a fraction of its larger one; both sizes together are the budget. 1: one model
@@ -61,7 +61,7 @@ class TwoModelsSettings:
 
 
 class TwoModels(PairedTask):
-    """The task `two_models`. See the module's docstring."""
+    """The task of this study. See the module's docstring."""
 
     Settings = TwoModelsSettings
 

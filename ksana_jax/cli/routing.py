@@ -10,7 +10,7 @@ import typer
 
 from ksana_jax.cli import groups, serving
 from ksana_jax.cli.fields import read_setting, takes_fields
-from ksana_jax.serve.gateway.settings import ProxySettings, read_server
+from ksana_jax.serve.router.proxy.settings import ProxySettings, read_server
 from ksana_jax.serve.server.settings import read_api_keys
 
 DEFAULT_BLOCK_SIZE = 16
@@ -83,9 +83,9 @@ def route(
         import starlette  # noqa: F401  likewise
     except ImportError as error:
         raise ImportError(f"ksana route needs {error.name}: pip install 'ksana-jax[server]'", name=error.name) from None
-    from ksana_jax.serve.gateway import running
-    from ksana_jax.serve.gateway.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
-    from ksana_jax.serve.routing import RouterSettings
+    from ksana_jax.serve.router import RouterSettings
+    from ksana_jax.serve.router.proxy import running
+    from ksana_jax.serve.router.proxy.spawning import LOCALHOST, STOP_S, LocalLauncher, serve_command
     from ksana_jax.tokenizers import load_tokenizer
 
     if model is not None and model.startswith("-"):
@@ -128,7 +128,7 @@ def route(
     with contextlib.ExitStack() as stack:
         launcher = None
         if on == "ray" and spawn:
-            from ksana_jax.serve.gateway.on_ray import ray_launcher
+            from ksana_jax.serve.router.proxy.on_ray import ray_launcher
 
             own = (*arguments, server_key, settings.shutdown_timeout_s, LOCALHOST if ray_address == "local" else None)
             resources = read_setting("ray_resources", ray_resources) or {}

@@ -1,4 +1,4 @@
-"""`ksana simulate`: engines under a virtual clock, their cost models, and the accuracy of predictions."""
+"""`ksana simulate`: engines under a virtual clock, and their cost models."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli import studies
-from ksana_jax.cli.fields import read_setting
 from ksana_jax.cli.groups import Command, group
 from ksana_jax.cli.options import Experiment, Out, Overrides
 from ksana_jax.core.sources import MODEL_HELP
 
 Settings = Annotated[
     list[str] | None, typer.Argument(help="settings of the engine, such as max_num_seqs=64", show_default=False)
-]
-Paced = Annotated[
-    str | None,
-    typer.Option(
-        help="costs of a device that takes its time instead of computing the predicted engine's steps: a file of "
-        "`ksana simulate fit`, or as in YAML: '{level: affine, step_s: 0.004, token_s: 2e-5}'",
-        show_default=False,
-        metavar="YAML",
-    ),
 ]
 
 
@@ -129,33 +119,3 @@ def fit(
             rate = "any rate" if link["bytes_per_s"] is None else f"{link['bytes_per_s'] / 1e9:,.2f} GB/s"
             print(f"  {way}: {link['fixed_s'] * 1e6:,.0f} us and {rate}")
     print(f"{out}: {len(cost.shapes)} shapes")
-
-
-@app.command(cls=Command)
-def validate(
-    model: Annotated[str, typer.Argument(help="model of the real engine")] = "ksana-tiny",
-    workload: Annotated[str, typer.Option(help="workload that is predicted: poisson, bursts or sessions")] = "poisson",
-    rounds: Annotated[int, typer.Option(help="rounds of measurements for the prediction")] = 20,
-    seconds: Annotated[float, typer.Option(help="seconds of steps of many sizes in each round")] = 1.5,
-    requests: Annotated[int, typer.Option(help="requests of the workload in each round")] = 120,
-    seed: Annotated[int, typer.Option(help="of the workload")] = 0,
-    paced: Paced = None,
-) -> None:
-    """Predicts a workload of an engine by costs fitted on another; prints each figure with its error and limit. Returns
-    1 if one is beyond it."""
-    from ksana_jax.core import checks
-    from ksana_jax.lab.simulator.cost import read_cost
-    from ksana_jax.lab.simulator.predicting import check_prediction
-
-    checks.require(
-        checks.one_of("--workload", workload, ("poisson", "bursts", "sessions")),
-        checks.integer("--rounds", rounds),
-        checks.number("--seconds", seconds, above=0),
-        checks.integer("--requests", requests, 10),
-        checks.integer("--seed", seed, 0),
-    )
-    cost = None if paced is None else read_cost(read_setting("paced", paced))
-    right = check_prediction(
-        model, workload=workload, rounds=rounds, seconds=seconds, num_requests=requests, seed=seed, paced=cost
-    )
-    raise typer.Exit(0 if right else 1)

@@ -16,7 +16,7 @@ from ksana_jax.runner.adapted import AdaptedRunner
 from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
 
 if TYPE_CHECKING:
-    from ksana_jax.scheduler.step.types import Executor
+    from ksana_jax.scheduler.step.executor import Executor
 
 
 # Digests remembered for `digest_of`.

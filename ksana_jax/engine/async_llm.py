@@ -14,7 +14,8 @@ from typing import Any
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.request import RequestInput, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, load_of
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.engine_thread import EngineThread

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ksana_jax.core.request import MAX_LOGPROBS, FinishReason
+from ksana_jax.scheduler.forking import append, fork
 from ksana_jax.scheduler.sequence import Sequence
 
 
@@ -143,10 +144,10 @@ def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
             in_place.append(branch)
             continue
         child = new_sequence(np.append(texts[branch.seq], np.int32(branch.token)))
-        scheduler.fork(branch.seq, child)
+        fork(scheduler.queue, scheduler.row_blocks, scheduler.eviction, branch.seq, child)
         alive[child] = branch.logprob
     for branch in in_place:
-        scheduler.append(branch.seq, branch.token)
+        append(scheduler.rows, branch.seq, branch.token)
         alive[branch.seq] = branch.logprob
     for seq in beams.alive:
         if seq not in alive:

@@ -27,7 +27,7 @@ from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
-from ksana_jax.scheduler.step.types import Executor
+from ksana_jax.scheduler.step.executor import Executor
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

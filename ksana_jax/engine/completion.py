@@ -8,15 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.request import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.beam import Beams
+from ksana_jax.engine.stop_strings import search
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.types import TokenScores
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
@@ -110,18 +105,14 @@ class Completion:
 
     def _add_text(self, new: str) -> str | None:
         """Releases text that cannot become part of a stop string; cuts before or after one and returns it."""
-        pending = self._held_back + new
-        if len(self.token_ids) > self.seq.params.min_tokens:
-            found = [(pending.find(s), s) for s in self._stops if s in pending]
-            if found:
-                at, stop = min(found)
-                self._release(pending[: at + len(stop) * self.seq.params.include_stop_str_in_output])
-                self._held_back, self._detokenizer = "", None
-                return stop
-        keep = max((_overlap(pending, s) for s in self._stops), default=0)
-        self._release(pending[: len(pending) - keep])
-        self._held_back = pending[len(pending) - keep :]
-        return None
+        pending, may_end = self._held_back + new, len(self.token_ids) > self.seq.params.min_tokens
+        length, kept, stop = search(pending, self._stops if may_end else (), self._stops)
+        if stop is not None:
+            self._detokenizer = None
+            length += len(stop) * self.seq.params.include_stop_str_in_output
+        self._release(pending[:length])
+        self._held_back = kept
+        return stop
 
     def close(self) -> None:
         """Completes the text once the sequence has ended."""
@@ -273,38 +264,6 @@ class Request:
             seq.kv.salt,
             seq.num_question,
         )
-
-
-def special_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> dict[int, str]:
-    """Returns the special tokens among stop strings by id, if the text that is searched leaves special tokens out.
-
-    Raises:
-      ValueError: a stop string has a special token and other text, so it would never be found.
-    """
-    found: dict[int, str] = {}
-    if tokenizer is None or not params.skip_special_tokens:
-        return found
-    for stop in params.stop_strings:
-        try:
-            ids = tokenizer.encode(stop, add_special_tokens=False)
-        except ValueError:  # the vocabulary cannot express it
-            continue
-        for token in ids:
-            piece = tokenizer.piece(token)
-            text = piece.data.decode(errors="replace")
-            if piece.special and text == stop:
-                found[token] = stop
-            elif piece.special and text and text in stop:
-                raise ValueError(
-                    f"stop has {stop!r:.60}, which is never found: the text leaves {text!r:.60} out; give that token "
-                    "alone, or skip_special_tokens=False"
-                )
-    return found
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of text that is a prefix of stop."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:

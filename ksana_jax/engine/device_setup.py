@@ -19,7 +19,7 @@ from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
-from ksana_jax.scheduler.step.types import Executor
+from ksana_jax.scheduler.step.executor import Executor
 
 if TYPE_CHECKING:
     from ksana_jax.runner.planner.engine import PoolPlan

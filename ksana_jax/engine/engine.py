@@ -1,9 +1,7 @@
-"""The engine loop: schedule, submit, advance, settle, report. Knows requests and rows; no jax, no files."""
+"""Requests of an engine: added, reported after each step, ended. Knows requests and rows; no jax, no files."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,20 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
-from ksana_jax.core.metrics import StepRecord
-from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.core.request import FinishReason, RequestInput, RequestOutput, SamplingParams
-from ksana_jax.engine import steps
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import FinishReason, RequestInput, SamplingParams
+from ksana_jax.engine.changes import IdleChanges
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.request_factory import RequestFactory
-from ksana_jax.engine.steps import Step, Steps, schedule_after, submit
-from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.memory import KVMemory
-from ksana_jax.scheduler.running import StepResult
+from ksana_jax.engine.scores import add_prompt_scores, advance_beams
+from ksana_jax.engine.steps import Step
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.builder import BatchBuilder
-from ksana_jax.scheduler.step.types import Executor, ScheduledBatch, StepOutput
+from ksana_jax.scheduler.step.executor import Executor
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,17 +32,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(IdleChanges):
     """Serves requests step by step; `engine.build.build_engine` makes one.
 
     Args:
-      scheduler: owns rows and blocks.
-      builder: turns its batches into arrays.
-      executor: computes them.
-      model, config: what it was built from.
+      scheduler, builder, executor, config, clock: see `StepLoop`.
+      model: what it was built from.
       memory_plan: how its pool was sized; None where it was not.
       tokenizer: makes text; None serves requests with detokenize=False only.
-      clock: seconds, rising.
     """
 
     def __init__(
@@ -61,8 +54,8 @@ class Engine:
         memory_plan: PoolPlan | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.scheduler, self.builder, self.executor = scheduler, builder, executor
-        self.model, self.config, self.tokenizer, self.clock = model, config, tokenizer, clock
+        super().__init__(scheduler, builder, executor, config, clock)
+        self.model, self.tokenizer = model, tokenizer
         self.memory_plan = memory_plan
         # Model and load_format of the LLM that has read the weights; None if they were in memory.
         self.source: tuple[str, str] | None = None
@@ -72,33 +65,14 @@ class Engine:
         self.max_model_len = scheduler.max_model_len
         self.factory = RequestFactory(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}
-        self.records: list[StepRecord] = []
         # Requests whose first token the last step has sampled.
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
         # Requests whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
-        # Steps of the call that is being reported, and of the call after it.
-        self._running: Steps = collections.deque()
-        self._ahead: Steps = collections.deque()
-        # When the last step was reported; None if the engine has been idle since.
-        self._reported_s: float | None = None
-        # On the host an embedding is looked up before the step, for which its tokens must be known.
-        feeds = config.embedding_device == "device"
-        self.runs_ahead = config.async_scheduling and feeds
-        self._most_steps = config.num_scheduler_steps if feeds else 1
         # Runs every change of the engine, one at a time.
         self.lock = EngineLock(self._reset)
-
-    @property
-    def memory(self) -> KVMemory:
-        """The KV memory, which knows where every block is."""
-        return self.scheduler.memory
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
 
     def new_requests(self, asked: Seq[RequestInput]) -> list[Request]:
         """Creates requests, to be passed to `add`.
@@ -138,7 +112,7 @@ class Engine:
             self.scheduler.queue.rank(leader)
         self.lock.begin_write()
         if not self.scheduler.has_work:
-            self._reported_s = None
+            self._recorded_s = None
         for request, leader in zip(requests, leaders, strict=True):
             self.requests[request.request_id] = request
             for completion in request.completions:
@@ -206,11 +180,6 @@ class Engine:
         self.lock.yield_lock()
         return outputs
 
-    @property
-    def num_steps_under_way(self) -> int:
-        """Number of steps that are submitted and not yet reported."""
-        return len(self._running) + len(self._ahead)
-
     def step(self) -> list[Request]:
         """Computes and reports one step, or reports the next of several; returns requests with new text or an end."""
         return self.lock.run(self._step, None, lambda request: request)
@@ -231,73 +200,88 @@ class Engine:
         news.clear()
         return found
 
-    def _next_step(self) -> Step | None:
-        """Returns the next step that is submitted, and submits those after it; None if nothing can be computed."""
-        if not self._running:
-            since = self.clock() if self._reported_s is None else self._reported_s
-            if not self._ahead:
-                self._ahead = self._submit(self.scheduler.schedule(), since)
-                if not self._ahead:
-                    return None
-                since = self._ahead[-1].began
-            self._running, self._ahead = self._ahead, collections.deque()
-            self.scheduler.advance(self._running[-1].batch)
-            if self.runs_ahead:
-                self._ahead = self._submit(schedule_after(self._running[-1], self.scheduler), since)
-        return self._running.popleft()
-
     def _finish(self, step: Step) -> dict[Request, None]:
         """Waits for a step and reports it; returns the requests with something new, in order."""
         output, now = self._collect(step)
-        watched = self._report_prompts(step, output, now)
-        result = self.scheduler.settle(step.batch, *step.of_rows(output))
-        reported = self._report(step, output, result, watched)
-        self._close_ended(reported, now)
-        self._observe(step, output, result, now)
-        return reported
-
-    def _wait(self) -> None:
-        """Waits for the disk when nothing can be computed."""
-        reads = self.memory.disk_reads
-        if reads is not None and reads.num_pending:
-            reads.wait()
-        elif self.scheduler.has_work:
-            raise RuntimeError("there is work, and none of it can be scheduled")
-        self.make_moves()
-
-    def _submit(self, batch: ScheduledBatch | None, since: float) -> Steps:
-        submitted = submit(batch, self.scheduler, self.builder, self.executor, self._most_steps, self.clock, since)
-        if batch is not None and batch.admitted:  # later steps of the same call admit no request
-            steps.note_scheduled(self.scheduler.rows, batch.admitted, submitted[0].began)
-        return submitted
-
-    def _collect(self, step: Step) -> tuple[StepOutput, float]:
-        """Waits for a step; returns its output and the time."""
-        assert step.pending is not None
-        output = step.pending.result()
-        now = self.clock()
-        self.memory.commit()
-        steps.note_costs(self.scheduler, step, output, now)
-        return output, now
-
-    def _report_prompts(self, step: Step, output: StepOutput, now: float) -> dict[Completion, int]:
-        """Records first tokens and prompt scores; returns the rows of watched completions, before they leave."""
-        rows = self.scheduler.rows
-        self.first_tokens = steps.note_first_tokens(rows, step.batch, now)
+        batch, rows = step.batch, self.scheduler.rows
+        self.first_tokens = self._note_first_tokens(batch, now)
+        # Before sequences leave their rows.
         watched = {c: c.seq.row for c in self._watched if c.seq.row is not None}
         if step.input.targets is not None:
-            steps.add_prompt_scores(rows, step, output, watched)
-        return watched
-
-    def _report(self, step: Step, output: StepOutput, result: StepResult, watched) -> dict[Request, None]:
-        """Adds new tokens to their requests; returns the requests with something new, in order."""
-        reported = steps.add_tokens(self.scheduler, step, output, result, watched)
-        for seq in result.finished:
+            add_prompt_scores(rows, step, output, watched)
+        finished = self.scheduler.settle(batch, *step.of_rows(output))
+        reported = self._add_tokens(step, output, watched) if watched else {}
+        for seq in finished:
             reported.setdefault(seq.owner)
-        if len(result.beams):
+        if len(batch.beams):
             new_beam, fail = self.factory.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
-            reported |= steps.advance_beams(self.scheduler, step.batch, output, result, new_beam, fail)
+            reported |= advance_beams(self.scheduler, batch, output, new_beam, fail)
+        self._close_ended(reported, now)
+        self._record(step, output, now)
+        for observe in self.observers:
+            observe(self)
+        if not self.scheduler.has_work:
+            self.make_moves()
         return reported
+
+    def _note_first_tokens(self, batch: ScheduledBatch, now: float) -> list[Request]:
+        """Records the times of requests' first tokens, and returns these requests; called between `Scheduler.advance`
+        and `settle`."""
+        rows, found = self.scheduler.rows, []
+        if not np.count_nonzero(rows.num_known == rows.num_prompt):  # of all rows: cheaper than of some
+            return found
+        sampled = batch.sampled
+        fresh = rows.num_known[sampled] == rows.num_prompt[sampled]
+        if batch.gone:
+            fresh &= batch.stay(sampled)
+        for row in sampled[fresh]:
+            seq = rows.seqs[row]
+            assert seq is not None
+            metrics = seq.owner.metrics
+            if metrics.first_token_s is None:
+                metrics.first_token_s = now
+                metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
+                found.append(seq.owner)
+        return found
+
+    def _add_tokens(self, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> dict[Request, None]:
+        """Adds new tokens to the completions that want them; returns their requests, in order.
+
+        Args:
+          rows_of: row of each completion that wants them. A stop string in its text ends it, and drops the rest of its
+            run.
+        """
+        reported: dict[Request, None] = {}
+        batch = step.batch
+        place_of = {row: place * step.tile for place, row in enumerate(batch.sampled.tolist())}
+        nth_of = {row: nth for nth, row in enumerate(batch.settled.tolist())}
+        for completion, row in rows_of.items():
+            if (nth := nth_of.get(row)) is None or not completion.watched:
+                continue
+            run = batch.new_tokens_of(nth)
+            by_id = completion.seq.finish_reason is FinishReason.STOP
+            for at, token in enumerate(run, 1):
+                # An id that ends the output has no text.
+                stop = completion.add(token, output.scores, place_of[row] + at - 1, has_text=not by_id or at < len(run))
+                if stop is not None:
+                    if batch.num_new is not None:
+                        batch.num_new[nth] = at
+                    self._stop_by_text(completion, stop)
+                    reported.setdefault(completion.seq.owner)
+                    break
+            if completion.streams and run:
+                reported.setdefault(completion.seq.owner)
+        return reported
+
+    def _stop_by_text(self, completion: Completion, stop: str) -> None:
+        seq = completion.seq
+        length = seq.num_prompt + len(completion.token_ids)
+        if seq.row is not None:
+            self.scheduler.rows.drop_after(seq.row, length)
+            self.scheduler.finish(seq, FinishReason.STOP, stop)
+        else:  # ended by the same token, or by one that comes later in a run of draft tokens
+            seq.token_ids = seq.token_ids[:length]
+            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
 
     def _close_ended(self, reported: dict[Request, None], now: float) -> None:
         for request in reported:
@@ -308,53 +292,6 @@ class Engine:
                 self._close(request, now)
             request.notify()
 
-    def _observe(self, step: Step, output: StepOutput, result: StepResult, ended_s: float) -> None:
-        now = self.clock()
-        self.records.append(steps.record(self.scheduler, step, output, result, ended_s, now, self._most_steps))
-        self._reported_s = now
-        for observe in self.observers:
-            observe(self)
-        if not self.scheduler.has_work:
-            self.make_moves()
-
-    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        """Changes the attention pattern of each layer.
-
-        Raises:
-          RuntimeError: requests are running.
-          ValueError: the executor cannot serve these patterns.
-        """
-        self.lock.run(self._set_patterns, patterns)
-
-    def _set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        self.check_idle("the pattern changes only in between")
-        layout = self.scheduler.layout.with_patterns(patterns)  # may refuse, which changes nothing
-        self.lock.begin_write()
-        self.executor.set_patterns(patterns)
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.proposer.set_patterns(patterns)
-        self.scheduler.set_layout(layout, self.memory.index.scope.seen_through(patterns))
-
-    def set_eviction(self, method: EvictionMethod) -> None:
-        """Changes the numbers of the eviction method.
-
-        Raises:
-          RuntimeError: requests are running.
-          ConfigError: see `KVLayout.with_eviction`.
-        """
-        self.lock.run(self._set_eviction, method)
-
-    def _set_eviction(self, method: EvictionMethod) -> None:
-        self.check_idle("the eviction method changes only in between")
-        layout = self.scheduler.layout.with_eviction(method.encoded(self.tokenizer))
-        self.lock.begin_write()
-        self.builder = dataclasses.replace(self.builder, numbers=layout.numbers_queries)
-        self.scheduler.set_layout(layout)
-
-    def check_idle(self, otherwise: str) -> None:
-        if self.has_work:
-            raise RuntimeError(f"{len(self.requests)} requests are running: {otherwise}")
-
     def _reset(self, error: BaseException) -> None:
         """Ends all requests and rebuilds the state of rows, blocks and prefixes; files on disk stay."""
         for request in self.requests.values():
@@ -363,29 +300,12 @@ class Engine:
         self._watched.clear()
         self._running.clear()
         self._ahead.clear()
-        self._reported_s = None
+        self._recorded_s = None
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)
         if self.asleep is None:
             self.executor.reset()
         self.scheduler.reset(self.scheduler.layout.with_patterns(patterns), scope, self.executor.host_blocks)
-
-    def flush(self) -> None:
-        """Writes cached prefixes to disk, if there is a disk tier; raises RuntimeError while requests are running."""
-        self.lock.run(self._flush)
-
-    def _flush(self) -> None:
-        self.check_idle("prefixes are written to the disk only in between")
-        self.lock.begin_write()
-        self.make_moves()
-        for _ in self.memory.flush():
-            self.make_moves()
-
-    def make_moves(self) -> None:
-        """Runs pending block moves when no step is coming to carry them."""
-        if (moves := self.memory.take_moves()) is not None:
-            self.executor.move(moves)
-            self.memory.commit()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in (*request.sequences, *(c.seq for c in request.completions)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ksana_jax.core.metrics import StepRecord
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine

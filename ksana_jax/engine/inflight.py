@@ -7,7 +7,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.engine.output_buffer import OutputBuffer

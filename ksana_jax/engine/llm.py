@@ -1,56 +1,28 @@
-"""The public class `LLM`: loads a model, sizes the pool, turns prompts into requests and runs the engine."""
+"""The public class `LLM`: turns prompts into requests and runs the engine."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import Any, Literal
-
-import jax
+from typing import Any
 
 from ksana_jax.core import checks, vllm_names
-from ksana_jax.core.compilation_cache import keep_compiled_steps
-from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.request import RequestOutput, SamplingParams
-from ksana_jax.core.sources import compose, model_path
-from ksana_jax.core.units import byte_size
-from ksana_jax.devices.starting import use_device
-from ksana_jax.engine.build import build_engine
-from ksana_jax.engine.description import described
-from ksana_jax.engine.distributed.driver import DriverRunner, Workers
-from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
-from ksana_jax.engine.distributed.worker import start
-from ksana_jax.engine.engine import Engine, Request
-from ksana_jax.engine.llm_facts import LLMFacts
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.engine.completion import Request
+from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
 from ksana_jax.engine.sessions import Sessions
-from ksana_jax.engine.settings import beyond_training, engine_config
 from ksana_jax.engine.sleeping import Sleeps
-from ksana_jax.engine.warmup import warm_up
-from ksana_jax.kv.eviction import changed_eviction
-from ksana_jax.loading.load import auto_dtype, open_model
-from ksana_jax.loading.statistics import with_statistics
-from ksana_jax.methods.presets import PatternLike, read_patterns
-from ksana_jax.models.params import Params
-from ksana_jax.runner.planner.process import resident_bytes
-from ksana_jax.runner.runner import Runner
-from ksana_jax.sharding.placement import Placement
-from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from ksana_jax.tokenizers import Tokenizer
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
-logger = logging.getLogger("ksana_jax")
 
 
-class LLM(LLMFacts, Sessions, Sleeps):
+class LLM(LoadedModel, Sessions, Sleeps):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:
@@ -68,168 +40,6 @@ class LLM(LLMFacts, Sessions, Sleeps):
     Raises:
       ValueError: the model or a setting is invalid; the message says which and why.
     """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        revision: str | None = None,
-        gguf_file: str | None = None,
-        pattern: PatternLike | Seq[PatternLike] | None = None,
-        load_format: Literal["auto", "dummy"] = "auto",
-        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-        **settings: Any,
-    ):
-        if not isinstance(model, (str, os.PathLike)):
-            raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
-        model = compose(model, revision, gguf_file)
-        config, workers = engine_config(settings), None
-        if config.distributed is not None:
-            job = start(config.distributed, config.device, (model, config))
-            config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
-            workers = Workers(job, model, load_format)
-        use_device(config.device)
-        before = resident_bytes()
-        self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
-        if config.dtype == "auto":
-            config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
-        config = with_statistics(config, model_dir, load_format)
-        reads = load_format, config.seed, config.embedding_device, config.quantization
-        opened = functools.partial(open_model, model_dir, config.dtype, *reads, num_devices=config.tensor_parallel_size)
-        model_config, _ = opened()
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(tokenizer)
-        elif tokenizer is None:
-            tokenizer = find_tokenizer(model_dir)
-        self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
-        for engine in self.replicas.engines:
-            engine.source = (self.name, load_format)
-
-    @classmethod
-    def from_params(cls, model_config, params: Params, *, pattern=None, tokenizer=None, **settings: Any) -> LLM:
-        """Creates an LLM from weights in memory. NumPy arrays are copied, arrays of jax are shared: once they are
-        donated, as to a training step, requests raise RuntimeError until `update_weights` gives the new ones."""
-        self = cls.__new__(cls)
-        self.name, config = "from_params", engine_config(settings)
-        if config.distributed is not None:
-            raise ConfigError("distributed: weights in memory are those of one process; give LLM a model's directory")
-        use_device(config.device)
-        before, weights = resident_bytes(), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        before = before and max(before - weights, 0)
-        self._build(model_config.validate(), config, lambda at: params, pattern, tokenizer, before)
-        return self
-
-    @classmethod
-    def around(cls, engine: Engine) -> LLM:
-        """Wraps an engine from `build_engine` whose executor is a `Runner`."""
-        self = cls.__new__(cls)
-        self.name = "around"
-        self._take(Replicas([Replica(engine)]), None)
-        return self
-
-    def _build(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        params: Callable[[Placement], Params | Callable[[], Params]],
-        pattern: PatternLike | Seq[PatternLike] | None,
-        tokenizer: Tokenizer | None,
-        resident_before: int | None,
-        workers: Workers | None = None,
-    ) -> None:
-        keep_compiled_steps()
-
-        def build(placement: Placement) -> Engine:
-            settings = {"patterns": pattern, "tokenizer": tokenizer, "workers": workers, "placement": placement}
-            return build_engine(model, params(placement), config, **settings)
-
-        self._take(build_replicas(config, build), resident_before)
-        if warning := beyond_training(model, self.engine.max_model_len):
-            warnings.warn(warning, stacklevel=3)
-        pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
-        blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
-        codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"
-        logger.info("KV pool: %s; room for %s tokens%s", blocks, f"{pool_bytes // layout.token_bytes:,}", codes)
-
-    def _take(self, replicas: Replicas, resident_before: int | None) -> None:
-        self.replicas, engine = replicas, replicas.engines[0]
-        self._serving = engine if len(replicas.replicas) == 1 else replicas
-        assert isinstance(engine.executor, Runner) and engine.memory_plan is not None
-        self.engine, self.config, self.tokenizer, self.runner = engine, engine.config, engine.tokenizer, engine.executor
-        self.model_config, self.memory_plan = engine.model, engine.memory_plan
-        self._resident_before = resident_before
-
-    def close(self) -> None:
-        """Writes cached prefixes to disk, if there is a disk tier, and unlocks its folder; other processes free their
-        part of the engine.
-
-        Raises:
-          RuntimeError: requests are running.
-        """
-        if self.engine.memory.disk is not None:
-            self.engine.flush()
-            self.engine.memory.disk.close()
-        if isinstance(self.runner, DriverRunner):
-            self.runner.workers.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Ends running requests, and closes."""
-        for engine in self.replicas.engines:
-            for request_id in list(engine.requests):
-                engine.abort(request_id)
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"LLM({described(self.name, self.engine, self.runner, self.replicas.num_requests)})"
-
-    # ------------------------------------------------------------------ settings that change
-
-    def set_pattern(self, pattern: PatternLike | Seq[PatternLike] | None) -> None:
-        """Changes the attention pattern without loading or compiling anything; None takes the model's own.
-
-        Layers stay in the groups of the pattern with which the engine was built, and a group keeps what any of its
-        layers sees: if layers differ, an engine built with their patterns holds less.
-
-        Raises:
-          RuntimeError: requests are running.
-          ValueError: the pattern has more repositioned sinks than `max_repositioned_sinks`.
-        """
-        patterns = read_patterns(pattern, self.model_config)
-        self.runner.check_patterns(patterns)
-        self.replicas.each(lambda engine: engine.set_patterns(patterns))
-
-    def set_kv_eviction(self, setting: Mapping[str, Any]) -> None:
-        """Changes the numbers of the eviction method, such as the budget, without loading or compiling anything.
-
-        Args:
-          setting: as `EngineConfig.kv_eviction`; the same method as the engine's.
-
-        Raises:
-          RuntimeError: requests are running.
-          ConfigError: the setting is wrong, or needs an engine of its own.
-        """
-        method = changed_eviction(setting, self.config.kv_eviction)
-        self.replicas.each(lambda engine: engine.set_eviction(method))
-
-    def warm_up(
-        self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> int:
-        """Compiles every step that sequences of up to max_len tokens can need; returns the number of new functions.
-
-        Args:
-          sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
-        """
-        before = self.num_compilations
-        asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
-        self.replicas.each(lambda engine: warm_up(engine, max_len, asked))
-        for name, compared in self.memory_usage().items():
-            logger.info("memory of %s: %s", name, compared)
-        return self.num_compilations - before
-
-    # ------------------------------------------------------------------ requests
 
     def generate(
         self,

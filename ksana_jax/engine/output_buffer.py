@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from ksana_jax.core.request import CompletionOutput, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
 
 # Pieces kept side by side. Joining more of them at once copies a long unread text less often.
 _MOST_PIECES = 16

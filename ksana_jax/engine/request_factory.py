@@ -12,10 +12,12 @@ import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
-from ksana_jax.core.request import RequestInput, RequestMetrics, SamplingParams
+from ksana_jax.core.outputs import RequestMetrics
+from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
-from ksana_jax.engine.completion import Completion, Request, special_stops
+from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
+from ksana_jax.engine.stop_strings import special_stops
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
@@ -120,7 +122,8 @@ class RequestFactory:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
-        special_stops(params, self.tokenizer)
+        if params.stop is not None:
+            special_stops(params, self.tokenizer)
         spellings = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         # A spelling with an id that has no row in the embedding is never generated.
         bad_words = tuple(ids for ids in spellings if max(ids) < self._vocab_size)
@@ -170,7 +173,7 @@ class RequestFactory:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
-        specials = special_stops(params, self.tokenizer)
+        specials = {} if params.stop is None else special_stops(params, self.tokenizer)
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
             seq = self._new_sequence(request, token_ids, salt, index, seed, bad_words, asked.num_question)

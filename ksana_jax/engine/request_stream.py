@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.output_buffer import OutputBuffer, joined
 
 

@@ -43,6 +43,11 @@ class BlockManager:
         """Number of blocks with at least one owner."""
         return self.num_blocks - self.num_free - self.num_idle
 
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that are free or can be freed."""
+        return self.num_free + self.num_idle
+
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` free blocks, one owner each: ids [count].
 

@@ -42,11 +42,12 @@ class DeviceTier(Tier):
         Raises:
           NoFreeBlocks: fewer are available; nothing is taken.
         """
-        if count > self.num_available:
-            raise NoFreeBlocks(f"{count} blocks requested, {self.num_available} of {self.pool.num_blocks} available")
-        while self.pool.num_free < count:
+        pool = self.pool
+        if count > pool.num_available:
+            raise NoFreeBlocks(f"{count} blocks requested, {pool.num_available} of {pool.num_blocks} available")
+        while pool.num_free < count:
             self._replace_one()
-        return self.pool.allocate(count)
+        return pool.allocate(count)
 
     def share(self, ids: np.ndarray) -> None:
         """Adds an owner to each of some blocks."""
@@ -54,7 +55,8 @@ class DeviceTier(Tier):
 
     def release(self, ids: np.ndarray) -> None:
         """Removes one owner from each of some blocks."""
-        super().release(ids)
+        for block in self.pool.release(ids).tolist():
+            self._consider(self.node_of[block])
         copies, loads = self._moves.copies, self._moves.loads
         if copies or loads:
             for block in ids[self.pool.ref_count[ids] == 0].tolist():

@@ -105,7 +105,7 @@ class DiskReads:
         # Blocks already on the host must not be replaced to make room for the others.
         pins = [node.at[HOST] for nodes in found for node in nodes if node.at[HOST] >= 0]
         host.pool.share(np.array(pins, np.int32))
-        if host.num_available < len(keys):
+        if host.pool.num_available < len(keys):
             host.release(np.array(pins, np.int32))
             return False
         reserved = self._active[state] = Reservation(now + self._timeout_s, [], pins)

@@ -9,21 +9,22 @@ from ksana_jax.core import refusals
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.eviction import read_eviction
-from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf, codec_name
+from ksana_jax.kv.layout import EXACT, OF_TOKENS, STATE, KVLayout, Leaf
+from ksana_jax.kv.model_layout import codec_name, layout_of
 from ksana_jax.kv.selection import read_selection
 
 
 def make_layout(
     model: ModelConfig, patterns: Sequence[AttentionPattern], config: EngineConfig, as_bits: Container[str] = ()
 ) -> KVLayout:
-    """Returns the layout of an engine's pool; as_bits: see `KVLayout.of`.
+    """Returns the layout of an engine's pool; as_bits: see `layout_of`.
 
     Raises:
       ConfigError: settings and model do not fit together.
     """
     if (selection := read_selection(config.kv_selection)) is not None:
         selection.num_blocks(config.block_size)
-    layout = KVLayout.of(
+    layout = layout_of(
         model,
         patterns,
         dtype=config.kv_dtype,
@@ -34,7 +35,7 @@ def make_layout(
         exact_dtype=config.dtype,
     )
     if exact := config.kv_full_precision_layers:
-        raw = KVLayout.of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
+        raw = layout_of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)
         layout = _with_exact_layers(layout, exact, raw.leaf("kv"))
     _check_stored(model, config, layout)
     if selection is not None:

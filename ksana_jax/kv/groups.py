@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ksana_jax.core.patterns import AttentionPattern, LiveRange
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.codecs.sealing import Sealing
+from ksana_jax.kv.live_range import LiveRange
 
 
 class KVGroup(NamedTuple):

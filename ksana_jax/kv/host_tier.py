@@ -40,7 +40,7 @@ class HostTier(Tier):
 
     def take_slot(self) -> int | None:
         """Returns a slot with one owner, replacing cached content if none is free; None if all are owned."""
-        if not self.num_available:
+        if not self.pool.num_available:
             return None
         if not self.pool.num_free:
             node = self.victim()

@@ -24,8 +24,9 @@ from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk.tier import DiskTier
 from ksana_jax.kv.disk_reads import DiskReads
+from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.host_tier import HostTier
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves, PendingMoves
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
@@ -172,7 +173,7 @@ class KVMemory:
         nodes = {*self.host.node_of.values(), *self.device.node_of.values()}
         nodes = [node for node in nodes if node.key not in self.disk]
         nodes.sort(key=lambda node: (-node.depth, node.key))
-        at_once = min(FLUSHED_AT_ONCE, self.host.num_available)
+        at_once = min(FLUSHED_AT_ONCE, self.host.pool.num_available)
         for start in range(0, len(nodes), at_once):
             for node in nodes[start : start + at_once]:
                 if node.at[HOST] >= 0:

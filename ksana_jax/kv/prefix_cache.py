@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ksana_jax.core.patterns import FULL, LiveRange
+from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.prefix_index import Link, PrefixIndex
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.state import HeldBlocks, KVState, Origin

@@ -39,7 +39,7 @@ class Swap:
 
     def is_better(self, num_blocks: int, num_tokens: int) -> bool:
         """True if a preempted row should move its blocks to the host rather than recompute their tokens."""
-        if self._preempt == "recompute" or num_blocks > self._host.num_available:
+        if self._preempt == "recompute" or num_blocks > self._host.pool.num_available:
             return False
         return self._preempt == "swap" or self._costs.moving_is_cheaper(2 * num_blocks, num_tokens)
 

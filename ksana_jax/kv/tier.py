@@ -94,11 +94,6 @@ class Tier:
         self._heap: list[tuple[tuple[float, ...], int, int, Node]] = []
         self._numbers = itertools.count()
 
-    @property
-    def num_available(self) -> int:
-        """Number of blocks that are free or can be freed."""
-        return self.pool.num_free + self.pool.num_idle
-
     def put(self, node: Node, block: int) -> None:
         """Records that a held block has a node's content, and keeps it when its owners leave."""
         assert node.at[self.level] < 0 and block not in self.node_of

@@ -10,7 +10,7 @@ import numpy as np
 from jax._src import xla_bridge
 
 from ksana_jax.native.build import why_missing
-from ksana_jax.native.norm import rms_norm
+from ksana_jax.native.operators import rms_norm
 from ksana_jax.native.target import why_not_reached
 
 

@@ -24,8 +24,8 @@ def grouped_linear(
 ) -> jax.Array:
     """Multiplies rows x [T, in] by the matrix of their group, w [groups, out, in], and adds b [T, out]: [T, out].
 
-    Like `native.linear`, for rows that are sorted by group: the first counts[0] are of the first group. The matrix of a
-    group without rows is not read.
+    Like `operators.linear`, for rows that are sorted by group: the first counts[0] are of the first group. The matrix
+    of a group without rows is not read.
 
     Args:
       counts: int32 [groups], of rows; products of the rows after those are zeros. scales: float32 [groups, out].

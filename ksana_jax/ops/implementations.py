@@ -13,7 +13,7 @@ import jax
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.operator_settings import ATTENTION_GROUP
 from ksana_jax.devices.capabilities import stored_as_bits
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.ops.attention import Attended, ragged_paged_attention
 from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.pool import KVCache
@@ -151,7 +151,7 @@ EXAMPLE = ModelConfig(num_heads=32, num_kv_heads=8, head_dim=128)
 
 def example_needs() -> Requirements:
     """Returns the requirements of `EXAMPLE` in bfloat16 with blocks of 64, on this process's device."""
-    layout = KVLayout.of(EXAMPLE, dtype="bf16", block_size=64, as_bits=stored_as_bits(jax.local_devices()[0]))
+    layout = layout_of(EXAMPLE, dtype="bf16", block_size=64, as_bits=stored_as_bits(jax.local_devices()[0]))
     return Requirements.of(EXAMPLE, layout, query_dtype="bfloat16")
 
 

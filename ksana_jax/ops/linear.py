@@ -83,7 +83,7 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _native(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    from ksana_jax.native.linear import linear
+    from ksana_jax.native.operators import linear
 
     if isinstance(w, BlockMatrix):
         return linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)

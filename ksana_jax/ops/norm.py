@@ -76,7 +76,7 @@ def native_normaliser(spec: NormSpec) -> Normalise:
     if (plus_one := norm_kind(spec.kind).plus_one) is None:
         from ksana_jax.native.layer_norm import layer_norm as apply
     else:
-        from ksana_jax.native.norm import rms_norm
+        from ksana_jax.native.operators import rms_norm
 
         apply = functools.partial(rms_norm, plus_one=plus_one)
     return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))

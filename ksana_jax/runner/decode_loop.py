@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ksana_jax.kv.moves import Moves
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing, bucket_of_top
 from ksana_jax.runner.step_program import Network, step_packed
@@ -56,18 +54,6 @@ class Stop(NamedTuple):
 
     most: Any
     least: Any = None
-
-
-class PackedLoop(NamedTuple):
-    """Decode steps of one call. vectors: [steps, n], see `PackedStep`.
-
-    stop: ends it early; None for never.
-    """
-
-    key: LoopKey
-    vectors: np.ndarray
-    moves: Moves | None
-    stop: Stop | None = None
 
 
 def only_decodes(shape: StepShape) -> bool:

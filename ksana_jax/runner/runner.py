@@ -1,144 +1,33 @@
-"""Runs steps on the device: compiled per bucket ahead of time, counted, the KV pool donated. Knows no requests."""
+"""Runs steps on the device by compiled programs, the KV pool donated. Knows no requests."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.core.config import ModelConfig
-from ksana_jax.core.operator_settings import AUTO, OperatorSettings
-from ksana_jax.core.patterns import AttentionPattern, stack
-from ksana_jax.devices.platforms import platform_of
-from ksana_jax.devices.tuning import tuning
-from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.models.frequencies import layer_ropes
-from ksana_jax.models.operators import Operators
-from ksana_jax.models.params import Params, check_undeleted
-from ksana_jax.ops.implementations import choose
-from ksana_jax.ops.invariant import ROW_BY_ROW, check_invariant
-from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.norm import choose_norm, kinds_of
-from ksana_jax.ops.pool import KVCache
-from ksana_jax.ops.requirements import Requirements
-from ksana_jax.runner.compiling import compile_all, compiled
-from ksana_jax.runner.decode_loop import LoopKey, PackedLoop, Stop, lower_loop, serves
-from ksana_jax.runner.evicting import Evictor
-from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.packing import Fetched, FetchedVerification, PackedStep, Packing, Submitted, array_shapes
-from ksana_jax.runner.step_program import Network, lower_in_runs, lower_whole, pool_and, step_whole
+from ksana_jax.models.params import check_undeleted
+from ksana_jax.runner.decode_loop import LoopKey, Stop, serves
+from ksana_jax.runner.packing import Fetched, FetchedStep, FetchedVerification, bucket_of_top, started
+from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.token_programs import (
-    OutputHead,
     VerificationKey,
     report_packing,
     scores_packing,
     settings_packing,
     verification_packing,
 )
-from ksana_jax.runner.tree_paths import lower_trees
-from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepShape
-from ksana_jax.sharding.placement import ONE_DEVICE, Placement
+from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
 
 
-class _Seen(NamedTuple):
-    """The patterns of all layers: as given, as arrays, and which layers are alike. They change together."""
+class Runner(ModelPrograms):
+    """An `Executor` that runs a model; arguments as `ModelPrograms`."""
 
-    patterns: tuple[AttentionPattern, ...]
-    alike: tuple[int, ...]
-    arrays: Any
-
-
-class Runner:
-    """An `Executor` that runs the model on the devices of a placement, with its KV pool.
-
-    Args:
-      params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles, has no pool and runs nothing.
-      layout, num_blocks: of the pool; one device's layout.
-      max_model_len: longest text; some kinds of rope depend on it.
-      max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
-      num_host_blocks: blocks of host memory.
-      embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
-      settings: names of implementations of operators; "auto" takes the first that serves.
-      consume_params: weights may be deleted once they are packed or joined, see `LinearImplementation.weights`.
-      numerics: "invariant" takes operators that compute each row of a step separately; see `ops.invariant`.
-      placement: on devices; by default on jax's first one.
-      programs: stores compiled functions. Runners of the same model, patterns and arguments may share them.
-
-    Raises:
-      ValueError: the implementation is unknown, or it does not serve this model, device, dtype and block size.
-      ConfigError: the model has no invariant numerics here.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        patterns: Sequence[AttentionPattern],
-        *,
-        layout: KVLayout,
-        num_blocks: int,
-        max_model_len: int,
-        max_repositioned_sinks: int,
-        num_host_blocks: int = 0,
-        embedding_device: str = "device",
-        settings: OperatorSettings = AUTO,
-        numerics: str = "fast",
-        consume_params: bool = False,
-        placement: Placement = ONE_DEVICE,
-        programs: dict[Any, Any] | None = None,
-    ):
-        self.config, self.layout, self.placement = config, layout, placement
-        self.platform = platform_of(placement.device)
-        self.embeds_on_host, self._tuning = embedding_device == "host", tuning(self.platform)
-        dtype, sinks = params.final_norm.dtype.name, max_repositioned_sinks
-        self._local, local_layout = placement.local_model(config), placement.local_layout(layout)
-        self.requirements = needs = Requirements.of(
-            self._local, local_layout, num_repositioned_sinks=sinks, query_dtype=dtype, device=placement.device
-        )
-        if numerics == "invariant":
-            check_invariant(config, needs, dtype)
-            settings = dataclasses.replace(settings, attention=ROW_BY_ROW)
-        self.implementation = choose(needs, settings.attention)
-        given = {"row_by_row": numerics == "invariant", "num_devices": placement.num_devices}
-        given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
-        self.products = choose_linear(self.platform, dtype, settings.linear, **given)
-        norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        self.operators: Operators = placement.operators(self.products.operators(norms.normaliser))
-        self.params = self.weights(params, consume=consume_params)
-        self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
-        make = functools.partial(placement.pool, layout, num_blocks)
-        planned = isinstance(params.final_norm, jax.ShapeDtypeStruct)
-        self.cache: KVCache = jax.eval_shape(make) if planned else make()
-        staging = "none" if planned else "auto"
-        self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
-        evictor = functools.partial(Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes)
-        self.evictor = None if layout.eviction is None else evictor(lambda: self.params)
-        self._compiled: dict[Any, Callable] = {} if programs is None else programs
-        self._seen = _Seen((), (), None)
-        self._packings: dict[StepShape, Packing] = {}
-        # Tokens [J] that the last step samples, on the device.
-        self._sampled: Any = None
-        Runner.set_patterns(self, patterns)  # a subclass's override may need attributes that are not set yet
-
-    def weights(self, params: Params, *, consume: bool) -> Params:
-        """Returns weights, or their shapes, in the form that products read; see `LinearImplementation.weights`."""
-        params = self.placement.params(self.config, params, "host" if self.embeds_on_host else "device")
-        return self.products.weights(params, self.config, self._tuning.joins_matrices, consume=consume)
-
-    @property
-    def _network(self) -> Network:
-        places, local = (self.layout.places, self.layout.residual_places), self._local
-        sinks, implementation = self.num_repositioned_sinks, self.implementation
-        methods = self.layout.evicts_from, self.layout.selects_in
-        return Network(
-            local, self.ropes, *places, sinks, implementation, *methods, self.operators, self._tuning, self.placement
-        )
+    # Tokens [J] that the last step samples, on the device.
+    _sampled: Any = None
 
     @property
     def chooses_in_step(self) -> bool:
@@ -146,130 +35,85 @@ class Runner:
         return self._tuning.chooses_in_step and not self.embeds_on_host
 
     @property
-    def num_compilations(self) -> int:
-        """Number of functions compiled so far."""
-        evicting = 0 if self.evictor is None else len(self.evictor.programs)
-        return len(self._compiled) + self.mover.num_compilations + evicting
-
-    @property
-    def programs(self) -> dict[Any, Any]:
-        """Compiled programs: steps by StepShape, loops of them by LoopKey, others by their keys."""
-        return dict(self._compiled)
-
-    @property
-    def patterns(self) -> tuple[AttentionPattern, ...]:
-        """The attention pattern of each layer."""
-        return self._seen.patterns
-
-    def check_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Checks that the compiled steps can serve these patterns.
-
-        Raises:
-          ValueError: more sinks are repositioned than the compiled step has room for.
-        """
-        room = self.num_repositioned_sinks
-        for p in patterns:
-            if p.num_repositioned_sinks > room:
-                raise ValueError(
-                    f"the pattern has {p.num_sinks} sinks at {p.sink_position!r} positions, this engine was made for "
-                    f"at most {room}; give it max_repositioned_sinks={p.num_sinks}"
-                )
-
-    def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
-        """Changes each layer's visible positions; the numbers are data, so nothing is compiled again, unless other
-        layers than before are alike.
-
-        Raises:
-          ValueError: see `check_patterns`.
-        """
-        self.check_patterns(patterns)
-        kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
-        alike = tuple(map(kinds.index, kinds))
-        if self.implementation.schedule and alike != self._seen.alike:
-            self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
-        self._seen = _Seen(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
-
-    @property
     def host_blocks(self) -> np.ndarray:
-        """The host's blocks; see `step.types.Executor`."""
+        """The host's blocks; see `step.executor.Executor`."""
         return self.mover.host_blocks
 
     def reset(self) -> None:
-        """Reallocates the pool and the host's blocks; see `step.types.Executor`."""
+        """Reallocates the pool and the host's blocks; see `step.executor.Executor`."""
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: two may not fit
         self.cache, self._sampled = self.placement.pool(self.layout, num_blocks), None
         self.mover.reset()
 
-    def submit(self, step: StepInput) -> Submitted:
-        """Starts one step; see `step.types.Executor`. New shapes are compiled first."""
+    def submit(self, step: StepInput) -> StepOutput:
+        """Starts one step; see `step.executor.Executor`. New shapes are compiled first."""
         if self.chooses_in_step and serves(step):
             return self.submit_together([step])[0]
         try:
-            return self.run(self.pack(step))
+            return self._run(step)
         except Exception:
             check_undeleted(self.params)
             raise
 
-    def submit_together(self, steps: Sequence[StepInput]) -> list[Submitted]:
-        """Starts several steps in one call; see `step.types.Executor`."""
+    def submit_together(self, steps: Sequence[StepInput]) -> list[StepOutput]:
+        """Starts several steps in one call; see `step.executor.Executor`."""
         try:
-            return self.run_loop(self.pack_loop(steps))
+            return self.run_loop(steps)[0]
         except Exception:
             check_undeleted(self.params)
             raise
 
-    def pack(self, step: StepInput) -> PackedStep:
-        """Returns the arguments of `run` for a step."""
-        rows = self.params.embed[step.arrays.tokens] if self.embeds_on_host else None
-        return PackedStep.of(step, self.packed(step.shape, step.arrays, step.sampling), rows, self.config.vocab_size)
-
-    def pack_loop(
-        self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
-    ) -> PackedLoop:
-        """Returns the arguments of `run_loop` for several steps. distributions: see `LoopKey`. stop: ends it early."""
-        key = LoopKey.of(steps, self.config.vocab_size, distributions, stop)
-        vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
-        return PackedLoop(key, vectors, steps[0].moves, stop)
-
-    def run(self, step: PackedStep) -> Submitted:
-        """Starts one step."""
-        before = len(self._compiled)
+    def _run(self, step: StepInput) -> StepOutput:
+        before, shape, sampling = len(self._compiled), step.shape, step.sampling
         finish, move_s, compiled = self._start_moves(step.moves)
-        run = self.compile_step(step.shape)
-        given = self._fed(step.shape) if step.rows is None else step.rows
-        self.cache, hidden, sampled, settings = run(self.params, self.cache, step.vector, given, self._seen.arrays)
+        run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
+        given = self.params.embed[step.arrays.tokens] if self.embeds_on_host else self._fed(shape)
+        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._seen.arrays)
         tokens = prompt_scores = None
         if step.targets is not None:
-            count, top = step.shape.num_tokens, step.num_prompt_top
+            count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(("score", count, top))
             prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
-        asked = settings if step.samples else None, step.dense
+        dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
+        asked = None if sampling is None else settings, dense
+        num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
         if step.drafts is not None:
-            verify = self._program(key := VerificationKey.of_step(step))
+            verify = self._program(key := VerificationKey.of_step(step, num_top))
             arguments = self.params, sampled, *asked, key.drafts_of(step)
             if key.tree:
-                self.cache, report = verify(self.cache, step.slots, *arguments)
+                self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
             else:
                 report = verify(*arguments)
-            tokens = FetchedVerification(Fetched(report, verification_packing(key)), step.shape.parts[0])
+            tokens = FetchedVerification(Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
-            choose = self.compile_sampler(sampled, step.num_sampled, step.samples, step.dense is not None, step.num_top)
+            choose = self.compile_sampler(sampled, step.num_sampled, sampling is not None, dense is not None, num_top)
             self._sampled, report = choose(self.params, sampled, *asked)
-            tokens = Fetched(report, report_packing(step.num_sampled, step.num_top))
-        return Submitted(finish, move_s, tokens, prompt_scores, compiled or len(self._compiled) > before)
+            tokens = Fetched(report, report_packing(step.num_sampled, num_top))
+        return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
 
-    def run_loop(self, loop: PackedLoop) -> list[Submitted]:
-        """Starts several steps in one call."""
-        before = len(self._compiled)
-        finish, move_s, compiled = self._start_moves(loop.moves)
-        run, given = self._program(loop.key), self._fed(loop.key.shape)
-        made = run(self.params, self.cache, loop.vectors, given, self._seen.arrays, loop.stop)
+    def run_loop(
+        self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
+    ) -> tuple[list[StepOutput], Any]:
+        """Starts several steps in one call.
+
+        Args:
+          distributions: whether to return those that tokens are drawn from. stop: ends the loop early.
+
+        Returns:
+          The outputs; and the distributions of all steps on the device, see `LoopKey`, or None.
+        """
+        before, key = len(self._compiled), LoopKey.of(steps, self.config.vocab_size, distributions, stop)
+        finish, move_s, compiled = self._start_moves(steps[0].moves)
+        vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
+        run, given = self._program(key), self._fed(key.shape)
+        made = run(self.params, self.cache, vectors, given, self._seen.arrays, stop)
         self.cache, self._sampled, reports, drawn_from = made
-        fetched = Fetched(reports, report_packing(loop.key.shape.num_tokens, loop.key.num_top))
-        first = Submitted(finish, move_s, compiled=compiled or len(self._compiled) > before, drawn_from=drawn_from)
-        return first.of_loop(fetched, len(loop.vectors))
+        fetched = Fetched(reports, report_packing(key.shape.num_tokens, key.num_top))
+        compiled |= len(self._compiled) > before
+        first = started(FetchedStep(fetched, 0), None, finish, move_s, compiled)
+        return [first, *(started(FetchedStep(fetched, at)) for at in range(1, len(steps)))], drawn_from
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""
@@ -278,7 +122,7 @@ class Runner:
         settings = None
         if sampling is not None:
             settings = settings_packing(shape.max_sampled).pack(sampling[:-3])
-        return self._packing(shape).pack((arrays, settings))
+        return (self._packings.get(shape) or self._packing_of(shape)).pack((arrays, settings))
 
     def _fed(self, shape: StepShape) -> Any:
         """Returns the tokens that a step takes from the previous one."""
@@ -287,7 +131,7 @@ class Runner:
         return self._sampled
 
     def move(self, moves: Moves) -> None:
-        """Makes moves outside a step; see `step.types.Executor`."""
+        """Makes moves outside a step; see `step.executor.Executor`."""
         if (finish := self._start_moves(moves)[0]) is not None:
             finish()
 
@@ -304,43 +148,8 @@ class Runner:
         self.cache, saved, move_s = self.mover.start(self.cache, moves, early, num_saved)
         return functools.partial(self.mover.finish, saved), move_s, self.num_compilations > before
 
-    def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
-        """Compiles programs ahead of time; those already compiled cost nothing.
-
-        Args:
-          keys: of programs, such as `keys.keys_for` returns. workers: programs compiled at once.
-          table_width: largest block table whose rows are evicted from. moves: True if blocks will move.
-        """
-        new = {key: functools.partial(self.lower, key) for key in keys if key not in self._compiled}
-        self._compiled |= compile_all(new, workers)
-        if self.evictor is not None:
-            self.evictor.warm_up(min(table_width, self.evictor.table_width))
-        if moves:
-            self.mover.warm_up()
-
-    def lower(self, key: Any) -> Any:
-        """Lowers the program of a key, as it will run."""
-        if isinstance(key, StepShape):
-            if not self._tuning.layers_of_program:
-                return self.lower_step(key)
-            return lower_in_runs(self._network, key, self._packing(key), *self._packed_arguments(key))
-        if isinstance(key, LoopKey):
-            packing, arguments = self._packing(key.shape), self._packed_arguments(key.shape)
-            return lower_loop(self._network, key, self._seen.alike, packing, self._head, *arguments)
-        if isinstance(key, VerificationKey):
-            if key.tree:
-                return lower_trees(self._head, self.params, self.cache, len(self.layout.groups), key)
-            return self._head.lower_verification(self.params, key)
-        kind, size, *rest = key
-        if kind == "score":
-            return self._head.lower_scores(self.params, size, *rest)
-        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.final_norm.dtype)
-        return self._head.lower_choice(self.params, hidden, *rest)
-
     def _program(self, key: Any) -> Callable:
-        if key not in self._compiled:
-            self._compiled[key] = compiled(key, functools.partial(self.lower, key))
-        return self._compiled[key]
+        return self._compiled[key] if key in self._compiled else self._compile(key)
 
     def compile_step(self, shape: StepShape) -> Callable:
         """The network on a step of one shape; see `step_program.lower_whole`."""
@@ -355,42 +164,3 @@ class Runner:
           num_top: most probable tokens to score; None scores nothing.
         """
         return self._program(("sample", hidden.shape[0], count, samples, dense, num_top))
-
-    def lower_step(self, shape: StepShape):
-        """Lowers a step as one program without compiling it, for inspection."""
-        return lower_whole(self._network, shape, self._seen.alike, self._packing(shape), *self._packed_arguments(shape))
-
-    def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
-        """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
-        (params, cache, arrays, patterns) -> (cache, hidden [T, D], those sampled [J, D]). replaced: of `Network`."""
-        network = dataclasses.replace(self._network, **replaced)
-        step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
-        return self.placement.mapped(step, pool_and(2))
-
-    def step_arguments(self, shape: StepShape):
-        """Returns the arguments of `pure_step`, or their shapes."""
-        arrays = array_shapes(shape, self.layout)
-        if self.embeds_on_host:
-            rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.final_norm.dtype)
-            arrays = arrays._replace(tokens=rows)
-        return self.params, self.cache, arrays, self._seen.arrays
-
-    def _packing(self, shape: StepShape) -> Packing:
-        """Returns how the arrays of a step and its sampling settings are packed."""
-        if shape not in self._packings:
-            _, _, arrays, _ = self.step_arguments(shape)
-            if self.embeds_on_host:
-                arrays = arrays._replace(tokens=None)
-            settings = jax.ShapeDtypeStruct((settings_packing(shape.max_sampled).size,), jnp.int32)
-            self._packings[shape] = Packing((arrays, settings))
-        return self._packings[shape]
-
-    def _packed_arguments(self, shape: StepShape):
-        """Returns the arguments of a step's program, or their shapes."""
-        params, cache, arrays, patterns = self.step_arguments(shape)
-        given = arrays.tokens if self.embeds_on_host else jax.ShapeDtypeStruct((shape.max_sampled,), jnp.int32)
-        return params, cache, jax.ShapeDtypeStruct((self._packing(shape).size,), jnp.int32), given, patterns
-
-    @property
-    def _head(self) -> OutputHead:
-        return OutputHead(self.config, self.operators, self.placement)

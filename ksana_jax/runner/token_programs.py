@@ -15,13 +15,13 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.packing import PackedStep, Packing, packed
+from ksana_jax.runner.packing import Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
-from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepShape, TokenScores
+from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepInput, StepShape, TokenScores
 from ksana_jax.sharding.placement import Placement
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
@@ -81,17 +81,13 @@ def _scores(count: int, num_top: int) -> TokenScores:
 class OutputHead:
     """Scores of the vocabulary, and the programs that choose and score tokens by them.
 
-    config: of the model. operators, placement: of its network.
+    config: of the model. operators, placement: of its network. vocabulary: for sampling, on the devices.
     """
 
     config: ModelConfig
     operators: Operators
     placement: Placement
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The facts of the vocabulary that programs know."""
-        return self.placement.vocabulary(self.config)
+    vocabulary: Vocabulary
 
     def __call__(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Returns the scores [..., V] of hidden states [..., D]; on one device, scores of its ids."""
@@ -209,15 +205,16 @@ class VerificationKey(NamedTuple):
         return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, tree)
 
     @classmethod
-    def of_step(cls, step: PackedStep) -> VerificationKey:
-        """Returns the key for a step with drafts."""
+    def of_step(cls, step: StepInput, num_top: int | None) -> VerificationKey:
+        """Returns the key for a step with drafts. num_top: as in the key."""
         assert step.drafts is not None
-        drawn, tree = step.drafts.drawn_from, step.drafts.parents is not None
+        drawn, tree, sampling = step.drafts.drawn_from, step.drafts.parents is not None, step.sampling
         sizes = None if drawn is None else tuple(drawn.shape[:2])
-        rule = rule_of(step.acceptance, step.samples)
-        return cls.of(step.shape, step.samples, step.dense is not None, step.num_top, rule, sizes, tree)
+        dense = sampling is not None and sampling.counts is not None
+        rule = rule_of(step.acceptance, sampling is not None)
+        return cls.of(step.shape, sampling is not None, dense, num_top, rule, sizes, tree)
 
-    def drafts_of(self, step: PackedStep) -> Drafts | FlatDrafts:
+    def drafts_of(self, step: StepInput) -> Drafts | FlatDrafts:
         """Returns a step's drafts as the program takes them."""
         assert step.drafts is not None
         return step.drafts.flat(self.count) if self.part is None else step.drafts

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_returns import trim
 from ksana_jax.scheduler.running import Provision
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.drafts import Drafts
@@ -47,7 +48,7 @@ class Drafting:
             most = self.provision.to_drafts(decodes, most)
         drafts = self.speculation.draft(r, decodes, most)
         if self.speculation.needs_blocks:
-            self.row_blocks.trim(decodes, 1 + (0 if drafts is None else drafts.counts))
+            trim(self.row_blocks, decodes, 1 + (0 if drafts is None else drafts.counts))
         elif drafts is not None:
             drafts = drafts.shortened(self.provision.to_drafts(decodes, drafts.counts))
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
@@ -58,7 +59,7 @@ class Drafting:
         Args:
           running: all running rows; if these have no drafts, the proposer reads the remaining texts once they do.
         """
-        if self.row_blocks.has_windows and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
+        if self.row_blocks.windowed and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
             self.speculation.keep_up(self.row_blocks.rows, rows)
 
     def append(
@@ -87,6 +88,6 @@ class Drafting:
         newest, counts = np.where(ended, tokens[at, first], newest), np.where(ended, first + 1, counts)
         r.append_several(rows, tokens, counts)
         r.num_computed[rows] += num_accepted  # and one that `advance` has counted
-        self.row_blocks.trim(rows)
+        trim(self.row_blocks, rows)
         self.row_blocks.num_ahead = 0
         return newest, counts

@@ -1,18 +1,14 @@
-"""The blocks of running rows: allocated as rows grow, copied before a write if shared, cached when full, returned when
-no longer visible. Vectorised over rows; does not decide which rows run."""
+"""The blocks of running rows: allocated as rows grow, copied before a write if shared, released when rows end.
+
+Vectorised over rows; does not decide which rows run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from ksana_jax.core.patterns import FAR, LiveRange
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import HeldBlocks, Origin
-from ksana_jax.kv.tier import DEVICE
 from ksana_jax.scheduler.copy_on_write import CopyOnWrite
 from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.step.types import NewBlocks
@@ -27,6 +23,7 @@ class RowBlocks:
     Attributes:
       num_held: blocks that rows hold, a shared one once for each row. num_ahead: those among them that begin after the
         computed tokens of their row: taken for a step that is scheduled.
+      windowed: live ranges whose blocks rows return before they end, each with its groups.
       compacted: True once text and cache positions of some row may differ.
       copying: copies shared blocks before a row writes to them.
     """
@@ -36,7 +33,7 @@ class RowBlocks:
         self._eviction = layout.eviction
         self.lives = [group.live for group in layout.groups]
         # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
-        self._windowed = [
+        self.windowed = [
             (live, np.array([group for group, other in enumerate(self.lives) if other == live]))
             for live in dict.fromkeys(self.lives)
             if live.window is not None
@@ -46,11 +43,6 @@ class RowBlocks:
         self.compacted = False
         self._groups = np.arange(rows.num_groups)[:, None]
         self.copying = CopyOnWrite(rows, memory.device, layout.scored_groups)
-
-    @property
-    def has_windows(self) -> bool:
-        """True if rows return blocks before they end."""
-        return bool(self._windowed)
 
     def fill(self, row: int, seq: Sequence, held: HeldBlocks, forked: bool) -> None:
         """Puts a sequence's blocks, and the tokens computed in them, into an empty row."""
@@ -141,7 +133,7 @@ class RowBlocks:
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
         r, allocated = self.rows, int(self.rows.allocated_until[row] - self.rows.num_computed[row])
-        available = self.memory.device.num_available
+        available = self.memory.device.pool.num_available
         if r.forked[row]:
             wanted = -(-max(most - allocated, 0) // self._size) * r.num_groups
             available -= self.copying.prepare(row, available - wanted)
@@ -154,49 +146,6 @@ class RowBlocks:
         r = self.rows
         grows = r.allocated_until[rows] < r.max_len[rows] - 1  # the last token is never computed
         return r.num_groups * int(np.count_nonzero(grows))
-
-    def trim(self, rows: np.ndarray, num_left: np.ndarray | int = 0) -> None:
-        """Releases the blocks of rows [n] that begin after their computed tokens and num_left [n] more: those taken for
-        draft tokens that were rejected, or not drafted."""
-        r, size = self.rows, self._size
-        extra = r.allocated_until[rows] - r.num_computed[rows] - num_left
-        for row, count in zip(rows[extra >= size].tolist(), (extra // size)[extra >= size].tolist(), strict=True):
-            for group, held in enumerate(r.num_blocks[:, row].tolist()):
-                dropped = slice(held - count, held)
-                self.memory.device.release(r.block_tables[group, row, dropped].copy())
-                r.block_starts[group, row, dropped] = FAR
-                r.block_tables[group, row, dropped] = 0
-            r.num_blocks[:, row] -= count
-            r.allocated_until[row] -= count * size
-            r.num_rewrites += 1
-            self.num_held -= r.num_groups * count
-            self.num_ahead -= r.num_groups * count
-
-    def share(self, row: int, num_tokens: int) -> HeldBlocks:
-        """Adds an owner to the blocks of a row's first tokens, and returns them."""
-        held = self.before(row, num_tokens)
-        assert num_tokens == self.rows.num_computed[row] or not np.any(held.num_evicted), "the beginning is missing"
-        self.memory.device.share(held.ids)
-        self.rows.forked[row] = True
-        return held._replace(origins=Origin.SHARED)
-
-    def before(self, row: int, num_tokens: int) -> HeldBlocks:
-        """Returns a row's blocks that begin before a text position, which is after its last eviction."""
-        r = self.rows
-        evicted = r.num_evicted[:, row].copy()
-        starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])
-        some = starts < num_tokens - evicted[groups]
-        return HeldBlocks(r.block_ids(row)[some], starts[some], groups[some], num_tokens, num_evicted=evicted)
-
-    def swap_out(self, row: int) -> HeldBlocks | None:
-        """Swaps a row's computed blocks to the host and returns their slots; None if recomputation is better."""
-        swap, r = self.memory.swap, self.rows
-        if swap is None or row in r.probes or (r.num_computed[row] >= r.evict_at[:, row]).any():  # it could not evict
-            return None
-        filled = self.before(row, int(r.num_computed[row]))
-        if not filled.num_computed or not swap.is_better(len(filled.ids), filled.num_computed):
-            return None
-        return filled._replace(ids=swap.move_out(filled.ids), origins=Origin.SWAPPED)
 
     def release(self, rows: np.ndarray) -> None:
         """Releases all blocks of some rows."""
@@ -217,97 +166,3 @@ class RowBlocks:
         assert seq is not None
         for totals in (seq.kv.num_blocks_by_origin, self.memory.num_blocks_by_origin):
             totals[origin.label] = totals.get(origin.label, 0) + count
-
-    def index_full(self, rows: np.ndarray) -> None:
-        """Adds the blocks that a step has filled to the prefix index."""
-        r, size = self.rows, self._size
-        # Later steps may have advanced: they compute tokens that this step, or one of them, has sampled.
-        computed = np.minimum(r.num_computed[rows], r.num_known[rows] - ~r.is_beam[rows])
-        due = computed >= r.index_at[rows]
-        if not np.count_nonzero(due):
-            return
-        rows, computed = rows[due], computed[due]
-        states = [seq.kv for row in rows.tolist() if (seq := r.seqs[row]) is not None]
-        first = np.array([state.num_indexed for state in states])
-        count = computed // size - first
-        ends = np.cumsum(count)
-        which = np.repeat(np.arange(len(rows)), count)
-        nth = np.arange(len(which)) + (first - ends + count)[which]
-        at = self._find(rows, which, nth * size)
-        ids = np.where(at < 0, -1, r.block_tables[self._groups, rows[which], at])
-        lists, kept = ids.tolist(), [[] for _ in range(r.num_groups)]
-        for row, state, end, number in zip(rows.tolist(), states, ends.tolist(), count.tolist(), strict=True):
-            mine = [of_group[end - number : end] for of_group in lists]
-            for group, of_group in enumerate(self.memory.prefixes.insert(state, r.token_ids[row], mine)):
-                kept[group] += of_group
-        if kept != lists:
-            kept = np.array(kept, np.int32)
-            group, place = np.nonzero(ids != kept)
-            r.block_tables[group, rows[which[place]], at[group, place]] = kept[group, place]
-            r.num_rewrites += 1
-            self.memory.device.release(ids[group, place])
-        r.index_at[rows] = [(state.num_indexed + 1) * size if state.cacheable else FAR for state in states]
-
-    def _find(self, rows: np.ndarray, which: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Returns where tables have the blocks of some text positions: [Gk, n]; -1 if a row does not hold the block.
-
-        Args:
-          which: [n] index in `rows` of each block's row. starts: [n] text position of its first token.
-        """
-        r, width = self.rows, self.rows.block_starts.shape[2]
-        if not self._windowed:  # nothing was returned
-            return 0 * self._groups + starts // self._size
-        # One search in one sorted list: each table starts beyond all positions of the previous one.
-        tables = np.arange(r.num_groups * len(rows)).reshape(r.num_groups, -1)
-        held = (r.block_starts.take(rows, axis=1) + (FAR + 1) * tables[:, :, None]).ravel()
-        table = tables.take(which, axis=1)
-        wanted = starts + (FAR + 1) * table
-        at = np.minimum(held.searchsorted(wanted), len(held) - 1)
-        return np.where(held[at] == wanted, at - width * table, -1)
-
-    def return_invisible(self, rows: np.ndarray) -> None:
-        """Releases blocks that no later query of their row sees."""
-        for live, groups in self._windowed:
-            self._return_invisible(live, groups, rows)
-
-    def _return_invisible(self, live: LiveRange, groups: np.ndarray, rows: np.ndarray) -> None:
-        r, size, first = self.rows, self._size, groups[0]
-        # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 the window of query 11.
-        computed = r.num_computed[rows] - r.num_evicted[first, rows]
-        seen_from = live.seen_from(computed)
-        due = seen_from >= r.return_at[first, rows]
-        if not np.count_nonzero(due):
-            return
-        rows, computed = rows[due], computed[due]
-        r.return_at[first, rows] = (seen_from[due] // size + 1) * size
-        width = int(r.num_blocks[first, rows].max())
-        starts = r.block_starts[first, rows, :width]
-        dead = live.dead_blocks(starts, size, computed[:, None])
-        count = dead.sum(axis=1, dtype=np.int32)
-        if not np.count_nonzero(count):
-            return
-        order = np.argsort(dead, axis=1, kind="stable")  # live blocks move up, dead ones go to the end
-        tail = slice(width - int(count.max()), width)
-        is_dead = np.arange(tail.start, width) >= (width - count)[:, None]
-        at = rows[:, None] * r.block_tables.shape[2] + order
-        of_groups = r.block_tables.reshape(r.num_groups, -1), r.block_origins.reshape(r.num_groups, -1)
-        tables, origins = (values.take(at, axis=1)[groups] for values in of_groups)
-        starts = starts[np.arange(len(rows))[:, None], order]
-        self.memory.device.release(dropped := tables[:, :, tail][:, is_dead].ravel())
-        self.num_held -= len(dropped)
-        starts[:, tail][is_dead], origins[:, :, tail][:, is_dead] = FAR, Origin.COMPUTED
-        here = groups[:, None], rows
-        r.num_rewrites += 1
-        r.num_blocks[here] -= count
-        for column, values in ((r.block_tables, tables), (r.block_starts, starts), (r.block_origins, origins)):
-            column[*here, :width] = values
-
-    def owners(self, rows: list[int]) -> Iterator[Owner]:
-        """Yields rows as owners of blocks."""
-        r = self.rows
-        for row in rows:
-            seq = r.seqs[row]
-            assert seq is not None
-            ids, starts, origins = (r.of_blocks(x, row) for x in (r.block_tables, r.block_starts, r.block_origins))
-            cached = np.repeat(r.num_computed[row] - r.num_evicted[:, row], r.num_blocks[:, row])
-            yield Owner(seq.request_id, seq.index, "runs", DEVICE, ids, starts, cached, origins)

@@ -187,7 +187,7 @@ class RowEviction:
         r, device = self.row_blocks.rows, self.row_blocks.memory.device
         while True:
             groups, places = self._shared(np.array([row]), count[:, None])[:, 0].nonzero()
-            if len(groups) <= device.num_available:
+            if len(groups) <= device.pool.num_available:
                 return groups, places
             ids = r.block_tables[groups, row, places]
             own = ids[device.pool.ref_count[ids] == 1]

@@ -10,6 +10,7 @@ import numpy as np
 from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_returns import trim
 
 
 def turn(method: EvictionMethod, row_blocks: RowBlocks, rows: np.ndarray) -> np.ndarray:
@@ -43,6 +44,6 @@ def turn(method: EvictionMethod, row_blocks: RowBlocks, rows: np.ndarray) -> np.
             r.return_at[:, row] = r.snapshot_at[row] = FAR
         evict_at[evict_at < FAR] = end
     r.num_rewrites += 1
-    row_blocks.trim(ended)
+    trim(row_blocks, ended)
     row_blocks.num_ahead = 0
     return ended

@@ -17,6 +17,7 @@ from ksana_jax.kv.prefix_cache import Hit, PrefixCache
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.scheduler.row_blocks import RowBlocks
+from ksana_jax.scheduler.row_sharing import before
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.types import ScheduledBatch
 
@@ -79,7 +80,7 @@ class RowSnapshots:
             if self.snapshots.schedule.method.adds_up:  # what a step adds to scores stays
                 computed += sum(_counted(batch, row) for batch in unsettled)
             known = min(computed, int(r.num_known[row]))
-            if known == computed or not (self.snapshots.schedule.method.adds_up or row_blocks.has_windows):
+            if known == computed or not (self.snapshots.schedule.method.adds_up or row_blocks.windowed):
                 self._take(row, known)
 
     def _take(self, row: int, length: int) -> bool:
@@ -95,7 +96,7 @@ class RowSnapshots:
             return False  # the first is a matter of the prefix index
         if length < 1 or (evicted != self._evicted(seq, length)).any():
             return False
-        held, alive = self.row_blocks.before(row, length), np.ones(0, bool)
+        held, alive = before(self.row_blocks, row, length), np.ones(0, bool)
         for group, live in enumerate(self.row_blocks.lives):  # a step's last blocks may not have been returned yet
             starts = held.starts[held.groups == group]
             dead = live.window is not None and live.dead_blocks(starts, memory.block_size, length)

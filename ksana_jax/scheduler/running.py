@@ -1,4 +1,4 @@
-"""Running rows: their order, the budget of a step, blocks for their tokens, and the changes of a step.
+"""Running rows: their order, the budget of a step, and blocks for their tokens.
 
 Knows rows and blocks; no waiting sequences.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.scheduler.row_blocks import RowBlocks
-from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.types import NewBlocks, Part
 
 
@@ -126,7 +125,7 @@ class Provision:
         if np.count_nonzero(r.forked):
             copies = self.row_blocks.copying.shared(decodes).sum(axis=(0, 2))
             needed += int(copies.sum())
-        if needed > self.memory.device.num_available:
+        if needed > self.memory.device.pool.num_available:
             return self._by_force(decodes), None
         new = self.row_blocks.take(short) if len(short) else None
         if copies is not None:
@@ -162,7 +161,7 @@ class Provision:
 
     def _make_room_to_write(self, row: int) -> bool:
         """Makes room for one more token of a row, and for copies of the blocks that it shares; see `_make_room`."""
-        r, available = self.row_blocks.rows, self.memory.device.num_available
+        r, available = self.row_blocks.rows, self.memory.device.pool.num_available
         count = r.num_groups if r.num_computed[row] >= r.allocated_until[row] else 0
         if r.forked[row]:
             count += self.row_blocks.copying.prepare(row, available - count)
@@ -173,7 +172,7 @@ class Provision:
 
         The first row always gets its blocks: a request that the pool cannot hold was refused on arrival.
         """
-        while self.memory.device.num_available < count:
+        while self.memory.device.pool.num_available < count:
             last = int(self.running.order[-1])
             if last != row:
                 self.preempt(last)
@@ -191,35 +190,3 @@ class Provision:
             return 0
         budget.take(count := self.row_blocks.extend(row, most))
         return count
-
-
-class StepResult(NamedTuple):
-    """Changes that the tokens of a step made.
-
-    rows, tokens: rows that got tokens, and each row's token; with drafts [n, w], where the first counts [n] count.
-    finished: all sequences that ended.
-    beams: rows that have computed all their tokens and whose request chooses the next one.
-    live_blocks: blocks in use when no token was left to see others, before ended sequences released theirs.
-    counts: number of each row's new tokens; None where it is 1.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    finished: list[Sequence]
-    beams: np.ndarray
-    live_blocks: int
-    counts: np.ndarray | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of new tokens of all rows."""
-        return len(self.tokens) if self.counts is None else int(self.counts.sum())
-
-    def run(self, nth: int) -> list[int]:
-        """Returns the new tokens of the row at an index of `rows`."""
-        return [int(self.tokens[nth])] if self.counts is None else self.tokens[nth, : self.counts[nth]].tolist()
-
-    def shorten(self, nth: int, count: int) -> None:
-        """Drops all but the first `count` new tokens of the row at an index of `rows`."""
-        if self.counts is not None:
-            self.counts[nth] = count

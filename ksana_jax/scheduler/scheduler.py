@@ -7,7 +7,6 @@ and a restart after preemption are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,21 @@ from ksana_jax.core.request import FinishReason
 from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.scheduler.drafting import Drafting
+from ksana_jax.scheduler.forking import fork_prompts
 from ksana_jax.scheduler.policies import make_policy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_checks import check_row_blocks
 from ksana_jax.scheduler.row_eviction import RowEviction
-from ksana_jax.scheduler.running import Provision, Running, StepBudget, StepResult
+from ksana_jax.scheduler.row_indexing import index_full
+from ksana_jax.scheduler.row_returns import return_invisible
+from ksana_jax.scheduler.row_sharing import swap_out
+from ksana_jax.scheduler.running import Provision, Running, StepBudget
 from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
 from ksana_jax.scheduler.speculative.speculation import Speculation
-from ksana_jax.scheduler.step.types import ScheduledBatch, most_tiles
+from ksana_jax.scheduler.step.types import NO_ROWS, ScheduledBatch, most_tiles
 from ksana_jax.scheduler.waiting import Admission, WaitingQueue
-
-# Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
-_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Scheduler:
@@ -135,30 +134,6 @@ class Scheduler:
         for fork in self.queue.pop_forks(seq):
             self.queue.add(fork)
 
-    def append(self, seq: Sequence, token: int) -> None:
-        """Appends the token that a beam's request has chosen for it."""
-        seq.awaits_token = False
-        if seq.row is None:
-            seq.token_ids = np.append(seq.token_ids, np.int32(token))
-        else:
-            self.rows.append(np.array([seq.row]), np.array([token], np.int32))
-
-    def fork(self, parent: Sequence, child: Sequence, num_computed: int | None = None) -> None:
-        """Queues a sequence that begins with its parent's tokens, sharing the parent's blocks if the parent runs.
-
-        Args:
-          child: has at least one token more than are shared, and the shared ones equal the parent's.
-          num_computed: tokens to share; None shares all that the parent computed. Rows that evict share all or none.
-        """
-        if self.eviction is not None and num_computed is None:
-            self.eviction.evict_shared()
-        if parent.row is not None and (self.eviction is None or num_computed is None):
-            count = int(self.rows.num_computed[parent.row]) if num_computed is None else num_computed
-            child.kv.shared = self.row_blocks.share(parent.row, count)
-            child.kv.share_index(parent.kv, count // self.blocks.block_size)
-        child.rank = parent.rank
-        self.queue.add(child)
-
     # ------------------------------------------------------------------ before a step
 
     def schedule(self) -> ScheduledBatch | None:
@@ -203,7 +178,7 @@ class Scheduler:
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
-        waits |= memory.prefixes.enabled and self.row_blocks.has_windows
+        waits |= memory.prefixes.enabled and bool(self.row_blocks.windowed)
         waits |= self.eviction is not None and self.eviction.waits
         return waits or bool(r.num_beams + r.num_dense)
 
@@ -214,7 +189,7 @@ class Scheduler:
         # Over all rows, which is cheaper than over some. Free rows have neither tokens nor blocks.
         left, short = rows.num_tokens - rows.num_computed, (rows.num_tokens > rows.allocated_until).nonzero()[0]
         decodes, only_decodes = order, np.count_nonzero(left == 1) == len(order)
-        if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.num_available:
+        if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.pool.num_available:
             return None
         if not only_decodes or len(order) > most:
             decodes = order[left[order] == 1][:most]
@@ -237,7 +212,7 @@ class Scheduler:
             decodes = decodes[rows.alive[decodes]]
         if not chunks and not len(decodes):
             return None
-        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, _NO_ROWS, _NO_ROWS, None, new)
+        batch = self._with_chunks(decodes, chunks) if chunks else ScheduledBatch(decodes, NO_ROWS, NO_ROWS, None, new)
         if admitted:
             batch.admitted = [row for row, _ in admitted]
             if self.speculation is not None:
@@ -259,7 +234,7 @@ class Scheduler:
         """Swaps a row's blocks to the host or drops them; its sequence waits again, at its old rank."""
         seq = self.rows.seqs[row]
         assert seq is not None
-        seq.kv.swapped = self.row_blocks.swap_out(row)
+        seq.kv.swapped = swap_out(self.row_blocks, row)
         self._leave(np.array([row]))
         seq.num_preemptions += 1
         self.num_preemptions += 1
@@ -283,11 +258,16 @@ class Scheduler:
         if self.eviction is not None:
             self.eviction.evict(rows)
         # Blocks enter the prefix index, and forks share their leader's, before they are returned: see `settle`.
-        if not self.memory.prefixes.enabled and not self.queue.leaders:
-            self.row_blocks.return_invisible(rows)
+        if self.row_blocks.windowed and not self.memory.prefixes.enabled and not self.queue.leaders:
+            return_invisible(self.row_blocks, rows)
 
-    def settle(self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None) -> StepResult:
+    def settle(
+        self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray | None = None
+    ) -> list[Sequence]:
         """Applies a step's tokens: appends them, caches full blocks, removes sequences that have ended.
+
+        Returns:
+          All sequences that have ended. `batch` has the new tokens.
 
         Args:
           tokens: for each of `batch.sampled`, the token sampled. A negative one ends its sequence with
@@ -295,38 +275,37 @@ class Scheduler:
           num_accepted: with drafts, number of each row's accepted ones; that many tokens and one more follow.
         """
         r, rows = self.rows, batch.rows
-        sampled, beams = batch.sampled, _NO_ROWS
+        sampled, batch.beams, batch.num_new = batch.sampled, NO_ROWS, None
         self._unsettled.remove(batch)
         if batch.gone:
             stay = batch.stay(sampled)
             rows, sampled, tokens = rows[batch.stay(rows)], sampled[stay], tokens[stay]
         if r.num_beams and np.count_nonzero(r.is_beam[sampled]):
             by_request = r.is_beam[sampled]
-            beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
-            for row in beams:
+            batch.beams, sampled, tokens = sampled[by_request], sampled[~by_request], tokens[~by_request]
+            for row in batch.beams:
                 r.seqs[row].awaits_token = True
         finished: list[Sequence] = []
-        runs, counts = tokens, None
+        runs = tokens
         if num_accepted is not None:
             assert self.drafting is not None
-            tokens, counts = self.drafting.append(batch, tokens, num_accepted)
+            tokens, batch.num_new = self.drafting.append(batch, tokens, num_accepted)
             if self.eviction is not None:
                 self.eviction.evict(batch.decodes)
         if np.count_nonzero(tokens < 0):
             finished += self._fail(sampled[tokens < 0])
             sampled, tokens, rows = sampled[tokens >= 0], tokens[tokens >= 0], rows[r.alive[rows]]
-        if counts is None:
+        if num_accepted is None:
             r.append(sampled, tokens)
         if self.memory.prefixes.enabled:
-            self.row_blocks.index_full(rows)
+            index_full(self.row_blocks, rows)
         if self.queue.leaders:
-            self._fork_prompts(sampled)
-        self.row_blocks.return_invisible(rows)
-        live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
-        finished += self._end(sampled, tokens)
-        if counts is not None:
-            return StepResult(batch.sampled, runs, finished, beams, live_blocks, counts)
-        return StepResult(sampled, tokens, finished, beams, live_blocks)
+            fork_prompts(self.queue, self.row_blocks, self.eviction, sampled)
+        if self.row_blocks.windowed:
+            return_invisible(self.row_blocks, rows)
+        batch.live_blocks = self.blocks.num_used - self.row_blocks.num_ahead
+        batch.settled, batch.new_tokens = (sampled, tokens) if num_accepted is None else (batch.sampled, runs)
+        return finished + self._end(sampled, tokens)
 
     def _end(self, rows: np.ndarray, tokens: np.ndarray) -> list[Sequence]:
         """Ends the sequences whose newest token is a stop token or the last that they may have; returns them."""
@@ -354,13 +333,6 @@ class Scheduler:
             self.finish(seq, FinishReason.ERROR)
         return seqs
 
-    def _fork_prompts(self, rows: np.ndarray) -> None:
-        """Shares the blocks of computed prompts with the sequences that wait for them."""
-        for leader in [seq for seq in self.queue.leaders if seq.row in rows]:
-            # Each computes the last token again: a first token needs its logits.
-            for seq in self.queue.pop_forks(leader):
-                self.fork(leader, seq, leader.num_prompt - 1)
-
     def _leave(self, leaving: np.ndarray) -> None:
         """Removes rows and releases their blocks."""
         r = self.rows
@@ -379,11 +351,6 @@ class Scheduler:
             r.clear(row)
             if self.speculation is not None:
                 self.speculation.end(row, seq)
-
-    def owners(self) -> Iterator[Owner]:
-        """Yields sequences as owners of blocks: running ones in order, then waiting ones that hold some."""
-        yield from self.row_blocks.owners(self.order.tolist())
-        yield from self.queue.owners()
 
     def check(self) -> None:
         """Checks that the accounting of blocks agrees with the rows' tables and the blocks of waiting sequences.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.state import HeldBlocks
-from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.kv.tier import DEVICE
 from ksana_jax.scheduler.policies import SchedulingPolicy
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_eviction import RowEviction
@@ -90,18 +89,6 @@ class WaitingQueue:
         self.leaders.pop(leader, None)
         forks, leader.forks = leader.forks, []
         return [seq for seq in forks if seq.finish_reason is None]
-
-    def owners(self) -> Iterator[Owner]:
-        """Yields waiting sequences as owners of the blocks and slots that they hold."""
-        for _, _, seq in self.entries:
-            for tier, held in ((DEVICE, seq.kv.shared), (HOST, seq.kv.swapped)):
-                if held is not None:
-                    yield Owner(
-                        seq.request_id, seq.index, "waits", tier, held.ids, held.starts, held.num_cached, held.origins
-                    )
-            reads = self._memory.disk_reads
-            if reads is not None and len(slots := reads.reserved(seq.kv)):
-                yield Owner(seq.request_id, seq.index, "reads", HOST, slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,12 +182,12 @@ class Admission:
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
-        room = device.num_available - (0 if kv.shared else reserve)
+        room = device.pool.num_available - (0 if kv.shared else reserve)
         if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
             return True
         if not alone:
             return False
-        while first_blocks() > device.num_available:
+        while first_blocks() > device.pool.num_available:
             if not self.queue.reclaim_shared(seq):
                 return False
         return True

@@ -1,1 +1,1 @@
-"""Serving over HTTP: the server, the gateway in front of several, routing, and workloads."""
+"""Serving over HTTP: the server, the router in front of several, and workloads."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.kv.codecs.registry import CODECS

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.core.request import FinishReason, RequestMetrics
+from ksana_jax.core.outputs import RequestMetrics
+from ksana_jax.core.request import FinishReason
 
 # field: (values at the edges that are taken, values that are refused)
 FIELDS = {

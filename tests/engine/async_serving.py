@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from tests.fakes import FakeExecutor, make_engine

@@ -12,11 +12,11 @@ import numpy as np
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.outputs import CompletionOutput
 from ksana_jax.core.patterns import FULL
-from ksana_jax.core.request import CompletionOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
-from ksana_jax.kv.layout import group_layers
+from ksana_jax.kv.groups import group_layers
 from ksana_jax.loading.load import open_model
 from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params

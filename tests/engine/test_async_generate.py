@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ksana_jax import LLM, AsyncLLM, SamplingParams
-from ksana_jax.core.request import FinishReason, RequestOutput
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.output_buffer import joined
 from tests.engine.small import Letters, assert_idle, complete, make_llm
 

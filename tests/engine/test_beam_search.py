@@ -17,16 +17,15 @@ from tests.fakes import asking
 class Toy:
     """The part of a scheduler that `advance` needs; nothing runs in rows."""
 
-    rows = None
+    rows = row_blocks = eviction = None
 
     def __init__(self):
-        self.forked, self.ended = [], []
+        self.forked, self.ended, self.queue, self.parents = [], [], self, []
 
-    def append(self, seq, token):
-        seq.token_ids = np.append(seq.token_ids, np.int32(token))
-
-    def fork(self, parent, child):
-        assert child.token_ids[:-1].tolist() == parent.token_ids.tolist(), "the parent has gone on already"
+    def add(self, child):
+        assert any(child.token_ids[:-1].tolist() == parent.token_ids.tolist() for parent in self.parents), (
+            "the parent has gone on already"
+        )
         self.forked.append(child)
 
     def finish(self, seq, reason):
@@ -47,7 +46,7 @@ def toy_search(table: np.ndarray, first: int, width: int, penalty: float, stops,
     beams = Beams(width, penalty, tuple(stops), 1 + max_tokens, 1, {start: 0.0})
     everyone = {start}
     for place in range(max_tokens):
-        alive = list(beams.alive)
+        alive = scheduler.parents = list(beams.alive)
         assert 1 <= len(alive) <= width
         for seq in alive:
             row = table[place, seq.token_ids[-1]]

@@ -9,7 +9,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.draft_models import draft_model
 from ksana_jax.engine.draft_models.proposer import DraftModelProposer
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.sampling.acceptance import RULES
 from ksana_jax.tokenizers.detokenizer import Piece
 from tests.engine.small import SMALL, VOCAB, Letters, MoreThanRows, assert_idle, make_llm, model
@@ -103,7 +103,7 @@ def test_the_planner_counts_the_blocks_of_the_draft_model(plain, drafters):
     alone = make_llm(Letters(), num_blocks=None, memory_bytes=48 << 10)
     llm = drafting(drafters["itself"], num_blocks=None, memory_bytes=48 << 10)
     assert llm.num_blocks == alone.num_blocks // 2 > 1  # both have as many layers
-    layout = KVLayout.of(config, dtype="f32", block_size=SMALL["block_size"])
+    layout = layout_of(config, dtype="f32", block_size=SMALL["block_size"])
     pool = proposer_of(llm).model.runner.cache
     assert sum(leaf.nbytes for leaf in pool.leaves.values()) == llm.num_blocks * layout.block_bytes
 

@@ -15,7 +15,7 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.fingerprint import fingerprint
 from ksana_jax.engine.settings import engine_config
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.invariant import why_not_invariant
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cpu("invariant numerics need native operators")
 
 def why_not(dtype: str = "float32", platform: str = "cpu", **changes: Any) -> str | None:
     config = dataclasses.replace(model()[0], **changes)
-    layout = KVLayout.of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
+    layout = layout_of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
     needs = Requirements.of(config, layout, query_dtype=dtype)._replace(platform=platform)
     return why_not_invariant(config, needs, dtype)
 

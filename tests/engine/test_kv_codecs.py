@@ -13,7 +13,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.inspect import take_snapshot
 from ksana_jax.kv.codecs.registry import CODECS, find_codec
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from tests.engine.small import VOCAB, make_llm, model, tokens_of
 from tests.machine import compiled
 from tests.reference import reference_logprobs
@@ -174,7 +174,7 @@ def test_a_vector_takes_the_bytes_of_its_arrays(name, platform):
     of_number, of_vector = {"f32": (4, 0), "int8": (1, 4), "fp8_e4m3": (1, 4), "fp8_e5m2": (1, 0)}.get(name, (2, 0))
     if name in ("int4", "int3", "int2") or name.startswith(("hadamard", "turboquant")):
         of_number, of_vector = int(name[-1]) / 8, 4
-    layout = KVLayout.of(config, dtype=name, block_size=16, as_bits=tuning(platform).stored_as_bits)
+    layout = layout_of(config, dtype=name, block_size=16, as_bits=tuning(platform).stored_as_bits)
     assert layout.token_bytes == 2 * 2 * config.num_kv_heads * (of_number * config.head_dim + of_vector)
     llm = make_llm(kv_cache_dtype=name)
     assert llm.runner.cache.nbytes == llm.num_blocks * llm.block_bytes == llm.num_blocks * layout.block_bytes

@@ -11,7 +11,8 @@ import pytest
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.groups import group_layers
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.models.params import init_params
 from tests.engine.small import assert_idle, model, tokens_of
 from tests.engine.two_texts import BLOCK, GREEDY, LONGEST, PROMPTS, SETTINGS, TEXT, dense_greedy
@@ -63,7 +64,7 @@ def test_log_probabilities_are_those_of_the_dense_model_and_the_pool_holds_half_
     assert max(held[-3:]) <= whole + WINDOW // BLOCK + 1 < 0.6 * (2 * whole)
     assert (
         layout.block_bytes * 2 * len(layout.groups)
-        == KVLayout.of(
+        == layout_of(
             dataclasses.replace(config, num_layers=8),
             dtype="f32",
             block_size=BLOCK,

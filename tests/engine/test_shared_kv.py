@@ -20,6 +20,7 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.core.shared_kv import shared_by
 from ksana_jax.devices import tuning
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.kv.reading import read_bytes
 from ksana_jax.loading.adapter import WEIGHTS, read_adapter
 from ksana_jax.loading.config_json import load_config
@@ -62,7 +63,7 @@ def make(name="cla2", pattern="full", **settings) -> LLM:
 
 def in_layout(num_layers: int, kv_layers=None, **settings) -> KVLayout:
     config = dataclasses.replace(PLAIN, num_layers=num_layers, kv_layers=kv_layers)
-    return KVLayout.of(config, **{"dtype": "bf16", "block_size": 16} | settings)
+    return layout_of(config, **{"dtype": "bf16", "block_size": 16} | settings)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from ksana_jax.core.operator_settings import OperatorSettings
 from ksana_jax.core.patterns import FULL
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.lab.trace.collectives import Collective
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
@@ -39,7 +39,7 @@ def runner_of(
         abstract_params(model, "bf16"),
         (FULL,) * model.num_layers,
         num_blocks=num_blocks,
-        layout=KVLayout.of(
+        layout=layout_of(
             model, dtype=kv, block_size=BLOCK_SIZE, as_bits=stored_as_bits(aot.device(target)), eviction=eviction
         ),
         max_model_len=model.max_position,

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange
+from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.disk.tier import BlockFacts
 from ksana_jax.kv.layout import KVGroup, KVLayout
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
@@ -117,9 +118,9 @@ def test_slots_are_reserved_for_all_reads_or_for_none():
     setup.disk.end_all()
     assert setup.reads.ready(first.kv) and setup.reads.ready(second.kv)
     # What was read is pinned until its sequence runs: the other one still cannot have it all.
-    assert setup.memory.host.num_available == 3
+    assert setup.memory.host.pool.num_available == 3
     setup.reads.end(first.kv)
-    assert setup.memory.host.num_available == 7
+    assert setup.memory.host.pool.num_available == 7
     setup.check()
 
 

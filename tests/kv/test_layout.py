@@ -5,12 +5,13 @@ import pytest
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.layout import KVLayout, Leaf
+from ksana_jax.kv.model_layout import layout_of
 
 MODEL = ModelConfig(num_layers=4, num_heads=16, num_kv_heads=8, head_dim=32)
 MIXED = (FULL, AttentionPattern(window=24)) * 2
-LAYOUT = KVLayout.of(MODEL, MIXED, dtype="bf16", block_size=16)
+LAYOUT = layout_of(MODEL, MIXED, dtype="bf16", block_size=16)
 SCALED = KVLayout(LAYOUT.groups, 16, (LAYOUT.leaf("kv"), Leaf("scale", (2, 2, 8, 16), "float32")), "int8")
-SEALED = KVLayout.of(MODEL, MIXED, dtype="kivi2", block_size=16)
+SEALED = layout_of(MODEL, MIXED, dtype="kivi2", block_size=16)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, SCALED, SEALED], ids=["numbers", "codes and scales", "blocks of codes"])

@@ -34,14 +34,14 @@ def ids_of(*blocks: int) -> np.ndarray:
 def test_cached_blocks_make_room_only_once_no_block_is_free():
     memory = memory_of()
     cache(memory, prompt_of(8))
-    assert memory.device.num_available == 6 and memory.blocks.num_idle == 2
+    assert memory.device.pool.num_available == 6 and memory.blocks.num_idle == 2
     memory.device.allocate(4)
     assert memory.counters.replaced == 0 and memory.blocks.num_idle == 2
     memory.device.allocate(1)
-    assert memory.counters.replaced == 1 and memory.device.num_available == 1
+    assert memory.counters.replaced == 1 and memory.device.pool.num_available == 1
     with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 of 6 available"):
         memory.device.allocate(2)
-    assert memory.device.num_available == 1
+    assert memory.device.pool.num_available == 1
 
 
 def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():

@@ -5,8 +5,10 @@ import functools
 import numpy as np
 import pytest
 
-from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange
-from ksana_jax.kv.layout import KVGroup, KVLayout, group_layers
+from ksana_jax.core.patterns import FULL, AttentionPattern
+from ksana_jax.kv.groups import KVGroup, group_layers
+from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE

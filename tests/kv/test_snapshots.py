@@ -6,7 +6,8 @@ import numpy as np
 
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.groups import group_layers
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.state import HeldBlocks, KVState

@@ -14,7 +14,7 @@ from ksana_jax.models.experts import MOST_ROWS, block_rows, each_expert, route
 from ksana_jax.models.layers import linear
 from ksana_jax.models.mlp import MLPS
 from ksana_jax.models.params import param_shapes, quantised
-from ksana_jax.native.linear import linear as native
+from ksana_jax.native.operators import linear as native
 from ksana_jax.ops.linear import choose_linear
 from tests.machine import native_products
 from tests.models.own_kinds import CONFIGS, weights

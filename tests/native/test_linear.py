@@ -22,7 +22,7 @@ def drawn(*shape, dtype="float32"):
 @pytest.mark.parametrize("rows", [1, 2, 5, 67])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (7, 31), (43, 64), (96, 100)])
 def test_products_are_those_of_float64(rows, columns, inner, dtype):
-    from ksana_jax.native.linear import linear
+    from ksana_jax.native.operators import linear
 
     x, w = drawn(rows, inner, dtype=dtype), drawn(columns, inner, dtype=dtype)
     got = jax.jit(lambda x, w: linear(x, w, dtype=jnp.float32))(x, w)
@@ -59,7 +59,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
 @native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
-    from ksana_jax.native.linear import linear
+    from ksana_jax.native.operators import linear
 
     x, w, b = drawn(2, 3, 32, dtype=dtype), drawn(10, 32, dtype=dtype), drawn(10, dtype=dtype)
     for asked in (None, "float32", "bfloat16", "float16"):
@@ -73,7 +73,7 @@ def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
 
 @native_products
 def test_other_types_are_refused():
-    from ksana_jax.native.linear import linear
+    from ksana_jax.native.operators import linear
 
     with pytest.raises(NotImplementedError, match="float16 times float16; native products have both in float32 or bf"):
         linear(drawn(1, 8, dtype="float16"), drawn(2, 8, dtype="float16"))
@@ -154,7 +154,7 @@ def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_ze
 @native_products
 def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
     from ksana_jax.native.grouped import grouped_linear
-    from ksana_jax.native.linear import linear
+    from ksana_jax.native.operators import linear
 
     x, w, counts = drawn(76, 40), drawn(4, 43, 40), [3, 0, 1, 72]
     found = grouped_linear(x, w, jnp.array(counts))

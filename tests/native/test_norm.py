@@ -58,7 +58,7 @@ def test_other_platforms_types_and_kinds_get_norms_of_xla():
 
 @compiled
 def test_other_types_are_refused():
-    from ksana_jax.native.norm import rms_norm
+    from ksana_jax.native.operators import rms_norm
 
     with pytest.raises(NotImplementedError, match="bfloat16 and float32; native norms have both in float32"):
         rms_norm(drawn(1, 8, dtype="bfloat16"), drawn(8), EPS)

@@ -11,8 +11,7 @@ from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.native.kernel import KERNEL
 from ksana_jax.native.layer import Norms, Weights, project, rest_of_layer
 from ksana_jax.native.layer_norm import layer_norm
-from ksana_jax.native.linear import linear
-from ksana_jax.native.norm import rms_norm
+from ksana_jax.native.operators import linear, rms_norm
 from ksana_jax.ops.norm import native_normaliser
 from pallas_kernels.arguments import SINKS_AT_CEILING, Spec, make
 from pallas_kernels.contract import Pool

@@ -14,7 +14,7 @@ from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.core.patterns import FAR, FULL, AttentionPattern
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.methods.eviction.keyformer import Keyformer
 from ksana_jax.methods.eviction.snapkv import SnapKV
@@ -25,7 +25,7 @@ from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.kv_write import Queries, write
 from ksana_jax.ops.native_kernels import NATIVE
-from ksana_jax.ops.observation import Observer
+from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
@@ -66,7 +66,7 @@ def test_pools_of_codes_get_kernels_that_read_their_codec():
     ):
         assert choose(codes._replace(**other)).name == "xla", other
     config = ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64)
-    layout = KVLayout.of(config, dtype="int8", block_size=32)
+    layout = layout_of(config, dtype="int8", block_size=32)
     needs = Requirements.of(config, layout, query_dtype="bfloat16")
     assert (needs.codec, needs.dtype, needs.query_dtype) == ("int8", "int8", "bfloat16")
 
@@ -104,14 +104,14 @@ def test_kernels_that_lack_an_option_are_not_chosen_where_it_is_asked_for():
     assert "Keyformer observes other weights" in str(unsupported(HOPPER, H200._replace(eviction=Keyformer())))
     capped = ModelConfig(soft_cap=50.0, sinks="zero")
     needs = Requirements.of(
-        capped, KVLayout.of(capped, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
+        capped, layout_of(capped, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
     )
     assert needs.soft_cap and needs.sinks
 
 
 def test_a_layer_whose_heads_have_patterns_of_their_own_asks_for_one_kv_head_a_call():
     config = ModelConfig(num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128)
-    layout = KVLayout.of(config, [FULL, AttentionPattern(window=64)] * 8, dtype="bf16", block_size=64)
+    layout = layout_of(config, [FULL, AttentionPattern(window=64)] * 8, dtype="bf16", block_size=64)
     needs = Requirements.of(config, layout, query_dtype="bfloat16")
     assert (needs.num_heads, needs.num_kv_heads) == (4, 1)
     for capability, name in (((9, 0), "hopper"), ((8, 0), "triton")):
@@ -216,7 +216,14 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
         batch = batch._replace(query_numbers=numbers.astype(jnp.float32))
     pattern = jax.tree.map(jnp.asarray, PATTERNS["full"].arrays())
     context = AttentionContext(
-        1, batch, shape, pattern, make_rope(RopeConfig(), H), 0, sink_logits=jnp.ones(N), observer=Observer(method, 1)
+        1,
+        batch,
+        shape,
+        pattern,
+        make_rope(RopeConfig(), H),
+        0,
+        sink_logits=jnp.ones(N),
+        observer=AttentionObserver(method, 1),
     )
     got = REFERENCE.attend(Queries(q, None), cache, context, None)
     expected = ragged_paged_attention(Queries(q, None), cache, context)
@@ -274,7 +281,7 @@ def test_long_tiles_have_a_kernel_of_their_own_on_hopper():
 def test_attention_of_a_device_with_some_of_the_heads_is_that_of_those_heads():
     q, cache, batch, shape = make_step(1, shared=False)
     config = ModelConfig(num_layers=2, num_heads=N, num_kv_heads=K, head_dim=H)
-    layout = KVLayout.of(config, dtype="bf16", block_size=B)
+    layout = layout_of(config, dtype="bf16", block_size=B)
     numbers = jax.tree.map(jnp.asarray, PATTERNS["sliding"].arrays())
     context = AttentionContext(1, batch, shape, numbers, make_rope(RopeConfig(), H), 0)
 
@@ -324,7 +331,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does(codec):
 def test_the_needs_of_a_model_are_those_of_this_device():
     config = ModelConfig(num_heads=8, num_kv_heads=4, head_dim=64)
     needs = Requirements.of(
-        config, KVLayout.of(config, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
+        config, layout_of(config, dtype="bf16", block_size=32, as_bits=tuning("cpu").stored_as_bits)
     )
     assert needs.platform == jax.default_backend() and needs.block_size == 32 and needs.num_kv_heads == 4
 

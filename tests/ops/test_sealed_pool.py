@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ModelConfig
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.sealed_pool import SealedCache
 
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 
 def new_pool(dtype: str) -> SealedCache:
     setting = {"k": "kivi2", "v": "kivi4", "residual_dtype": dtype}
-    cache = make_cache(KVLayout.of(MODEL, dtype=setting, block_size=SIZE), NUM_BLOCKS)
+    cache = make_cache(layout_of(MODEL, dtype=setting, block_size=SIZE), NUM_BLOCKS)
     assert isinstance(cache, SealedCache)
     noise = RNG.integers(0, 256, cache.kv.shape, np.uint8)
     return cache.with_kv(jnp.asarray(noise))

@@ -6,6 +6,7 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey
+from ksana_jax.runner.packing import FetchedStep
 from tests.engine.small import Letters, make_llm
 from tests.machine import native_products
 
@@ -53,7 +54,9 @@ def test_a_call_takes_one_vector_to_the_device_and_one_to_the_host(monkeypatch):
     def watched(steps):
         calls.clear()
         pending = submit(steps)
-        per_call.append(([*calls], {id(p.tokens.reports.vector) for p in pending}, len(steps)))
+        fetched = [cell.cell_contents for p in pending for cell in p.fetch.__closure__]
+        vectors = {id(x.reports.vector) for x in fetched if isinstance(x, FetchedStep)}
+        per_call.append(([*calls], vectors, len(steps)))
         return pending
 
     llm.runner.submit_together = watched

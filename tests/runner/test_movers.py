@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax.core.patterns import FULL, LiveRange
+from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.layout import KVGroup, KVLayout, Leaf
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache

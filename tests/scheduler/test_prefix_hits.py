@@ -39,7 +39,7 @@ def test_a_found_block_stays_though_all_others_are_taken():
     memory, request = engine.memory, add(engine, 13, 1)
     hit = pin(memory.prefixes, request.completions[0].seq)
     found = [node.at[0] for node in hit.nodes]
-    assert len(found) == 3 and memory.device.num_available == 3
+    assert len(found) == 3 and memory.device.pool.num_available == 3
     taken = memory.device.allocate(3)
     assert not set(taken.tolist()) & set(found)
     assert [node.at[0] for node in hit.nodes] == found

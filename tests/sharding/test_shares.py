@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.models.params import is_shape, param_shapes
 from ksana_jax.runner.planner import plan
 from ksana_jax.runner.planner.step_memory import NO_STEP
@@ -58,11 +58,11 @@ def test_a_vocabulary_is_divided_by_groups_of_128():
 @pytest.mark.parametrize(("num_devices", "of_each", "in_all"), [(2, 4, 8), (8, 1, 8), (16, 1, 16)])
 def test_a_pool_is_divided_by_kv_head_and_repeats_heads_for_more_devices(num_devices, of_each, in_all):
     for dtype in ("bf16", "int8", "kivi4"):
-        layout = KVLayout.of(LLAMA_8B, dtype=dtype, block_size=16)
+        layout = layout_of(LLAMA_8B, dtype=dtype, block_size=16)
         local, pool = local_layout(layout, num_devices), pool_layout(layout, num_devices)
         assert (layout.num_kv_heads, local.num_kv_heads, pool.num_kv_heads) == (8, of_each, in_all)
         assert local.block_bytes * 8 == layout.block_bytes * of_each
-        of_model = KVLayout.of(local_model(LLAMA_8B, num_devices), dtype=dtype, block_size=16)
+        of_model = layout_of(local_model(LLAMA_8B, num_devices), dtype=dtype, block_size=16)
         assert of_model == local
 
 

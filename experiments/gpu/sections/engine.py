@@ -23,7 +23,7 @@ TIE = 0.05
 def run(context: Context) -> None:
     from ksana_jax.core.config import ModelConfig
     from ksana_jax.devices.capabilities import stored_as_bits
-    from ksana_jax.kv.layout import KVLayout
+    from ksana_jax.kv.model_layout import layout_of
     from ksana_jax.ops.implementations import IMPLEMENTATIONS, explain
     from ksana_jax.ops.requirements import Requirements
 
@@ -32,7 +32,7 @@ def run(context: Context) -> None:
         context.say(f"{name}: {'used' if used else 'not used'}: {why}")
     typical = ModelConfig(num_heads=16, num_kv_heads=4, head_dim=128)
     size, as_bits = _settings(context)["block_size"], stored_as_bits(jax.devices()[0])
-    needs = Requirements.of(typical, KVLayout.of(typical, dtype="bf16", block_size=size, as_bits=as_bits))
+    needs = Requirements.of(typical, layout_of(typical, dtype="bf16", block_size=size, as_bits=as_bits))
     able = [i for i in IMPLEMENTATIONS if i.unsupported(needs) is None]
     reference = next(i for i in able if i.name == "xla")
     for label, make in (("random Llama, 4 layers, head dim 128", _random), ("ksana-tiny", _tiny)):

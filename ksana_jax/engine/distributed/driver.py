@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.patterns import AttentionPattern
@@ -22,14 +22,14 @@ from ksana_jax.engine.device_setup import DeviceSetup, Prepared
 from ksana_jax.engine.distributed.job import Job
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.loading.digest import digest_of_files
-from ksana_jax.runner.decode_loop import LoopKey, PackedLoop
-from ksana_jax.runner.packing import PackedStep, Submitted
+from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import Part, StepOutput, StepShape
+from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
 
 # Types of the messages between the processes of a job.
-KINDS = (StepShape, Part, PackedStep, PackedLoop, LoopKey, Drafts, Moves, Evictions, AttentionPattern)
+OF_STEPS = (StepInput, StepArrays, SamplingArrays, StepShape, Part, Drafts, Moves, Evictions)
+KINDS = (*OF_STEPS, LoopKey, AttentionPattern)
 # Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")
 
@@ -157,13 +157,26 @@ class DriverRunner(Runner):
         super().__init__(*args, **settings)
         self.workers = workers
 
-    def run(self, step: PackedStep) -> Any:
+    def _run(self, step: StepInput) -> StepOutput:
         with self.workers.doing("step", step):
-            return DrivenStep(self.workers.job, super().run(step))
+            return self._watched(super()._run(step))
 
-    def run_loop(self, loop: PackedLoop) -> list[Any]:
-        with self.workers.doing("loop", loop):
-            return [DrivenStep(self.workers.job, submitted) for submitted in super().run_loop(loop)]
+    def run_loop(self, steps: Seq[StepInput], *settings: Any) -> tuple[list[StepOutput], Any]:
+        with self.workers.doing("loop", list(steps)):
+            outputs, drawn_from = super().run_loop(steps, *settings)
+            return [self._watched(output) for output in outputs], drawn_from
+
+    def _watched(self, output: StepOutput) -> StepOutput:
+        """Has a step raise JobError when the job has failed, in place of errors of its collectives."""
+        fetch, job = output.fetch, self.workers.job
+
+        def together(output: StepOutput) -> None:
+            assert fetch is not None
+            with job.together():
+                fetch(output)
+
+        output.fetch = together
+        return output
 
     def move(self, moves: Moves) -> None:
         with self.workers.doing("move", moves):
@@ -183,22 +196,6 @@ class DriverRunner(Runner):
         with self.workers.doing("compile", list(keys), workers, table_width, moves):
             super().compile(keys, workers, table_width=table_width, moves=moves)
             self.workers.job.replies()
-
-
-class DrivenStep(NamedTuple):
-    """A step that all processes compute; see `step.types.Pending`."""
-
-    job: Job
-    submitted: Submitted
-
-    def result(self) -> StepOutput:
-        """Waits for the step; see `Submitted.result`.
-
-        Raises:
-          JobError: the job has failed.
-        """
-        with self.job.together():
-            return self.submitted.result()
 
 
 def settings_of(given: dict[str, Any], job: Job) -> EngineConfig:

@@ -21,7 +21,8 @@ import jax
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.metrics import StepRecord
-from ksana_jax.core.request import RequestInput, RequestOutput
+from ksana_jax.core.outputs import RequestOutput
+from ksana_jax.core.request import RequestInput
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.prefix_hashing import hashes_of

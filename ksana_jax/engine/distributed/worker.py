@@ -19,8 +19,8 @@ from ksana_jax.engine.distributed.driver import KINDS, OF_PROCESS_0, facts, sett
 from ksana_jax.engine.distributed.job import Job, end_process, join
 from ksana_jax.kv.moves import Moves
 from ksana_jax.loading.load import open_model
-from ksana_jax.runner.packing import Submitted
 from ksana_jax.runner.runner import Runner
+from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 logger = logging.getLogger("ksana_jax")
 # Methods of an engine that process 0 calls.
@@ -138,30 +138,31 @@ class _Engine:
         self.facts = facts(self.prepared, model, load_format)
         self._runner: Any = None
         # Steps whose saves to the host are not finished.
-        self._submitted: list[Submitted] = []
+        self._submitted: list[StepOutput] = []
 
     def load(self, num_blocks: int) -> None:
         self._runner = self.prepared.load(self._read, num_blocks, Runner).executor
         self._job.send({"done": True})
 
-    def step(self, step: Any) -> None:
+    def step(self, step: StepInput) -> None:
         self._before(step.moves)
-        self._submit([self._runner.run(step)])
+        output = self._runner.submit(step)
+        self._submit([] if step.moves is None else [output])
 
-    def loop(self, loop: Any) -> None:
-        self._before(loop.moves)
-        self._submit(self._runner.run_loop(loop))
+    def loop(self, steps: list[StepInput]) -> None:
+        self._before(steps[0].moves)
+        first, *_ = self._runner.submit_together(steps)
+        self._submit([] if steps[0].moves is None else [first])
 
     def _before(self, moves: Moves | None) -> None:
         if moves is not None and len(moves.loads):  # perhaps of blocks that an earlier step saved
             self._submit([])
 
-    def _submit(self, steps: list[Submitted]) -> None:
-        """Waits for older steps while the devices compute the newest ones."""
-        for submitted in self._submitted:
-            if submitted.finish_moves is not None:
-                submitted.finish_moves()
-        self._submitted = steps
+    def _submit(self, outputs: list[StepOutput]) -> None:
+        """Waits for older steps while the devices compute the newest ones. outputs: of steps with moves."""
+        for output in self._submitted:
+            output.result()
+        self._submitted = outputs
 
     def move(self, moves: Moves) -> None:
         self._submit([])

@@ -17,6 +17,7 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.engine.draft_models.proposer import DraftModelProposer
 from ksana_jax.engine.draft_models.small_model import SmallModel
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.loading.load import open_model
 from ksana_jax.runner.planner.terms import weights_bytes
@@ -84,7 +85,7 @@ class DraftModel(SpeculativeMethod):
 
 def draft_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
     """Returns the layout of a draft model's pool, whose blocks have the ids of the target's."""
-    return KVLayout.of(model, (FULL,) * model.num_layers, dtype=config.dtype, block_size=config.block_size)
+    return layout_of(model, (FULL,) * model.num_layers, dtype=config.dtype, block_size=config.block_size)
 
 
 def check(path: str, model: ModelConfig, context: ProposerContext) -> None:

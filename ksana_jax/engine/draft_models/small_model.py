@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.core.patterns import FAR, AttentionPattern, LiveRange
+from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.engine.draft_models.held_keys import HeldKeys
+from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.running import StepBudget
@@ -170,7 +171,7 @@ class SmallModel:
         if least is not None:
             steps = [dataclasses.replace(step, sampling=None, num_logprobs=0) for step in steps]
         distributions &= steps[0].sampling is not None
-        submitted = self.runner.run_loop(self.runner.pack_loop(steps, distributions, stop))
+        submitted, drawn_from = self.runner.run_loop(steps, distributions, stop)
         outputs = [step.result() for step in submitted[:length]]
         ids = np.stack([output.tokens for output in outputs], axis=1)[: len(which)]
         usable = ids >= 0  # A token without finite scores is -1, which is no draft.
@@ -182,7 +183,7 @@ class SmallModel:
         nth = np.arange(length + 1)
         positions = np.where(nth <= counts[:, None], rows.num_computed[which, None] + nth, -1)
         self._held.note(slots, positions, np.concatenate([rows.newest[which, None], ids], axis=1))
-        return Drafts(ids, counts, submitted[0].drawn_from)
+        return Drafts(ids, counts, drawn_from)
 
     def _steps(self, rows: Rows, which: np.ndarray, most: np.ndarray, count: int) -> tuple[list[StepInput], np.ndarray]:
         """Returns `count` steps of decodes, each of which takes the tokens that the one before it samples.

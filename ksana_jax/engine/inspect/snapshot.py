@@ -14,6 +14,7 @@ from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.state import Origin
 from ksana_jax.kv.tier import Tier
+from ksana_jax.scheduler.owners import owners
 
 TIERS = ("device", "host", "disk")
 STATES = ("free", "held", "cached", "moving")
@@ -132,7 +133,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 def owners_of(engine: Engine) -> Iterator[Owner]:
     """Yields all owners of blocks, first sequences, then moves and reads; they account for all reference counts."""
-    yield from engine.scheduler.owners()
+    yield from owners(engine.scheduler)
     yield from engine.memory.owners()
 
 

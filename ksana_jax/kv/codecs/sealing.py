@@ -17,8 +17,8 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.dtypes import DTYPES
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.patterns import LiveRange
 from ksana_jax.kv.codecs.base import BlockCodec
+from ksana_jax.kv.live_range import LiveRange
 
 Arrays = dict[str, tuple[tuple[int, ...], str]]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
-    from ksana_jax.core.request import Logprob
+    from ksana_jax.core.outputs import Logprob
 
 T = TypeVar("T")
 

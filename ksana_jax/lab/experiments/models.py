@@ -14,7 +14,7 @@ from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import commit_of, model_path
 from ksana_jax.core.statistics import read_statistics
-from ksana_jax.kv.layout import group_layers
+from ksana_jax.kv.groups import group_layers
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values

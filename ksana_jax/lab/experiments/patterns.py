@@ -8,7 +8,7 @@ from typing import Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.kv.layout import group_layers
+from ksana_jax.kv.groups import group_layers
 from ksana_jax.lab.experiments.models import mixes_patterns, model_config, num_layers
 from ksana_jax.methods.presets import names_heads, plain_pattern, read_pattern, read_patterns
 

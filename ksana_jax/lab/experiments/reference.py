@@ -17,7 +17,7 @@ from ksana_jax.core.patterns import SINK_POSITIONS, AttentionPattern
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.lab.experiments.config import Experiment
 from ksana_jax.lab.experiments.tasks import TASKS, task_named
-from ksana_jax.methods.full_heads import Chosen
+from ksana_jax.methods.full_heads import ChosenHeads
 from ksana_jax.methods.presets import PRESETS
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 
@@ -86,7 +86,7 @@ def markdown() -> str:
         _table(AttentionPattern),
         "`full_heads` names kv heads that keep the model's own pattern, as DuoAttention does: a list for each layer, "
         "or these fields:\n",
-        _table(Chosen),
+        _table(ChosenHeads),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
         "## `settings` of each task\n",
     ]

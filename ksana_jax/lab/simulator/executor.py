@@ -23,7 +23,7 @@ from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 
 class Timed(NamedTuple):
-    """A submitted step; see `step.types.Pending`. ends_s: when the device will have computed it."""
+    """A submitted step; see `step.executor.Pending`. ends_s: when the device will have computed it."""
 
     clock: Clock
     ends_s: float
@@ -35,7 +35,7 @@ class Timed(NamedTuple):
 
 
 class TimedExecutor:
-    """A `step.types.Executor` that takes time only; an engine with it needs a `SizeBuilder`.
+    """A `step.executor.Executor` that takes time only; an engine with it needs a `SizeBuilder`.
 
     Args:
       clock: of the engine.

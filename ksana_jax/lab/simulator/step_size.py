@@ -101,7 +101,7 @@ class SizeBuilder(BatchBuilder):
         return SizedStep(shape, _NO_ARRAYS, num_sampled, size.num_attended, size=size, tokens=tokens), lengths
 
     def _shape(self, batch: ScheduledBatch, rows: Rows) -> StepShape:
-        if self.buckets.shared_rows and len(batch.decodes) > 1 and (found := self._with_sharing_decodes(batch, rows)):
+        if self.buckets.shared_rows and len(batch.decodes) > 1 and (found := self.sharing_decodes(batch, rows)):
             return found[0]
         width = int(np.maximum.reduce(rows.num_blocks.take(batch.rows, axis=1), axis=None))
         return self._shape_of(len(batch.decodes), tuple(batch.counts.tolist()), width)

@@ -13,7 +13,7 @@ from ksana_jax.lab.trace.collectives import find_collectives
 from ksana_jax.lab.trace.parts import parts_of_operations
 from ksana_jax.runner import compiling
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
 
 # Fields of XLA's memory analysis, in bytes, by the names that a trace gives them.
@@ -107,12 +107,12 @@ class CompilationLog:
         compiling.observers.remove(self)
 
     def lowered(self, lowered: Any, jaxpr: Any) -> None:
-        """See `compiling.Observer`."""
+        """See `compiling.CompilationObserver`."""
         with self._lock:
             self._jaxprs[id(lowered)] = jaxpr
 
     def compiled(self, key: Any, lowered: Any, function: Any, traced_s: float, compiled_s: float) -> None:
-        """See `compiling.Observer`."""
+        """See `compiling.CompilationObserver`."""
         began = time.perf_counter()
         sources = getattr(lowered, "programs", (lowered,))
         calls = getattr(lowered, "calls", (1,) * len(sources))

@@ -25,7 +25,6 @@ from ksana_jax.lab.trace.profile import Profiler
 from ksana_jax.lab.trace.requests import plain_input, plain_request
 from ksana_jax.lab.trace.steps import StepTrace, share
 from ksana_jax.lab.trace.wrapping import Wrappers
-from ksana_jax.scheduler.running import StepResult
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 
@@ -239,8 +238,8 @@ class Recorder:
         return output
 
     def _settle(
-        self, method: Callable[..., StepResult], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
-    ) -> StepResult:
+        self, method: Callable[..., list[Any]], batch: ScheduledBatch, tokens: Any, num_accepted: Any = None
+    ) -> list[Any]:
         self._note_ended()  # by an abort between two steps of one call
         if self._running and self._running[0].batch is batch:  # otherwise it was scheduled before the recorder started
             running = self._settled = self._running.popleft()

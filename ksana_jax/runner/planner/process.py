@@ -10,7 +10,7 @@ import jax
 
 from ksana_jax.core.units import MIB
 from ksana_jax.devices.capabilities import capabilities
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
 
 # Memory that the compiler keeps after its first use, that each function keeps, and that a step keeps for each part

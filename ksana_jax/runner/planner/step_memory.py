@@ -31,7 +31,7 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import Part, StepShape, most_tiles
 from ksana_jax.sharding.absent import place_on_absent
 from ksana_jax.sharding.placement import Placement

@@ -12,23 +12,13 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.per_token import adapter_slots, query_numbers
-from ksana_jax.scheduler.step.sampling import sampling_arrays
-from ksana_jax.scheduler.step.shared_prefix import find_shared_runs, split_tables
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape
-from ksana_jax.scheduler.step.verification import verification_arrays
+from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, query_numbers
+from ksana_jax.scheduler.step.sampling import add_settings
+from ksana_jax.scheduler.step.sharing import sharing_decodes
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
+from ksana_jax.scheduler.step.verification import verification
 
 _NO_TOKENS = np.zeros(0, np.int32)
-
-
-def _padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarray:
-    """Values in the corner of an array of a shape that may be larger; itself where it is not."""
-    if values.shape == shape:
-        return values
-    out = np.full(shape, fill, values.dtype)
-    out[tuple(slice(size) for size in values.shape)] = values
-    return out
 
 
 def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
@@ -83,7 +73,9 @@ class BatchBuilder:
             numbers = query_numbers(self.numbers, step.shape, batch, rows, ends)
             step.arrays = step.arrays._replace(query_numbers=numbers)
         if self.residual_groups is not None:
-            step.arrays = step.arrays._replace(full_blocks=self._full_blocks(step.shape, batch, rows))
+            step.arrays = step.arrays._replace(
+                full_blocks=full_blocks(step.shape, batch, rows, self.block_size, self.num_blocks)
+            )
         if self.adapts:
             step.arrays = step.arrays._replace(adapters=adapter_slots(step.shape, batch, rows, ends))
         return step, ends
@@ -97,60 +89,40 @@ class BatchBuilder:
     def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
         """Returns the same as `build`, from the rows alone."""
         if batch.drafts is not None:
-            return self._verification(batch, batch.drafts, rows)
+            of_pool = self.block_size, self.num_blocks
+            step, ends = verification(batch, batch.drafts, rows, self.buckets, *of_pool, self.acceptance)
+            if rows.num_asking:
+                add_settings(step, batch, rows, ends, self.vocab_size)
+            return step, ends
         decodes, chunks = batch.decodes, batch.chunks
         shared = None
         if self.buckets.shared_rows and len(decodes) > 1:
-            shared = self._with_sharing_decodes(batch, rows)
+            shared = self.sharing_decodes(batch, rows)
         if shared is not None:
             shape, arrays, ends = shared
         else:
             width = int(np.maximum.reduce(rows.num_blocks.take(batch.rows, axis=1), axis=None))
             shape, ends = self.buckets.shape(len(decodes), batch.counts, width), np.arange(len(decodes), dtype=np.int32)
-            arrays = self._with_decodes(shape, decodes, rows)
+            arrays = self.with_decodes(shape, decodes, rows)
         if len(chunks):
             ends = np.append(ends, self._put_chunks(shape, arrays, batch, rows))
         sampled = ends if batch.samples is None else ends[batch.samples]
-        arrays = arrays._replace(sampled=_padded(sampled, (shape.max_sampled,), 0))
+        arrays = arrays._replace(sampled=padded(sampled, (shape.max_sampled,), 0))
         # Padding is at -1.
         num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
-        self._ask(step, batch, rows, ends)
+        if rows.num_asking:
+            add_settings(step, batch, rows, ends, self.vocab_size)
         return step, ends
 
-    def _verification(self, batch: ScheduledBatch, drafts: Drafts, rows: Rows) -> tuple[StepInput, np.ndarray]:
-        """Returns the same as `build`, for a step with drafts."""
-        decodes, most = batch.decodes, int(drafts.counts.max())
-        width = int(rows.num_blocks.take(decodes, axis=1).max())
-        shape = self.buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
-        if self.buckets.trees:
-            drafts = drafts.with_parents()
-        arrays = verification_arrays(shape, decodes, drafts, rows, self.block_size, self.num_blocks)
-        num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
-        [(count, tile)] = shape.parts
-        ids = _padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
-        parents = drafts.parents
-        if parents is not None:
-            parents = _padded(np.ascontiguousarray(parents[:, : tile - 1], np.int32), (count, tile - 1), -1)
-        padded = drafts._replace(ids=ids, counts=_padded(drafts.counts, (count,), 0), parents=parents)
-        step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=padded, acceptance=self.acceptance)
-        ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
-        self._ask(step, batch, rows, ends)
-        return step, ends
+    def sharing_decodes(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepShape, StepArrays, np.ndarray] | None:
+        """Returns the decodes of a step that shares leading blocks; see `sharing.sharing_decodes`."""
+        least = self.min_saved_tokens // self.block_size
+        return sharing_decodes(
+            batch, rows, self.buckets, self.with_decodes, self.sink_width, least, self.residual_groups
+        )
 
-    def _full_blocks(self, shape: StepShape, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
-        """Returns the blocks [Gk, F] that a step fills; see `StepArrays`."""
-        size, computed = self.block_size, rows.num_computed[batch.rows]
-        first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size
-        row = np.repeat(batch.rows, counts)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        # The newest blocks of a row are adjacent at the end of its tables.
-        from_end = rows.allocated_until[row] // size - (np.repeat(first, counts) + nth)
-        groups = np.arange(rows.num_groups)[:, None]
-        found = rows.block_tables[groups, row, rows.num_blocks[:, row] - from_end]
-        return _padded(found, (rows.num_groups, shape.most_full(size)), self.num_blocks)
-
-    def _with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
+    def with_decodes(self, shape: StepShape, decodes: np.ndarray, rows: Rows) -> StepArrays:
         """Returns the arrays of a step with its decodes filled in; the rest is padding."""
         tokens, groups, width = shape.num_tokens, rows.num_groups, shape.table_width
         tables = groups, shape.num_tiles, width
@@ -164,47 +136,14 @@ class BatchBuilder:
         cached_at = at[None] - rows.num_evicted.take(decodes, axis=1)
         slots = newest * self.block_size + cached_at % self.block_size
         return StepArrays(
-            tokens=_padded(newest_token, (tokens,), 0),
-            positions=_padded(at, (tokens,), -1),
-            cache_positions=_padded(cached_at, (groups, tokens), -1),
-            slots=_padded(slots, (groups, tokens), self.num_blocks * self.block_size),
-            block_tables=_padded(_tables_of(rows.block_tables, decodes, width), tables, 0),
-            block_starts=_padded(_tables_of(rows.block_starts, decodes, width), tables, FAR),
+            tokens=padded(newest_token, (tokens,), 0),
+            positions=padded(at, (tokens,), -1),
+            cache_positions=padded(cached_at, (groups, tokens), -1),
+            slots=padded(slots, (groups, tokens), self.num_blocks * self.block_size),
+            block_tables=padded(_tables_of(rows.block_tables, decodes, width), tables, 0),
+            block_starts=padded(_tables_of(rows.block_starts, decodes, width), tables, FAR),
             sampled=_NO_TOKENS,
         )
-
-    def _with_sharing_decodes(
-        self, batch: ScheduledBatch, rows: Rows
-    ) -> tuple[StepShape, StepArrays, np.ndarray] | None:
-        """Shape, arrays and index of each decode's token, for a step in which groups of decodes share leading blocks;
-        None where no group does."""
-        decodes, group_rows, first = batch.decodes, self.buckets.shared_rows, self.sink_width
-        count = rows.num_blocks[:, decodes]
-        tables = rows.block_tables[:, decodes, : int(count.max())]
-        found = find_shared_runs(
-            tables, count, group_rows, first=first, min_saved=self.min_saved_tokens // self.block_size
-        )
-        if self.residual_groups:  # few blocks, and keys and values of one layer must stay at the same places
-            found.runs[list(self.residual_groups)] = 0
-        if not found.runs.any():
-            return None
-        decodes, ordered = decodes[found.order], tables[:, found.order]
-        own = count[:, found.order] - np.repeat(found.runs, group_rows, axis=1)[:, : len(decodes)]
-        width = max(int(own.max()), int(found.runs.max()), int(rows.num_blocks[:, batch.chunks].max(initial=0)))
-        shape = self.buckets.shape(len(decodes), batch.counts, width, shares=True)
-        arrays = self._with_decodes(shape, decodes, rows)
-        own_shape, width = arrays.block_tables.shape, shape.table_width
-        shared_shape = rows.num_groups, shape.num_groups, width
-        starts = rows.block_starts[:, decodes, : ordered.shape[2]]
-        split = [split_tables(*of, group_rows, first, width) for of in zip(ordered, starts, found.runs, strict=True)]
-        shared_tables, shared_starts, own_tables, own_starts = map(np.stack, zip(*split, strict=True))
-        arrays = arrays._replace(
-            shared_tables=_padded(shared_tables, shared_shape, 0),
-            shared_starts=_padded(shared_starts, shared_shape, FAR),
-            block_tables=_padded(own_tables, own_shape, 0),
-            block_starts=_padded(own_starts, own_shape, FAR),
-        )
-        return shape, arrays, np.argsort(found.order).astype(np.int32)
 
     def _put_chunks(self, shape: StepShape, arrays: StepArrays, batch: ScheduledBatch, rows: Rows) -> np.ndarray:
         """Writes longer chunks into the tiles of the last part; returns the index of each one's last token."""
@@ -231,30 +170,6 @@ class BatchBuilder:
             arrays.slots[group, here] = table[block] * self.block_size + cached_at % self.block_size
             arrays.block_tables[group, tiles, :width] = table[:width]
             arrays.block_starts[group, tiles, :width] = starts[:width]
-
-    def _ask(self, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
-        """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
-        if not rows.num_asking:
-            return
-        running, sampled = batch.rows, batch.sampled
-        if rows.samples[sampled].any():
-            step.sampling = sampling_arrays(rows, sampled, step, self.vocab_size)
-        num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
-        step.num_logprobs = None if num_logprobs < 0 else num_logprobs
-        scored = rows.num_prompt_logprobs[running] >= 0
-        if not scored.any():
-            return
-        # A token is scored where the previous one is computed.
-        scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
-        if not scored.any():
-            return
-        step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())
-        step.targets = np.full(step.shape.num_tokens, -1, np.int32)
-        for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
-            start = int(rows.num_computed[row])
-            known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
-            token = end + 1 - count
-            step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
 
 
 class LastDecodes:

@@ -1,4 +1,4 @@
-"""Numbers of a step's tokens that follow from their rows, for features that few engines use. No jax."""
+"""Arrays of a step's tokens and blocks for features that few engines use. No jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape, padded
 
 
 def query_numbers(
@@ -40,6 +40,19 @@ def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.
     found = np.full(shape.num_tokens, -1, np.int32)
     found[np.repeat(ends + 1 - counts, counts) + _nth(counts)] = np.repeat(of_row, counts)
     return found
+
+
+def full_blocks(shape: StepShape, batch: ScheduledBatch, rows: Rows, block_size: int, num_blocks: int) -> np.ndarray:
+    """Returns the blocks [Gk, F] that a step fills; see `StepArrays`."""
+    size, computed = block_size, rows.num_computed[batch.rows]
+    first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size
+    row = np.repeat(batch.rows, counts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # The newest blocks of a row are adjacent at the end of its tables.
+    from_end = rows.allocated_until[row] // size - (np.repeat(first, counts) + nth)
+    groups = np.arange(rows.num_groups)[:, None]
+    found = rows.block_tables[groups, row, rows.num_blocks[:, row] - from_end]
+    return padded(found, (rows.num_groups, shape.most_full(size)), num_blocks)
 
 
 def _nth(counts: np.ndarray) -> np.ndarray:

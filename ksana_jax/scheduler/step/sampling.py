@@ -1,4 +1,4 @@
-"""The sampling settings of a step's tokens as arrays, for rows that ask for more than greedy tokens. No jax."""
+"""Settings of a step for rows that ask for more than greedy tokens: sampling, log-probabilities. No jax."""
 
 from __future__ import annotations
 
@@ -6,9 +6,32 @@ import numpy as np
 
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.bias import bias_of
-from ksana_jax.scheduler.step.types import SamplingArrays, StepInput
+from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput
 
 _NO_TOKENS = np.zeros(0, np.int32)
+
+
+def add_settings(step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray, vocab_size: int) -> None:
+    """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
+    running, sampled = batch.rows, batch.sampled
+    if rows.samples[sampled].any():
+        step.sampling = sampling_arrays(rows, sampled, step, vocab_size)
+    num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
+    step.num_logprobs = None if num_logprobs < 0 else num_logprobs
+    scored = rows.num_prompt_logprobs[running] >= 0
+    if not scored.any():
+        return
+    # A token is scored where the previous one is computed.
+    scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
+    if not scored.any():
+        return
+    step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())
+    step.targets = np.full(step.shape.num_tokens, -1, np.int32)
+    for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
+        start = int(rows.num_computed[row])
+        known = min(int(count), int(rows.num_prompt[row]) - 1 - start)
+        token = end + 1 - count
+        step.targets[token : token + known] = rows.token_ids[row, start + 1 : start + 1 + known]
 
 
 def sampling_arrays(rows: Rows, sampled: np.ndarray, step: StepInput, vocab_size: int) -> SamplingArrays:

@@ -49,14 +49,14 @@ def find_shared_runs(
     # Sorting puts equal beginnings next to each other; a few columns of the longest tables distinguish long runs.
     longest = tables[num_blocks.sum(axis=1).argmax()]
     order = np.lexsort([longest[:, min(first + depth, width - 1)] for depth in (48, 12, 3, 0)])
-    padded = np.pad(order, (0, num_groups * group_rows - count), mode="edge")
-    grouped = tables[:, padded].reshape(kinds, num_groups, group_rows, width)[..., first:]
+    in_groups = np.pad(order, (0, num_groups * group_rows - count), mode="edge")
+    grouped = tables[:, in_groups].reshape(kinds, num_groups, group_rows, width)[..., first:]
     same = (grouped == grouped[:, :, :1]).all(axis=2)
-    least = num_blocks[:, padded].reshape(kinds, num_groups, group_rows).min(axis=2) - 1 - first
+    least = num_blocks[:, in_groups].reshape(kinds, num_groups, group_rows).min(axis=2) - 1 - first
     same &= np.arange(width - first) < least[..., None]
     runs = np.where(same.all(axis=2), width - first, same.argmin(axis=2))
     members = np.full(num_groups, group_rows)
-    members[-1] -= len(padded) - count
+    members[-1] -= len(in_groups) - count
     return SharedRuns(order, np.where(runs * (members - 1) >= max(min_saved, 1), runs, 0))
 
 

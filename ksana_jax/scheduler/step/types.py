@@ -1,4 +1,4 @@
-"""The host-device interface of a step. NumPy only; knows neither policies nor kernels.
+"""A step between scheduler and executor. NumPy only; knows neither policies nor kernels.
 
 A step is a ragged batch of packed tokens, without a flag for prefill or decode. It is a list of parts, each a number of
 query tiles of one width; the tokens of a tile belong to one row. Rows that compute one token (decodes) come first, in
@@ -15,15 +15,18 @@ Each of the S = 5 tiles has a block table. Kernels get tiles of equal work; a re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.drafts import Drafts
+
+# Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
+NO_ROWS = np.zeros(0, np.intp)
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class NewBlocks(NamedTuple):
@@ -54,6 +57,12 @@ class ScheduledBatch:
       advanced: True once the scheduler has recorded how much it computes.
       admitted: rows that sequences have entered with this step.
       drafts: tokens that may follow those in `decodes`; None without any.
+
+    Set by `Scheduler.settle`:
+      settled, new_tokens: rows that got tokens, and each row's token; with drafts [n, w], the first num_new of them.
+      num_new: number of each row's new tokens; None where it is 1.
+      beams: rows that have computed all their tokens and whose request chooses the next one.
+      live_blocks: blocks in use when no token was left to see others, before ended sequences released theirs.
     """
 
     decodes: np.ndarray
@@ -65,6 +74,11 @@ class ScheduledBatch:
     advanced: bool = False
     admitted: Seq[int] = ()
     drafts: Drafts | None = None
+    settled: np.ndarray = dataclasses.field(init=False)
+    new_tokens: np.ndarray = dataclasses.field(init=False)
+    num_new: np.ndarray | None = dataclasses.field(init=False)
+    beams: np.ndarray = dataclasses.field(init=False)
+    live_blocks: int = dataclasses.field(init=False)
 
     def stay(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether each of some rows of the step still holds the sequence that it was scheduled for."""
@@ -92,6 +106,17 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         more = 0 if self.drafts is None else int(self.drafts.counts.sum())
         return len(self.decodes) + more + (int(self.counts.sum()) if len(self.chunks) else 0)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of new tokens of all rows."""
+        return len(self.new_tokens) if self.num_new is None else int(self.num_new.sum())
+
+    def new_tokens_of(self, nth: int) -> list[int]:
+        """Returns the new tokens of the row at an index of `settled`."""
+        if self.num_new is None:
+            return [int(self.new_tokens[nth])]
+        return self.new_tokens[nth, : self.num_new[nth]].tolist()
 
 
 class Part(NamedTuple):
@@ -254,6 +279,15 @@ class TokenScores(NamedTuple):
     top_logprobs: np.ndarray
 
 
+def padded(values: np.ndarray, shape: tuple[int, ...], fill: float) -> np.ndarray:
+    """Returns values in the corner of an array of a shape that may be larger; themselves if it is not."""
+    if values.shape == shape:
+        return values
+    out = np.full(shape, fill, values.dtype)
+    out[tuple(slice(size) for size in values.shape)] = values
+    return out
+
+
 @dataclasses.dataclass
 class StepInput:
     """The input of an executor for one step.
@@ -307,6 +341,7 @@ class StepOutput:
     sampled: [num_sampled] with drafts that branch, the tokens in the order of the step, unlike `tokens`.
     move_s: seconds that the step's moves took, if the host waited for them; 0 if unknown.
     compiled: True if a program was compiled for the step.
+    fetch: waits for the device and fills in tokens and scores; None once they are here.
     """
 
     tokens: np.ndarray
@@ -316,60 +351,11 @@ class StepOutput:
     compiled: bool = False
     num_accepted: np.ndarray | None = None
     sampled: np.ndarray | None = None
+    fetch: Callable[[StepOutput], None] | None = None
 
     def result(self) -> StepOutput:
-        """Returns itself, for executors that compute a step at once."""
+        """Returns itself, complete; see `executor.Pending`."""
+        if (fetch := self.fetch) is not None:
+            self.fetch = None
+            fetch(self)
         return self
-
-
-class Pending(Protocol):
-    """A submitted step."""
-
-    def result(self) -> StepOutput:
-        """Waits for the step and returns its output. Call it once per step, in the order of submission."""
-        ...
-
-
-class Executor(Protocol):
-    """Runs steps: the compiled model, a simulator, or a test's fake. After an exception only `reset` may be called."""
-
-    @property
-    def patterns(self) -> Seq[AttentionPattern]:
-        """The attention pattern of each layer."""
-        ...
-
-    @property
-    def host_blocks(self) -> np.ndarray | None:
-        """The host's blocks [slots, ...], to which slots in `Moves` refer; None without a host tier."""
-        ...
-
-    def submit(self, step: StepInput) -> Pending:
-        """Starts the step's moves and then its computation; may return before either is done.
-
-        The next step may be submitted before this one's result is asked for.
-        """
-        ...
-
-    def submit_together(self, steps: Seq[StepInput]) -> Seq[Pending]:
-        """Starts num_scheduler_steps steps that `share_a_call`, each as `submit` would, in one call.
-
-        None has penalties or biases, and executors with the embedding on the host are given none.
-        """
-        ...
-
-    def move(self, moves: Moves) -> None:
-        """Makes moves outside a step."""
-        ...
-
-    def set_patterns(self, patterns: Seq[AttentionPattern]) -> None:
-        """Changes the attention pattern of each layer.
-
-        Raises:
-          ValueError: the executor cannot serve these patterns; nothing is changed.
-        """
-        ...
-
-    def reset(self) -> None:
-        """Reallocates the pool, which a failed step may have consumed, and the host's blocks, because running disk
-        reads still write to the old ones."""
-        ...

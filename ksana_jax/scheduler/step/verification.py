@@ -10,8 +10,9 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.scheduler.sequence import Rows
+from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import StepArrays, StepShape
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
 
 
 def verification_arrays(
@@ -67,3 +68,31 @@ def verification_arrays(
         sampled=np.pad(every, (0, max(shape.max_sampled - len(every), 0))),
         ancestors=None if ancestors is None else np.where(real, ancestors, 0).reshape(-1),
     )
+
+
+def verification(
+    batch: ScheduledBatch,
+    drafts: Drafts,
+    rows: Rows,
+    buckets: Buckets,
+    block_size: int,
+    num_blocks: int,
+    acceptance: str,
+) -> tuple[StepInput, np.ndarray]:
+    """Returns a step with drafts, and the index of each row's last token; arguments as of `BatchBuilder`."""
+    decodes, most = batch.decodes, int(drafts.counts.max())
+    width = int(rows.num_blocks.take(decodes, axis=1).max())
+    shape = buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
+    if buckets.trees:
+        drafts = drafts.with_parents()
+    arrays = verification_arrays(shape, decodes, drafts, rows, block_size, num_blocks)
+    num_attended = int(arrays.cache_positions.sum()) // rows.num_groups + shape.num_tokens
+    [(count, tile)] = shape.parts
+    ids = padded(drafts.ids[:, : tile - 1], (count, tile - 1), 0)
+    parents = drafts.parents
+    if parents is not None:
+        parents = padded(np.ascontiguousarray(parents[:, : tile - 1], np.int32), (count, tile - 1), -1)
+    filled = drafts._replace(ids=ids, counts=padded(drafts.counts, (count,), 0), parents=parents)
+    step = StepInput(shape, arrays, shape.max_sampled, num_attended, drafts=filled, acceptance=acceptance)
+    ends = (np.arange(len(decodes)) * tile + drafts.counts).astype(np.int32)
+    return step, ends

@@ -114,10 +114,7 @@ class RequestIds:
 
 
 class LimitHeaders:
-    """Answers 431 to requests whose first line and headers are longer than `most` bytes.
-
-    h11 limits only headers that do not arrive at once.
-    """
+    """Answers 431 to requests whose first line and headers are longer than `most` bytes."""
 
     def __init__(self, app: ASGIApp, most: int):
         self._app, self._most = app, most

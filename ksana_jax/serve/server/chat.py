@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ksana_jax.core.request import CompletionOutput, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
 from ksana_jax.serve.server.chunks import ChatChoice, Chunks
 from ksana_jax.serve.server.errors import json_response
 from ksana_jax.serve.server.generation import Usage, submit
 from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.logprobs import chat_logprobs, prompt_logprobs
 from ksana_jax.serve.server.model import ServedModel
-from ksana_jax.serve.server.prompts import Prompt, chat_prompt, check_length, check_model
+from ksana_jax.serve.server.prompts import PromptIds, chat_prompt, check_length, check_model
 from ksana_jax.serve.server.replies import head_of, reply, streams_usage
 from ksana_jax.serve.server.request_models import ChatRequest
 from ksana_jax.serve.server.state import cache_salt, serving_of
@@ -50,7 +50,7 @@ async def create(request: Request) -> Response:
 
 
 def _answer(
-    output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: int | None, with_ids: bool
+    output: RequestOutput, prompt: PromptIds, model: ServedModel, num_top: int | None, with_ids: bool
 ) -> dict[str, Any]:
     """Returns choices and usage of a whole output."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from ksana_jax.core.request import CompletionOutput, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
 from ksana_jax.serve.server.generation import Usage, check_output
 from ksana_jax.serve.server.logprobs import CompletionLogprobs, chat_logprobs
 from ksana_jax.serve.server.model import TokenTexts

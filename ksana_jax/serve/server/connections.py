@@ -1,7 +1,7 @@
 """Connections with clients: limited in number and in the time that a client may stall. Knows no HTTP.
 
-uvicorn, which serves models, and aiohttp, which serves the proxy, wait for ever for the headers of a request, and for a
-client that does not read its answer.
+uvicorn, which serves models, and aiohttp, which serves the proxy, wait without a limit for the headers of a request,
+and for a client that does not read its answer.
 """
 
 from __future__ import annotations

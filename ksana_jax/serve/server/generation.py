@@ -12,12 +12,13 @@ from typing import Any
 
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.request import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import CompletionOutput, RequestOutput
+from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.async_llm import NotServing
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.limits import QueueFull
-from ksana_jax.serve.server.prompts import TOO_LONG, Prompt
+from ksana_jax.serve.server.prompts import TOO_LONG, PromptIds
 from ksana_jax.serve.server.request_models import ChatRequest, Generation
 from ksana_jax.serve.server.state import RETRY_DRAINING_S, Serving
 
@@ -43,7 +44,7 @@ class Usage:
 
 async def submit(
     serving: Serving,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptIds],
     params: SamplingParams,
     asked: Generation,
     *,

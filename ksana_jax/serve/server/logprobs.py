@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ksana_jax.core.request import Logprob
+from ksana_jax.core.outputs import Logprob
 from ksana_jax.serve.server.model import TokenTexts
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.generation import closing, results
 from ksana_jax.serve.server.model import ServedModel

@@ -31,7 +31,7 @@ MAX_TOOLS = 1024
 MAX_IDS = 2**18
 MAX_CHARS = 8 * 2**20
 LARGEST = 2**31 - 1
-# With the values that change nothing.
+# Fields of OpenAI and vLLM that are refused, except for values that change nothing.
 UNSUPPORTED: dict[str, list[Any]] = {
     "add_special_tokens": [False],
     "audio": [],
@@ -79,7 +79,7 @@ LogitBias = Annotated[
 ]
 
 
-class Part(Body):
+class TextPart(Body):
     """A part of a message's content. Other services read cache_control; here prefixes are cached without it."""
 
     type: Literal["text"]
@@ -105,7 +105,7 @@ class ToolCall(BaseModel):
 
 
 Parts = Annotated[
-    list[Part],
+    list[TextPart],
     Field(min_length=1, fail_fast=True),
     AfterValidator(lambda parts: "\n".join(part.text for part in parts)),
 ]
@@ -202,7 +202,7 @@ class StreamOptions(Body):
 
 
 class Generation(Named, Sampling):
-    """Fields that completions and chats share. The last five are for the client's records and change nothing."""
+    """Fields that completions and chats share. The last five are accepted and change nothing."""
 
     unsupported = UNSUPPORTED
 

@@ -70,7 +70,14 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
-    """Returns the HTTP server of an application; it runs on the event loop that calls its `serve`."""
+    """Returns the HTTP server of an application; it runs on the event loop that calls its `serve`.
+
+    uvicorn and h11 refuse malformed requests, stop to read a body of which the application has not taken 64 KiB, answer
+    one request of a connection at a time, close it after 5 idle seconds, and refuse line and headers that are longer
+    than max_header_bytes and incomplete. The rest is limited here: line and headers that come whole (`LimitHeaders`),
+    seconds for a request's head and for reading an answer (`connections`), bytes and seconds of a body (`json_body`),
+    waiting work (`limits`), and names and pages that ask (`hosts`; TrustedHostMiddleware knows no addresses).
+    """
     config = uvicorn.Config(
         app,
         http=protocol_factory(settings.client_timeout_s),  # pyright: ignore[reportArgumentType]  a factory is enough

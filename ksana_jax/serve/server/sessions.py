@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.core.request import CompletionOutput, RequestMetrics, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.session_files import SessionError, remove_unfinished
 from ksana_jax.serve.server.auth import SESSION_PATHS, salt_of_key

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.generation import as_api_error, closing
 from ksana_jax.serve.server.protocol import BODY_WRITER, BodyWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from ksana_jax.core.metrics import StepRecord
-from ksana_jax.core.request import RequestMetrics, RequestOutput
+from ksana_jax.core.outputs import RequestMetrics, RequestOutput
 from ksana_jax.engine.engine_thread import StepNews
 from ksana_jax.serve.server.histogram import FIRST_TOKEN_S, REQUEST_S, STEP_TOKENS, TOKEN_S, Histogram, one_two_five
 

@@ -33,7 +33,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _check_keys(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         fields, known = cls.model_fields, {}

@@ -17,8 +17,7 @@ from ksana_jax.engine.distributed.driver import KINDS
 from ksana_jax.engine.distributed.wire import Channel, Closed, encoded
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.packing import PackedStep
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepArrays, StepInput, StepShape
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -72,12 +71,14 @@ def test_a_step_arrives_as_it_was_sent():
     pairs, ints = np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3, dtype=np.int32)
     moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 7)], [1])
     dense = (np.ones((2, 9), np.int32), np.zeros((2, 9), bool), np.ones((2, 9), np.float32))
-    step = PackedStep(shape, np.arange(99, dtype=np.int32), np.int64(2), True, dense, None, None, 0, moves)
+    sampling = SamplingArrays(*[np.ones(2, np.float32)] * 9, *dense)
+    step = StepInput(shape, StepArrays(*[pairs] * 7), 2, 6, sampling, moves=moves)
     found = arrived(("step", 3, step))[2]
-    assert type(found) is PackedStep and found.shape == shape and hash(found.shape) == hash(shape)
+    assert type(found) is StepInput and found.shape == shape and hash(found.shape) == hash(shape)
     assert type(found.shape.parts[1]) is Part and type(found.moves.evictions[0]) is Evictions
     assert list(found.moves.num_early) == [1]
-    assert same(tuple(found)[1:8], (step.vector, 2, True, dense, None, None, 0))
+    assert same(tuple(found.arrays), tuple(step.arrays)) and same(tuple(found.sampling), tuple(sampling))
+    assert (found.num_sampled, found.num_attended, found.targets, found.acceptance) == (2, 6, None, "sampled")
     assert same(vars(found.moves)["loads"], pairs[1:]) and same(
         tuple(found.moves.evictions[0]), tuple(moves.evictions[0])
     )

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.patterns import AttentionPattern, LiveRange
+from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.base import BlockCodec
 from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_block_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.methods.codecs.gear import Gear
 from tests.kv.codecs.block_definitions import DEFINITIONS
 from tests.soak import soak_unless
@@ -142,8 +143,8 @@ def test_blocks_take_the_bytes_of_codes_scales_and_zeros():
     side = 64 * 64 // 2 + 64 * 2 * 2
     assert find_sealing("kivi4").head_bytes(64, 64) == 2 * side
     assert find_sealing({"k": "kivi2", "v": "kivi4", "group": 32}).head_bytes(64, 64) == 1024 + 2048 + 4 * 64 * 2 * 2
-    layout = KVLayout.of(MODEL, dtype="kivi4", block_size=64, exact_dtype="bf16")
-    plain = KVLayout.of(MODEL, dtype="bf16", block_size=64)
+    layout = layout_of(MODEL, dtype="kivi4", block_size=64, exact_dtype="bf16")
+    plain = layout_of(MODEL, dtype="bf16", block_size=64)
     # What codes leave of a block is no room for exact tokens of a further layer.
     per_head = find_sealing("kivi4").head_bytes(64, MODEL.head_dim)
     assert layout.block_bytes == MODEL.num_kv_heads * MODEL.num_layers * per_head
@@ -189,7 +190,7 @@ def test_vectors_too_short_for_outliers_have_none(name, size):
 
 
 def test_another_pattern_changes_what_is_kept_exactly():
-    layout = KVLayout.of(
+    layout = layout_of(
         MODEL, dtype={"k": "kivi2", "v": "kivi2", "residual": 9}, block_size=4, as_bits=tuning("cpu").stored_as_bits
     )
     windows = [group.live.window for group in layout.groups]

@@ -7,8 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
-from ksana_jax.core.patterns import FULL, AttentionPattern, LiveRange, per_layer
-from ksana_jax.core.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.kv.live_range import LiveRange
 
 
 class ByteTokenizer:

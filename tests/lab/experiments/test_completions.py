@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.completions.task import Completions
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.tasks.completions import Completions
 from tests.lab.experiments.runs import Engines, reported
 
 SETTINGS = {
@@ -79,7 +79,7 @@ def test_other_requests_have_random_lengths_and_places():
 def test_an_invariant_engine_has_one_completion(tmp_path):
     engine = {"block_size": 4, "max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 32}
     settings = SETTINGS | {"num_completions": 5}
-    given = {"task": "completions", "engine": engine, "settings": settings}
+    given = {"task": "experiments.completions.task:Completions", "engine": engine, "settings": settings}
     made = reported(plan(given), tmp_path, make_llm=Engines())
     assert made.rows[0].mean("distinct") == 1
     assert made.conclusion == "All completions are the same: this configuration."
@@ -89,4 +89,9 @@ def test_an_invariant_engine_has_one_completion(tmp_path):
 def test_texts_that_are_too_short_for_the_others_are_named(tmp_path):
     (tmp_path / "short.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"settings\.num_others is 3, but the texts have 0 excerpts of 5 tokens"):
-        plan({"task": "completions", "settings": SETTINGS | {"texts": [str(tmp_path / "short.txt")]}})
+        plan(
+            {
+                "task": "experiments.completions.task:Completions",
+                "settings": SETTINGS | {"texts": [str(tmp_path / "short.txt")]},
+            }
+        )

@@ -9,7 +9,7 @@ import yaml
 from ksana_jax import cli
 from ksana_jax.engine.inspect.pool_trace import CACHED, FREE, PoolTrace
 from ksana_jax.lab.experiments import figures, pool_figure
-from ksana_jax.lab.experiments.inspection import Moment
+from ksana_jax.lab.experiments.inspection import SnapshotChooser
 from tests.fakes import asking, make_engine, prompt_of, step
 
 ENGINE = {
@@ -149,7 +149,7 @@ def test_the_same_trace_gives_the_same_bytes(trace):
 def test_the_fullest_moment_is_found_to_within_a_tenth():
     engine = make_engine(num_blocks=40, max_model_len=40)
     trace = PoolTrace(engine)
-    moment = Moment(trace)
+    moment = SnapshotChooser(trace)
     engine.observers.append(moment.observe)
     for seed in range(4):
         engine.add_request(prompt_of(12, seed), asking(16))

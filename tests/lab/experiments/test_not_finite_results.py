@@ -16,8 +16,8 @@ from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ksana_jax.core.outputs import Logprob
 from ksana_jax.core.own_code import names_code
-from ksana_jax.core.request import Logprob
 from ksana_jax.lab.experiments import comparison_tables, figures, noise, plain_json, tables
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import plan
@@ -202,21 +202,16 @@ BY_TASK = of_a_study()
 
 def handmade():
     """Rows of the tasks without a study."""
-    texts = {"metric": "texts", "digest": "d", "begins_with_bos": True, "num_tokens": 8, "epsilon": 0.3}
-    layer = {"metric": "layer", "layer": 0, "sink": [0.5], "received": [0.5, 0.1], "value_norm_ratio": 1.0}
     score = {"metric": "score", "task": "t", "name": "acc", "value": 0.5, "higher_is_better": True, "samples": [0]}
     cost = {"metric": "cost", "seconds": 1.0, "block_bytes": 1024, "peak_blocks": 3}
     answer = {"metric": "answer", "task": "fwe", "digest": "d", "score": 0.5, "num_prompt_tokens": 8}
     held = {"metric": "kv", "held_kv_bytes": 1024}
-    said = {"metric": "completion", "count": 3, "parts_at": 5}
-    speed = {"metric": "speed", "num_output_tokens": 8, "seconds": 1.0, "compiled_while_timed": 0}
     counts = dict.fromkeys(("num_output_tokens", "num_requests", "num_preemptions", "num_computed_tokens"), 8)
     counts |= dict.fromkeys(("mean_running", "num_steps", "compiled_while_timed", "mean_blocks", "block_bytes"), 4)
     times = {"seconds": 1.0, "ttft_s": 0.1, "tpot_s": 0.1, "hit_rate": 0.5, "mean_unshared": 8.0, "answers": ["a"]}
     sides = [{"metric": "run", "pair": 0, "side": side, **counts, **times} for side in ("without", "with")]
     asked = {"metric": "setting", "against": {"dtype": "f32"}, "apart": False}
-    made = {"sink_strength": [texts, layer], "harness": [score, cost], "ruler": [answer, held]}
-    made["completions"] = [said, speed]
+    made = {"harness": [score, cost], "ruler": [answer, held]}
     made["compare"] = [asked, *sides]
     for name, trial in made.items():
         numbers = {key: [value] for key, value in task_named(name).summarise(trial).items()}

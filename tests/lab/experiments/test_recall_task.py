@@ -7,7 +7,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.request import Logprob
+from ksana_jax.core.outputs import Logprob
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.tasks.recall import Recall
 from ksana_jax.lab.recall import make_example

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from experiments.pretrained_sink_strength.task import SinkStrength
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import texts
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.sink_strength import SinkStrength
 from tests.lab.experiments.runs import reported
 
 SETTINGS = {"num_texts": 4, "num_tokens": 64, "num_first": 2}
@@ -19,7 +19,13 @@ def no_engine(*args, **settings):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, one_layer):
-    given = {"task": "sink_strength", "model": one_layer, "load_format": "dummy", "settings": SETTINGS, "seeds": [0, 1]}
+    given = {
+        "task": "experiments.pretrained_sink_strength.task:SinkStrength",
+        "model": one_layer,
+        "load_format": "dummy",
+        "settings": SETTINGS,
+        "seeds": [0, 1],
+    }
     return reported(plan(given), tmp_path_factory.mktemp("out"), make_llm=no_engine)
 
 
@@ -28,7 +34,7 @@ def test_numbers_are_those_that_training_logs(measured, one_layer):
     from ksana_jax.loading import load_model
 
     config, params = load_model(one_layer, load_format="dummy")
-    excerpts = texts.draw_excerpts([], tokenizer_of(one_layer), 4, texts.Cut(64), 0)
+    excerpts = texts.draw_excerpts([], tokenizer_of(one_layer), 4, texts.ExcerptSpec(64), 0)
     inputs = np.array([e.ids for e in excerpts], np.int32)
     logged = evaluate(params, inputs, np.roll(inputs, -1, axis=1), config=config, batch_size=4)
     (row,) = measured.rows
@@ -69,4 +75,4 @@ def test_table_and_figure_show_every_layer_and_position(measured):
 )
 def test_settings_that_cannot_work_are_refused(one_layer, changed, said):
     with pytest.raises(ConfigError, match=said):
-        plan({"task": "sink_strength", "model": one_layer, **changed})
+        plan({"task": "experiments.pretrained_sink_strength.task:SinkStrength", "model": one_layer, **changed})

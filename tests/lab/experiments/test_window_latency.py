@@ -4,15 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.latency_memory_window import task as window_latency
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.tasks import window_latency
 from tests.lab.experiments.runs import reported
 
 
 def experiment(model, **fields):
     engine = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 1, "max_model_len": 256}
-    given = {"task": "window_latency", "model": model, "engine": engine, "settings": {"num_streamed": 8}}
+    given = {
+        "task": "experiments.latency_memory_window.task:WindowLatency",
+        "model": model,
+        "engine": engine,
+        "settings": {"num_streamed": 8},
+    }
     return plan({**given, "pattern": {"num_sinks": 4}, "grid": {"pattern.window": [8, 16]}, "seeds": [0, 1], **fields})
 
 

@@ -10,8 +10,8 @@ from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import AffineCost, Cost
 from ksana_jax.lab.simulator.one_engine import SimEngine
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from experiments.simulator.predicting import Check
 from ksana_jax.lab.simulator.clock import VirtualClock
-from ksana_jax.lab.simulator.predicting import Check
 from ksana_jax.lab.simulator.run import InSystem
 
 # Allowed relative error of a mean at NUM_REQUESTS requests.

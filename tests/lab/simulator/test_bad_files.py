@@ -2,10 +2,10 @@
 
 import pytest
 
+from experiments.simulator.paced import WallClock
 from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.simulator.cost import read_cost
-from ksana_jax.lab.simulator.paced import WallClock
 
 TIMES = {"shape": [[[1, 1]], 4, 1], "count": 9, "mean_s": 0.1, "factor": 1.0, "residuals": [1.0]}
 FITTED = {"level": "fitted", "phases": {"decode": {"step": 0.001}}, "shapes": [TIMES]}
@@ -55,7 +55,6 @@ BENCH = ("bench", "serving", "--model", "ksana-tiny", "--rate", "1")
             ("simulate", "record", "ksana-tiny", "-o", "taken/steps"),
             "--out is 'taken', must be a folder, and taken is a",
         ),
-        (("simulate", "validate", "--paced", ""), "cost is None, must be a mapping with a level"),
         (("simulate", "record", "ksana-tiny", "-o", "folder"), "--out is 'folder', must be a file, not a folder"),
     ],
 )

@@ -14,9 +14,9 @@ from ksana_jax.lab.simulator.fitted import PHASES, FittedCost, ShapeTimes
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.serve.routing.policies import Policy
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.policies import Policy
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.report import summarise
 from tests.lab.simulator.fleets import CONFIG, COST, MODEL, serve, sessions

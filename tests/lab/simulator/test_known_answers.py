@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from experiments.simulator.predicting import Check
 from ksana_jax.lab.simulator.cost import AffineCost
-from ksana_jax.lab.simulator.predicting import Check
 from ksana_jax.lab.simulator.run import InSystem, check, simulate
 from tests.lab.simulator.items import MODEL, config, item
 from tests.lab.simulator.queues import erlang_c, known_answers

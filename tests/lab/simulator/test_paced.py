@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 
+from experiments.simulator.paced import pace
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.request import RequestInput
 from ksana_jax.engine.build import build_engine
@@ -14,7 +15,6 @@ from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost, HostCost
 from ksana_jax.lab.simulator.executor import SimExecutor
 from ksana_jax.lab.simulator.measuring import exactly, serve, with_known_lengths
-from ksana_jax.lab.simulator.paced import pace
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from tests.lab.simulator.items import MODEL, config, drawn_items
@@ -39,7 +39,7 @@ class Passing:
 
 def sleeps_by(monkeypatch, sleep) -> None:
     """Lets the paced device alone, and no other thread, sleep in another way."""
-    monkeypatch.setattr("ksana_jax.lab.simulator.paced.time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("experiments.simulator.paced.time", types.SimpleNamespace(sleep=sleep))
 
 
 def engine(clock=time.perf_counter, **settings) -> Engine:

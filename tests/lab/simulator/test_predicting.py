@@ -1,9 +1,12 @@
-"""Figures of measured rounds: their medians, and by how much a measurement differs from itself."""
+"""Figures of measured rounds: their medians, and by how much a measurement differs from itself; and the command."""
+
+import sys
 
 import numpy as np
 import pytest
 
-from ksana_jax.lab.simulator.predicting import LIMITS, against_itself, typical
+from experiments.simulator.__main__ import main
+from experiments.simulator.predicting import LIMITS, against_itself, typical
 
 
 def rounds(*values):
@@ -28,3 +31,19 @@ def test_halves_of_rounds_that_differ_tell_by_how_much():
 def test_halves_are_drawn_alike_each_time():
     values = rounds(*(1 + 0.01 * n for n in range(9)))
     assert against_itself(values) == against_itself(values)
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [
+        ("{level: fast}", "cost.level is 'fast', must be one of affine, fitted"),
+        ("{level: affine, step_s: -1, token_s: 0}", "step_s is -1, must be"),
+        ("nowhere.json", "cost nowhere.json: "),
+        ("", "cost is None, must be a mapping with a level"),
+    ],
+)
+def test_costs_that_cannot_be_read_are_told_before_the_measurement(cost, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["simulator", "--paced", cost])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and words in capsys.readouterr().err

@@ -11,8 +11,8 @@ from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.sim_models import SimModels
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from tests.lab.simulator.items import MODEL, config, drawn_items, item
 
 COST = AffineCost(0.010, 0.001)

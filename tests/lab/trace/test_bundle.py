@@ -13,7 +13,7 @@ from ksana_jax.lab.trace.bundle import variables
 from ksana_jax.lab.trace.parts import PARTS
 from ksana_jax.lab.trace.timeline import DEVICE
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.small import make_llm
 from tests.lab.trace.pages import Page

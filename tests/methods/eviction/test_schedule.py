@@ -10,7 +10,7 @@ from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.eviction import EVICTION_METHODS, read_eviction
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 
 
 def counted(budget: int, interval: int, num_prompt: int, length: int, whole: bool, once: bool) -> tuple[int, list[int]]:
@@ -104,11 +104,11 @@ MODEL = ModelConfig(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
 
 def layout(setting, patterns=None, block_size=4):
     method = read_eviction(setting)
-    return KVLayout.of(MODEL, patterns, dtype="bf16", block_size=block_size, eviction=method)
+    return layout_of(MODEL, patterns, dtype="bf16", block_size=block_size, eviction=method)
 
 
 def test_bytes_of_a_block_hold_what_the_method_stores():
-    plain = KVLayout.of(MODEL, dtype="bf16", block_size=4).block_bytes
+    plain = layout_of(MODEL, dtype="bf16", block_size=4).block_bytes
     of_token = 4 * 2 * 4 * 4  # layers, kv heads, tokens, bytes
     assert layout({"method": "knorm"}).block_bytes == plain
     assert layout({"method": "h2o"}).block_bytes == plain + of_token
@@ -127,7 +127,7 @@ def test_layers_with_a_window_keep_it_and_others_evict():
 
 
 def window_blocks(pattern: AttentionPattern) -> int:
-    plain = KVLayout.of(MODEL, (pattern,) * 4, dtype="bf16", block_size=4)
+    plain = layout_of(MODEL, (pattern,) * 4, dtype="bf16", block_size=4)
     return plain.blocks_of(100)
 
 
@@ -153,6 +153,7 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "rkv", "threshold": 2}, "RKV: threshold is 2, must be a number from 0 to 1"),
         ({"method": "lagkv", "lag_size": 0}, "LagKV: lag_size is 0, must be an integer from 1"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
+        ({"method": "snapkv", "kernel": 2**30 + 1}, "kernel is 1,073,741,825, must be an integer from 1 to 255"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),
         ({"method": "snapkv", "kernel": "x"}, "kv_eviction 'snapkv': kernel is 'x', must be an integer"),
         ({"method": "chunkkv", "kernel": [3]}, r"kernel is \[3\], must be an integer"),

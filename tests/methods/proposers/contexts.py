@@ -2,7 +2,8 @@
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.patterns import FULL
-from ksana_jax.kv.layout import KVLayout, group_layers
+from ksana_jax.kv.groups import group_layers
+from ksana_jax.kv.layout import KVLayout
 from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.step.buckets import Buckets
 

@@ -7,7 +7,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.runner.planner import engine as planner_engine
 from ksana_jax.runner.planner import plan, pool_size
 from ksana_jax.runner.planner.devices import Device
@@ -46,7 +46,7 @@ def sized(**settings):
     config, _ = model()
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "query_tile": 16}
     asked = EngineConfig(**few | {"max_model_len": 64, "max_repositioned_sinks": 0} | settings)
-    layout = KVLayout.of(config, dtype=asked.dtype, block_size=asked.block_size, as_bits=tuning("cpu").stored_as_bits)
+    layout = layout_of(config, dtype=asked.dtype, block_size=asked.block_size, as_bits=tuning("cpu").stored_as_bits)
     return pool_size(config, asked, layout)
 
 

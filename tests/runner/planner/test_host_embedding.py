@@ -10,7 +10,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.loading.load import embedding_on_host
 from ksana_jax.models.params import init_params
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from tests.engine.small import SMALL, Letters, make_llm, model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
 from tests.soak import soak_unless

@@ -9,10 +9,10 @@ import pytest
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.runner.planner import step_memory
 from ksana_jax.runner.planner.step_memory import measure_step, program_bytes, step_bytes
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import Part, StepShape
 from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
@@ -56,7 +56,7 @@ def test_a_step_has_no_room_for_a_copy_of_a_pool_with_an_axis_of_one(num_layers,
     """Layers of one head, or a single layer: XLA's layouts leave the place of such an axis open."""
     config = dataclasses.replace(WIDE, num_layers=num_layers, num_kv_heads=num_kv_heads)
     [found] = step_bytes(config, [SHAPE], dtype="f32", block_size=16)
-    layout = KVLayout.of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
+    layout = layout_of(config, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
     assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
 
 
@@ -64,7 +64,7 @@ def test_a_layer_that_reads_another_layers_keys_has_no_room_for_a_copy_of_the_po
     """Two layers are compiled as they are; of more, the bytes follow from layers with keys of their own."""
     shared = dataclasses.replace(WIDE, kv_layers=(0, 0))
     [found] = step_bytes(shared, [SHAPE], dtype="f32", block_size=16)
-    layout = KVLayout.of(shared, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
+    layout = layout_of(shared, dtype="f32", block_size=16, as_bits=tuning("cpu").stored_as_bits)
     assert found.network < step_memory.NUM_BLOCKS * layout.block_bytes / 4
     [many] = step_bytes(
         dataclasses.replace(WIDE, num_layers=5, kv_layers=(0,) * 5), [SHAPE], dtype="f32", block_size=16

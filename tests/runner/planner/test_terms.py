@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.kv.layout import KVLayout
+from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.loading import load_model
 from ksana_jax.models.params import num_params
 from ksana_jax.ops.new_pool import make_cache
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def token_bytes(config: ModelConfig, dtype: str) -> int:
-    return KVLayout.of(config, dtype=dtype, block_size=16).token_bytes
+    return layout_of(config, dtype=dtype, block_size=16).token_bytes
 
 
 def test_a_token_of_llama_2_7b_takes_512_kib_in_16_bits():
@@ -98,7 +98,7 @@ def test_an_embedding_on_the_host_leaves_the_device_by_its_bytes(dtype):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_an_allocated_pool_has_the_bytes_of_its_layout(dtype, platform):
     num_blocks, block_size = 6, 4
-    layout = KVLayout.of(SMALL, dtype=dtype, block_size=block_size, as_bits=tuning(platform).stored_as_bits)
+    layout = layout_of(SMALL, dtype=dtype, block_size=block_size, as_bits=tuning(platform).stored_as_bits)
     cache = make_cache(layout, num_blocks)
     assert cache.nbytes == num_blocks * layout.block_bytes == num_blocks * block_size * token_bytes(SMALL, dtype)
     assert math.prod(cache.kv.shape[1:]) == block_size * 2 * 3 * 2 * 8

@@ -11,7 +11,8 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.scheduler.running import StepBudget
 from ksana_jax.scheduler.speculative.base import ANY_ROWS
-from ksana_jax.scheduler.step.buckets import FEW_TOKENS, Buckets, ladder, least_rows, verified_sizes
+from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import FEW_TOKENS, ladder, least_rows, verified_sizes
 from ksana_jax.scheduler.step.types import Part
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 

@@ -88,15 +88,6 @@ class Tab:
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
 
-    async def click(self, selector: str) -> None:
-        """Clicks in the middle of an element, as a mouse does."""
-        at = await self.run(
-            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
-            "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            await self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
-
     async def look(self, width: int, height: int, dark: bool = False) -> None:
         """Sets the size of the window in CSS pixels, and the colour scheme."""
         await self.call(

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ksana_jax.core.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ksana_jax.core.request import FinishReason
 
 
 def output(

@@ -87,6 +87,15 @@ def test_half_of_a_request_is_cut_after_the_timeout(slow, canary, sent):
     assert CLIENT_TIMEOUT_S * 0.9 < time.monotonic() - began < 8
 
 
+def test_half_of_a_second_request_is_cut_after_the_timeout(slow, canary):
+    connection, data = connect(slow), b""
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    while not data.endswith(b"}"):
+        data += connection.recv(65536)
+    connection.sendall(b"G")  # from here on uvicorn, which closes idle connections after 5 s, would wait
+    assert until_closed(connection) == b""
+
+
 def test_a_byte_now_and_then_does_not_hold_a_connection(slow, canary):
     connection, began = connect(slow), time.monotonic()
     with pytest.raises(OSError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from ksana_jax.serve.server import live, page
+from ksana_jax.serve.server import page
 from ksana_jax.serve.server.app import make_app
 from ksana_jax.serve.server.settings import ServerSettings
 from tests.serve.server.browser import browsing, find_chromium
@@ -71,7 +71,7 @@ def test_the_policy_allows_this_script_and_this_style_and_requests_to_this_serve
     assert set(allowed.values()) == {"'none'"}
 
 
-def test_what_a_model_writes_cannot_become_markup():
+def test_what_the_server_sends_cannot_become_markup():
     script = FILES["js"]
     for word in "innerHTML outerHTML insertAdjacentHTML document.write eval( Function( localStorage cookie".split():
         assert word not in script
@@ -112,20 +112,15 @@ def test_numbers_are_those_of_the_requests_served():
             server.post("/v1/completions", model="ksana", prompt=[5] * 20, max_tokens=6, ignore_eos=True)
         assert server.settled()
         now = server.ask("GET", "/live").json
-        pool, blocks = now["pool"], server.llm.engine.memory.device.pool
-    assert first["requests"] == {"running": 0, "waiting": 0, "open": 0, "finished": 0, "failed": 0}
-    assert first["ttft_s"] is None and first["tokens"] == {"prompt": 0, "output": 0}
-    assert now["status"] == "ready" and now["requests"]["finished"] == 2 and now["time_s"] > first["time_s"]
-    assert now["tokens"]["output"] == 12
+        cached = server.llm.engine.memory.device.pool.num_idle
+    assert first["requests"] == {"running": 0, "waiting": 0} and first["tokens"] == {"prompt": 0, "output": 0}
+    assert now["status"] == "ready" and now["time_s"] > first["time_s"]
     # The second finds the full blocks of the first, all but its last token.
-    assert now["tokens"]["prompt"] == 40 - now["prefix_cache"]["hit_tokens"] and now["prefix_cache"]["hit_tokens"] == 16
-    assert now["prefix_cache"]["queried_tokens"] == 40
-    assert now["ttft_s"]["count"] == now["tpot_s"]["count"] == 2 and now["ttft_s"]["p90"] >= now["ttft_s"]["p50"] > 0
-    assert pool["blocks"] == 256 == pool["running"] + pool["cached"] + pool["free"]
-    assert (pool["running"], pool["cached"], pool["owners"]) == (0, blocks.num_idle, []) and pool["cached"] > 0
+    assert now["tokens"] == {"prompt": 40 - 16, "output": 12}
+    assert now["blocks"] == {"total": 256, "running": 0, "cached": cached, "free": 256 - cached} and cached > 0
 
 
-def test_running_requests_are_shown_with_their_blocks():
+def test_running_requests_and_their_blocks_are_counted():
     with serving(make_llm(slow_s=0.03)) as server:
         ask = {"model": "ksana", "prompt": [5] * 40, "max_tokens": 60, "ignore_eos": True}
         asking = [threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask) for _ in range(2)]
@@ -133,46 +128,17 @@ def test_running_requests_are_shown_with_their_blocks():
             thread.start()
         for _ in range(500):
             now = server.ask("GET", "/live").json
-            owners = now["pool"]["owners"]
-            if len(owners) == 2 and min(one["tokens"] for one in owners) > 40:
+            if now["requests"]["running"] == 2 and now["tokens"]["output"] > 2:
                 break
         for thread in asking:
             thread.join()
-    assert now["requests"]["running"] == len(owners) == 2
-    assert all(one["blocks"] == -(-one["tokens"] // 4) or one["blocks"] == -(-one["tokens"] // 4) + 1 for one in owners)
-    # The prompt's blocks, which both have, count once in the pool.
-    assert now["pool"]["running"] <= sum(one["blocks"] for one in owners) - 9
-
-
-def test_nothing_is_counted_before_somebody_looks():
-    def counting(server):
-        return sum(isinstance(getattr(one, "__self__", None), live.Live) for one in server.llm.observers)
-
-    with serving() as server:
-        assert counting(server) == 0
-        for _ in range(3):
-            server.ask("GET", "/live")
-        assert counting(server) == 1
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_whether_prefixes_are_cached_is_among_the_numbers(enabled):
-    with serving(make_fake(caching=enabled)) as server:
-        assert server.ask("GET", "/live").json["prefix_cache"]["enabled"] is enabled
+    # The nine full blocks of the prompt, which both share, count once.
+    assert now["requests"]["running"] == 2 and 11 <= now["blocks"]["running"] <= 9 + 2 * 16
 
 
 def test_a_server_that_loads_says_so():
     with TestClient(make_app(None, ServerSettings()), "http://localhost") as client:
         assert client.get("/live").json() == {"status": "loading"} and client.get("/").status_code == 200
-
-
-def test_latencies_of_more_than_a_minute_ago_are_forgotten(monkeypatch):
-    with serving(make_llm()) as server:
-        server.ask("GET", "/live")
-        server.post("/v1/completions", model="ksana", prompt=[5] * 20, max_tokens=6, ignore_eos=True)
-        assert server.ask("GET", "/live").json["ttft_s"]["count"] == 1
-        monkeypatch.setattr(live, "RECENT_S", 0.0)
-        assert server.ask("GET", "/live").json["ttft_s"] is None
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -204,86 +170,28 @@ def soaking(test):
     return test
 
 
-READY = "document.querySelector('#model').textContent && document.querySelector('#status').className === 'ready'"
+READY = "document.querySelector('#status').textContent === 'ready'"
 
 
 @soaking
-def test_the_page_shows_what_the_engine_does_and_streams_an_answer():
+def test_the_page_shows_what_the_engine_does():
     async def scenario(tab, server):
         await tab.until(READY)
-        await tab.type("#prompt", "hello there")
-        await tab.click("#send")
-        await tab.until("document.querySelector('#log .model .text').textContent.length > 3")
-        assert not await tab.run("document.querySelector('#stop').disabled")  # it is still under way
-        await tab.until("document.querySelector('#pool #owners li')")
-        await tab.until("document.querySelector('#stop').disabled")
-        said = await tab.run("document.querySelector('#log .model .who').textContent")
-        assert re.fullmatch(r"\S+: 100 tokens, [\d.,]+ per second, first after [\d.,]+ ms", said)
+        ask = {"prompt": [5] * 20, "max_tokens": 100, "ignore_eos": True}
+        asking = threading.Thread(target=server.post, args=("/v1/completions",), kwargs=ask)
+        asking.start()
+        value = "Number(document.querySelector('#{} b').textContent)"
         await tab.until(
-            "document.querySelector('#requests [data-value=finished]').textContent.startsWith('1 finished')"
+            f"{value.format('requests')} === 1 && {value.format('tokens')} > 5 && {value.format('blocks')} > 5"
         )
-        await tab.until("document.querySelector('#ttft [data-value=p50]').textContent !== '-'")
-        assert await tab.run("document.querySelectorAll('svg polyline, svg polygon').length") >= 8
-        assert await tab.run("[...document.querySelectorAll('svg')].every((one) => one.getAttribute('aria-label'))")
-
-    llm = make_llm(slow_s=0.03)
-    assert browse(set_max_tokens(100, scenario), llm) == []
-
-
-def set_max_tokens(count, scenario):
-    async def changed(tab, server):
-        await tab.run(f"document.querySelector('#max-tokens').value = {count}")
-        await scenario(tab, server)
-
-    return changed
-
-
-@soaking
-def test_stop_ends_the_request_and_the_conversation_goes_on():
-    async def scenario(tab, server):
-        await tab.until(READY)
-        await tab.type("#prompt", "hello")
-        await tab.press("Enter", 13)
-        await tab.until("document.querySelector('#log .model .text').textContent")
-        assert server.llm.stats().num_requests == 1
-        await tab.click("#stop")
-        await tab.until("document.querySelector('#stop').disabled")
-        assert server.settled()  # its blocks are free
-        assert "not completed" in await tab.run("document.querySelector('#log .model .who').textContent")
-        assert await tab.run("document.querySelector('#log .error') === null")
-        await tab.run("document.querySelector('#max-tokens').value = 3")
-        await tab.type("#prompt", "more")
-        await tab.press("Enter", 13)
-        await tab.until(
-            "document.querySelectorAll('#log .model').length === 2 && document.querySelector('#stop').disabled"
+        assert (
+            await tab.run("[...document.querySelectorAll('svg')].map((one) => one.childElementCount).join()") == "4,4,5"
         )
-        assert "3 tokens" in await tab.run("document.querySelectorAll('#log .model .who')[1].textContent")
-        # The second message comes with the first and its answer as far as it went.
-        assert await tab.run("messages.map((one) => one.role).join()") == "user,assistant,user,assistant"
+        assert re.search(r"running: 1, waiting: 0", await tab.run("document.querySelector('svg').ariaLabel"))
+        await tab.until(f"{value.format('requests')} === 0")
+        asking.join()
 
-    assert browse(set_max_tokens(90, scenario), make_llm(slow_s=0.05)) == []
-
-
-@soaking
-def test_markup_is_shown_as_text_and_errors_as_what_the_server_says():
-    async def scenario(tab, server):
-        await tab.until(READY)
-        evil = "<img src=x onerror=document.title=1><b>b</b>"
-        await tab.type("#prompt", evil)
-        await tab.press("Enter", 13)
-        await tab.until(
-            "document.querySelector('#stop').disabled && document.querySelector('#log .model .text').textContent"
-        )
-        assert await tab.run("document.querySelector('#log .user .text').textContent") == evil
-        assert await tab.run("document.querySelectorAll('#log img, #log b').length") == 0
-        assert await tab.run("document.title") == "ksana"
-        await tab.type("#prompt", "x" * 500)
-        await tab.press("Enter", 13)
-        await tab.until("document.querySelector('#log .error[role=alert]')")
-        assert "max_model_len" in await tab.run("document.querySelector('#log .error .text').textContent")
-
-    problems = browse(set_max_tokens(4, scenario), make_llm())
-    assert len(problems) == 1 and "400" in problems[0]  # the browser notes the refused request
+    assert browse(scenario, make_llm(slow_s=0.03)) == []
 
 
 @soaking
@@ -323,25 +231,11 @@ def test_nothing_is_wider_than_the_window(width, tmp_path):
 
 
 @soaking
-def test_the_chat_is_above_the_fold_numbers_are_whole_and_a_cache_that_is_off_says_so():
-    async def scenario(tab, server):
-        await tab.look(1280, 900)
-        await tab.until(READY)
-        await tab.until("document.querySelector('#prefix [data-value=recent]').textContent === 'off'")
-        bottom = "document.querySelector('#send').getBoundingClientRect().bottom"
-        assert await tab.run(f"{bottom} <= innerHeight")
-        broken = "[...document.querySelectorAll('.value')].filter((one) => one.getClientRects().length > 1).length"
-        assert await tab.run(broken) == 0
-
-    assert browse(scenario, make_fake(caching=False)) == []
-
-
-@soaking
 def test_a_server_that_goes_away_and_comes_back_is_noticed():
     async def scenario(tab, server):
         await tab.until(READY)
         server.running.app.state.serving.draining = True
-        await tab.until("document.querySelector('#status-text').textContent === 'draining'")
+        await tab.until("document.querySelector('#status').textContent === 'draining'")
         server.running.app.state.serving.draining = False
         await tab.until(READY)
 

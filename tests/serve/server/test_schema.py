@@ -86,6 +86,16 @@ def test_replies_are_as_documented(schema, path, method, mode):
     assert mode is schemathesis.GenerationMode.NEGATIVE or 5 * answered.count(200) >= len(answered), answered
 
 
+def test_the_document_is_valid_and_lists_defaults_and_limits():
+    schemathesis.openapi.from_dict(document("1")).validate()
+    for model, required in (("CompletionRequest", ["prompt"]), ("ChatRequest", ["messages"])):
+        schema = document("1")["components"]["schemas"][model]
+        assert schema["required"] == required
+        count, nothing = schema["properties"]["n"]["anyOf"]
+        assert (schema["properties"]["n"]["default"], count["minimum"], count["maximum"]) == (1, 1, 64)
+        assert nothing == {"type": "null"} and schema["properties"]["best_of"]["enum"] == [1, None]
+
+
 def test_what_needs_no_key_says_so_in_the_document():
     paths = document("1", guarded=True)["paths"]
     assert document("1", guarded=True)["security"] == [{"key": []}]

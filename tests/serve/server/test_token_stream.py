@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from ksana_jax.core.request import RequestOutput
+from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.output_buffer import OutputBuffer
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.protocol import BODY_WRITER

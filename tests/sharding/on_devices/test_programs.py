@@ -14,7 +14,7 @@ from ksana_jax.lab.trace import tracing
 from ksana_jax.lab.trace.collectives import find_collectives
 from ksana_jax.loading import abstract_params
 from ksana_jax.models.int8_matrix import rounded_rows
-from ksana_jax.runner.step_program import compiled_programs
+from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
 from ksana_jax.scheduler.step.types import Part, StepShape
@@ -67,7 +67,7 @@ def test_the_pool_stays_where_it_is():
 def test_sampling_gathers_candidates_and_not_scores(dense, num_top):
     model, rows, n = dataclasses.replace(MODELS["GQA"], vocab_size=8192), 8, 4
     runner = engine(n).runner
-    head = OutputHead(model, runner.operators, runner.placement)
+    head = OutputHead(model, runner.operators, runner.placement, runner.placement.vocabulary(model))
     params = runner.placement.params(model, abstract_params(model))
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), "float32")
     found = collectives(head.lower_choice(params, hidden, rows, True, dense, num_top).compile())

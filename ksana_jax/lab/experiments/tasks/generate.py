@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-    from ksana_jax.core.request import RequestOutput
+    from ksana_jax.core.outputs import RequestOutput
 
 # Maximum points of a curve in a record; a long run has more steps than a figure has pixels.
 _MAX_POINTS = 500
@@ -73,7 +73,9 @@ class Generate(BaseTask):
         settings = GenerateSettings(**config["settings"])
         if settings.random_prompts:
             return
-        texts.check_config(config, settings.num_prompts, texts.Cut(settings.prompt_tokens), "settings.num_prompts")
+        texts.check_config(
+            config, settings.num_prompts, texts.ExcerptSpec(settings.prompt_tokens), "settings.num_prompts"
+        )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm

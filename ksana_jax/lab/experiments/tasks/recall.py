@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-    from ksana_jax.core.request import Logprob
+    from ksana_jax.core.outputs import Logprob
 
 
 @dataclasses.dataclass

@@ -35,9 +35,9 @@ from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.methods.presets import read_pattern
 from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.serve.routing.policies import read_policy
-from ksana_jax.serve.routing.router import Router
-from ksana_jax.serve.routing.settings import RouterSettings
+from ksana_jax.serve.router.policies import read_policy
+from ksana_jax.serve.router.router import Router
+from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
 from ksana_jax.serve.workload.report import RequestTimes, flat, summarise
@@ -75,7 +75,7 @@ class SimulatedSettings:
     server: "engine" runs the real engine, scheduler and memory; "request_level" batches by request, as
       FasterTransformer does.
     servers: number of servers.
-    policy: how the router chooses among them: a name or a mapping, see `ksana_jax.serve.routing`.
+    policy: how the router chooses among them: a name or a mapping, see `ksana_jax.serve.router`.
     router: fields of `RouterSettings`. Rate of prefill and size of the pool default to the servers'.
     network_s: seconds from the router to a server, and back.
     noise: multiply the time of each step by a ratio drawn from the measured ones of its shape, which needs a fitted

@@ -1,0 +1,1 @@
+"""How well simulations predict a real engine, and an engine whose device only waits."""

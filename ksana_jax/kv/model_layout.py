@@ -1,0 +1,119 @@
+"""The layout of a model's pool: its leaves, by how tokens are stored, evicted and selected. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ksana_jax.core import refusals, shared_kv
+from ksana_jax.core.config import ModelConfig
+from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
+from ksana_jax.kv.codecs.registry import find_codec, find_sealing
+from ksana_jax.kv.codecs.sealing import Sealing
+from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.kv.eviction.schedule import EvictionSchedule
+from ksana_jax.kv.groups import group_layers, residual_groups
+from ksana_jax.kv.layout import BITS, HIDDEN, SCORE, STATE, SUMMARY, TEXT_POSITION, KVLayout, Leaf, SealedBlocks
+from ksana_jax.kv.selection.base import SelectionMethod, selecting_layers
+
+
+def layout_of(
+    model: ModelConfig,
+    patterns: Sequence[AttentionPattern] | None = None,
+    *,
+    dtype: str | Mapping[str, Any],
+    block_size: int,
+    as_bits: Container[str] = (),
+    eviction: EvictionMethod | None = None,
+    selection: SelectionMethod | None = None,
+    exact_dtype: str = "bf16",
+) -> KVLayout:
+    """Returns the layout of a model's pool.
+
+    Args:
+      patterns: one for each layer, or for each kv head of each layer; None takes the model's own.
+      dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
+      as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
+      eviction, selection: how full-attention layers evict tokens, and how their queries select blocks.
+      exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
+
+    Raises:
+      ConfigError: no layer can evict or select, or see `EvictionSchedule`.
+    """
+    seen = per_layer(model.pattern if patterns is None else patterns, model.num_layers, model.num_kv_heads)
+    sources = shared_kv.sources(model.kv_layers, model.num_layers, len(seen))
+    shared_kv.check_patterns(sources, seen)
+    # A place has all heads of a layer, or a single one.
+    model = dataclasses.replace(model, num_kv_heads=model.num_kv_heads * model.num_layers // len(seen))
+    if (sealing := find_sealing(dtype)) is not None:
+        name = f"kv_cache_dtype {codec_name(dtype)}"
+        used = {"kv_eviction": eviction is not None, "kv_selection": selection is not None}
+        refusals.check(used | {refusals.WHOLE_BLOCKS: name})
+        return _sealed(model, seen, sources, sealing, dtype, exact_dtype, block_size)
+    assert isinstance(dtype, str)
+    layers = sorted(set(sources))
+    groups = group_layers(seen, None if eviction is None else _shares(eviction, seen, layers), layers)
+    num_layers, heads = len(groups[0].layers), model.num_kv_heads
+    leaves = [
+        Leaf(
+            name,
+            (num_layers, 2, heads, block_size, *of_vector),
+            BITS[stored] if stored in BITS and stored in as_bits else stored,
+        )
+        for name, (of_vector, stored) in find_codec(dtype).arrays(model.head_dim).items()
+    ]
+    if selection is not None:
+        leaves.append(Leaf(SUMMARY, (num_layers, 1, heads, *selection.summary_shape(model.head_dim)), "float32"))
+    selects = {"selection": selection, "selecting": selecting_layers(selection, seen) if selection else ()}
+    if eviction is None:
+        return KVLayout(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
+    of_token = (num_layers, 1, heads, block_size)
+    leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
+    leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
+    if (state := eviction.state_shape(model.num_heads // heads, model.head_dim)) is not None:
+        leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
+    leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides
+    schedule = EvictionSchedule(eviction, tuple(group.share for group in groups), block_size)
+    return KVLayout(groups, block_size, tuple(leaves), dtype, schedule, sources=sources)
+
+
+def codec_name(dtype: str | Mapping[str, Any]) -> str:
+    """Returns a `kv_cache_dtype` as text: "int8", or "k kivi2, v kivi4"."""
+    return dtype if isinstance(dtype, str) else ", ".join(f"{key} {value}" for key, value in dtype.items())
+
+
+def _sealed(
+    model: ModelConfig,
+    patterns: Sequence[AttentionPattern],
+    sources: tuple[int, ...],
+    sealing: Sealing,
+    dtype: str | Mapping[str, Any],
+    exact_dtype: str,
+    block_size: int,
+) -> KVLayout:
+    """Returns the layout of a pool whose blocks hold codes of one group of layers, or exact tokens of another.
+
+    All blocks have the size of a block of codes, unless one layer's keys need more.
+    """
+    layers = sorted(set(sources))
+    groups = group_layers(patterns, layers=layers)
+    [(_, exact)] = find_codec(sealing.residual_dtype or exact_dtype).arrays(model.head_dim).values()
+    of_side = block_size * model.head_dim * np.dtype(exact).itemsize
+    width = max(len(groups[0].layers) * sealing.head_bytes(block_size, model.head_dim), of_side)
+    residual = residual_groups(patterns, layers, sealing, width // of_side)
+    kv = Leaf("kv", (1, 1, model.num_kv_heads, width), "uint8")
+    sealed = SealedBlocks(sealing, exact, model.head_dim)
+    return KVLayout((*groups, *residual), block_size, (kv,), codec_name(dtype), sealed=sealed, sources=sources)
+
+
+def _shares(
+    eviction: EvictionMethod, patterns: Sequence[AttentionPattern], layers: Sequence[int]
+) -> dict[int, float | None]:
+    """Returns the share of the budget of each of some layers; None for those whose pattern is not full attention."""
+    evicts = {layer: patterns[layer] == FULL for layer in layers}
+    refusals.check({"kv_eviction": True, refusals.NO_FULL_LAYER: not any(evicts.values())})
+    shares = iter(eviction.shares(sum(evicts.values())))
+    return {layer: next(shares) if evicts[layer] else None for layer in layers}

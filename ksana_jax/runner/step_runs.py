@@ -1,0 +1,149 @@
+"""The network of a step as one program for each kind of run of layers.
+
+Where a compiler would compile every layer of one program again, though they are alike
+(`devices.tuning.Tuning.layers_of_program`), all runs of as many layers of a kind share a program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ksana_jax.core.patterns import PatternArrays
+from ksana_jax.models.params import LayerParams, Params
+from ksana_jax.models.transformer import embedded
+from ksana_jax.ops.pool import KVCache
+from ksana_jax.runner.compiling import lower
+from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.step_program import Network, step_last, through, unpacked
+from ksana_jax.scheduler.step.types import StepShape
+
+
+class _Run(NamedTuple):
+    """Layers of one kind that follow each other. Runs of a kind and length share a program.
+
+    A layer that evicts has its own program: where codecs differ between layers, XLA:CPU would copy the pool.
+
+    kind, rope: of each layer, see `Network`.
+    """
+
+    kind: int
+    rope: int
+    layers: range
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        """Key that runs with the same program share."""
+        return self.kind, self.rope, len(self.layers)
+
+    def of(self, params: Params) -> list[LayerParams]:
+        return list(params.layers[self.layers.start : self.layers.stop])
+
+    @staticmethod
+    def all_of(network: Network) -> list[_Run]:
+        kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
+        most = (network.tuning.layers_of_program or 1) if all(method is None for method in network.observers) else 1
+        runs, begin = [], 0
+        for end in range(1, len(kinds) + 1):
+            if end == len(kinds) or kinds[end] != kinds[begin] or end - begin == most:
+                runs.append(_Run(*kinds[begin], range(begin, end)))
+                begin = end
+        return runs
+
+
+def lower_in_runs(
+    network: Network,
+    shape: StepShape,
+    packing: Packing,
+    params: Params,
+    cache: KVCache,
+    vector: Any,
+    given: Any,
+    patterns: PatternArrays,
+) -> LoweredRuns:
+    """Lowers a step as programs that run in sequence and together equal `lower_whole`'s."""
+    ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+    begin = network.placement.mapped(functools.partial(step_first, network=network, packing=packing))
+    x, on_device, angles, _ = jax.eval_shape(begin, ends, vector, given)
+    runs = {}
+    for run in _Run.all_of(network):
+        if run.program not in runs:
+            places = jax.tree.map(lambda number: jax.ShapeDtypeStruct((), np.int32), network.placed(run.layers))
+            step = network.jit_donating(step_layers, 2, shape.num_tokens, shape=shape, kind=run.kind)
+            runs[run.program] = lower(step, run.of(params), cache, x, on_device, angles[run.rope], patterns, places)
+    first, last = (
+        lower(network.jit(step_first, packing=packing), ends, vector, given),
+        lower(network.jit(step_last), ends, x, on_device.sampled),
+    )
+    return LoweredRuns(network, first, runs, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredRuns:
+    """A step's programs before they are compiled; see `lower_in_runs`. runs: by `_Run.program`."""
+
+    network: Network
+    first: Any
+    runs: dict[tuple[int, int, int], Any]
+    last: Any
+
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """All programs, once each, in the order of `StepInRuns.programs`."""
+        return (self.first, *self.runs.values(), self.last)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Returns how often a step calls each of `programs`."""
+        called = [run.program for run in _Run.all_of(self.network)]
+        return (1, *map(called.count, self.runs), 1)
+
+    def compile(self) -> StepInRuns:
+        compiled = {program: lowered.compile() for program, lowered in self.runs.items()}
+        return StepInRuns(self.network, self.first.compile(), compiled, self.last.compile())
+
+
+class StepInRuns:
+    """A compiled step: the embedding, each run of layers by its program, the final norm.
+
+    programs: all of them, once each.
+    """
+
+    def __init__(self, network: Network, first: Any, runs: dict[tuple[int, int, int], Any], last: Any):
+        self.programs = (first, *runs.values(), last)
+        self._first, self._last = first, last
+        self._runs = [
+            (runs[run.program], run, network.placement.everywhere(jax.tree.map(np.int32, network.placed(run.layers))))
+            for run in _Run.all_of(network)
+        ]
+
+    def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
+        """Runs the step; arguments and results of the program of `lower_whole`."""
+        ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
+        x, arrays, angles, settings = self._first(ends, vector, given)
+        for program, run, places in self._runs:
+            cache, x = program(run.of(params), cache, x, arrays, angles[run.rope], patterns, places)
+        return cache, *self._last(ends, x, arrays.sampled), settings
+
+
+def compiled_programs(step: Any) -> tuple[Any, ...]:
+    """The programs, each a `jax.stages.Compiled`, of a step compiled in either way, or of anything else."""
+    return step.programs if isinstance(step, StepInRuns) else (step,)
+
+
+def step_first(params, vector, given, *, network: Network, packing: Packing):
+    """Embeds the tokens; returns the input of all layers, the arrays and angles of the ropes, and the settings."""
+    arrays, settings = unpacked(vector, given, packing)
+    x = embedded(params, arrays.tokens, arrays.positions, config=network.config, operators=network.operators)
+    return x, arrays._replace(tokens=None), network.angles(arrays.positions), settings
+
+
+def step_layers(ps, cache, x, arrays, angles, patterns, places, *, network: Network, shape, kind: int):
+    """Computes layers of one kind."""
+    kinds, angles = [kind for _ in ps], [angles for _ in ps]
+    settings = {"network": network, "shape": shape, "kinds": kinds, "alike": range(len(places))}
+    return through(ps, cache, x, arrays.of_group, angles, patterns, places, **settings)

@@ -1,0 +1,136 @@
+"""`ksana route` and `ksana serve` with wrong arguments: one line that says what to change, and exit code 2."""
+
+import asyncio
+import re
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from ksana_jax import cli
+from ksana_jax.cli import routing
+from ksana_jax.cli.options import read_template
+from ksana_jax.serve.router.proxy import running, spawning
+from ksana_jax.serve.router.proxy.models import SameModel
+from tests.serve.router.proxy.harness import scene
+
+NOBODY = "http://127.0.0.1:9"
+SERVERS = ("--servers", NOBODY)
+SPAWN = ("--spawn", "2", "ksana-tiny")
+
+ROUTE = {
+    "no servers": ((), "give either --servers with their addresses, or --spawn with a number and a model"),
+    "both kinds": ((*SERVERS, *SPAWN), "give either --servers"),
+    "no address": (("--servers", "foo:bar"), "server is 'foo:bar', must be an address such as http://127.0.0.1:8001"),
+    "a path": (("--servers", f"{NOBODY}/v1"), f"server is '{NOBODY}/v1', must be an address"),
+    "one twice": (("--servers", f"{NOBODY}/,127.0.0.1:9"), f"server {NOBODY} is given twice"),
+    "policy": ((*SERVERS, "--policy", "min_tft"), "there is no policy 'min_tft'; the nearest of"),
+    "port": ((*SERVERS, "--port", "99999"), "port is 99,999, must be an integer from 0 to 65,535"),
+    "keys absent": ((*SERVERS, "--api-key-file", "nofile"), "API keys cannot be read from nofile: No such file"),
+    "no key": ((*SERVERS, "--api-key-file", "/dev/null"), "/dev/null has no API key: write one a line"),
+    "tokenizer": ((*SERVERS, "--tokenizer", "nomodel"), "there is no model 'nomodel'; supported: "),
+    "settings of servers of others": ((*SERVERS, "block_size=8"), "--spawn needs a number of servers, from 1, and a"),
+    "spawn without a model": (("--spawn", "2"), "--spawn needs a number of servers, from 1, and a model"),
+    "no servers to start": (("--spawn", "0", "ksana-tiny"), "--spawn needs a number of servers, from 1, and a model"),
+    "too many to start": (("--spawn", "1000000000", "ksana-tiny"), "--spawn is 1,000,000,000, must be at most 10,000"),
+    "Ray without Ray": ((*SPAWN, "--ray-resources", "{num_cpus: 2}"), "--ray-resources needs --spawn and --on ray"),
+    "Ray without servers": ((*SERVERS, "--on", "ray", "--ray-address", "a:1"), "--ray-address needs --spawn and --on"),
+    "no host": ((*SERVERS, "--host", ""), "host is '', must be an address to listen on"),
+    "blocks of no tokens": ((*SERVERS, "--block-size", "0"), "block_size is 0"),
+    "option": ((*SERVERS, "--polcy", "x"), "ksana route has no option --polcy; options of ksana serve follow"),
+    "option of serve": ((*SPAWN, "--client-timeot", "6"), "ksana serve: No such option"),
+    "value of serve": ((*SPAWN, "--max-num-queued-reqs", "many"), "ksana serve: Invalid value for '--max-num-queued"),
+    "no setting": ((*SPAWN, "block_size"), "'block_size' is not an override: write key=value"),
+}
+
+SERVE = {
+    "port": (("--port", "99999"), "port is 99,999, must be an integer from 0 to 65,535"),
+    "host": (("--host", "256.0.0.1", "--port", "0"), "cannot listen on 256.0.0.1 port 0: "),
+    "no host": (("--host", ""), "host is '', must be an address to listen on"),
+    "keys absent": (("--api-key-file", "nofile"), "API keys cannot be read from nofile: No such file"),
+    "template": (("--chat-template", "nofile"), "the chat template cannot be read from nofile: No such file"),
+    "setting": (("block_size",), "'block_size' is not an override: write key=value"),
+}
+
+
+def error_of(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    return line.removeprefix("ksana: error: ")
+
+
+@pytest.mark.parametrize("name", ROUTE)
+def test_wrong_arguments_of_route_are_told_in_a_line(capsys, name):
+    arguments, told = ROUTE[name]
+    assert error_of(capsys, "route", *arguments).startswith(told)
+
+
+@pytest.mark.parametrize("name", SERVE)
+def test_wrong_arguments_of_serve_are_told_in_a_line(capsys, name):
+    arguments, told = SERVE[name]
+    assert error_of(capsys, "serve", "ksana-tiny", *arguments).startswith(told)
+
+
+def test_a_chat_template_that_is_no_text_is_named(capsys, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_bytes(b"{{ a \xff")
+    expected = f"the chat template cannot be read from {path}: byte 5 is not UTF-8"
+    assert error_of(capsys, "serve", "ksana-tiny", "--chat-template", str(path)) == expected
+
+
+def test_the_servers_chat_template_is_a_file_a_text_or_a_name(monkeypatch, capsys, tmp_path):
+    named = {"rag": "{{ documents }}", "tool_use": "{{ tools }}"}
+    monkeypatch.setattr("ksana_jax.tokenizers.find_tokenizer", lambda model: SimpleNamespace(chat_templates=named))
+    (path := tmp_path / "template.jinja").write_text("{{ messages }}")
+    for given, source in ((path, "{{ messages }}"), ("{{ 1 }}", "{{ 1 }}"), ("rag", "{{ documents }}")):
+        assert read_template("a model", str(given)) == source
+    told = error_of(capsys, "serve", "ksana-tiny", "--chat-template", "tools")
+    assert told.endswith("; the model's templates are rag, tool_use")
+
+
+@pytest.mark.parametrize("command", [("serve", "ksana-tiny"), ("route", *SERVERS)], ids=lambda words: words[0])
+def test_a_port_in_use_is_told_in_a_line(capsys, command):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expected = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+        assert error_of(capsys, *command, "--port", str(port)) == expected
+
+
+def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_block_size(monkeypatch):
+    found = {}
+
+    async def route(settings, router, addresses, launcher, count):
+        found.update(router=router, command=launcher._command, count=count)
+
+    monkeypatch.setattr(running, "route", route)
+    monkeypatch.setattr(running, "run", asyncio.run)
+    options = ["--max-num-queued-reqs", "64", "block_size=8", "--no-warm-up"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["route", "--spawn", "3", "ksana-tiny", *options, "--port", "0"])
+    assert not ended.value.code and found["count"] == 3
+    command = found["command"]
+    assert command[command.index("serve") :][: 2 + len(options)] == ["serve", "ksana-tiny", *options]
+    assert found["router"].block_size == 8
+    assert routing.DEFAULT_BLOCK_SIZE == 16 and spawning.LOCALHOST in command
+
+
+def test_servers_of_two_models_are_refused():
+    async def main():
+        async with scene(3) as s:
+            s.fakes[1].model = "other"
+            with pytest.raises(ValueError, match="servers must serve the same model: other on ") as caught:
+                await SameModel(s.proxy).check()
+            names = [url.partition("://")[2] for url in (s.fakes[1].url, s.fakes[0].url)]
+            assert str(caught.value).endswith(f"other on {names[0]}, fake on {names[1]}")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_reason():
+    async def main():
+        async with scene(0) as s:
+            return (await s.fleet.add(NOBODY)).trouble
+
+    assert re.fullmatch("Connection refused", asyncio.run(main()))

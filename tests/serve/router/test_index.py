@@ -1,0 +1,128 @@
+"""The index of servers' caches: estimated from sent prompts, or exact from their events."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ksana_jax.serve.router.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from ksana_jax.serve.router.index import CacheIndex, Match
+
+
+def names(text):
+    return [text[: end + 1].encode() for end in range(len(text))]
+
+
+def index(num_servers=3, **settings):
+    made = CacheIndex(**settings)
+    for _ in range(num_servers):
+        made.grow()
+    return made
+
+
+def filled(match, num_servers):
+    """Blocks that each server has."""
+    found = np.zeros(num_servers)
+    match.fill(found, [blocks for blocks, _ in match.levels])
+    return found.tolist()
+
+
+def blocks(made, text, num_servers=3):
+    return filled(made.match(names(text)), num_servers)
+
+
+def test_each_server_matches_what_was_sent_to_it():
+    made = index()
+    made.expect(0, names("abcd"), 0.0)
+    made.expect(1, names("abxy"), 0.0)
+    assert blocks(made, "abcde") == [4, 2, 0] and blocks(made, "abx") == [2, 3, 0] and blocks(made, "z") == [0] * 3
+    match = made.match(names("abcde"))
+    assert (
+        match.levels == [(2, 0b10), (4, 0b01)] and match.longest == 4 and [match.of(n) for n in range(3)] == [4, 2, 0]
+    )
+    made.check()
+
+
+def test_many_servers_are_unpacked_together():
+    dice = random.Random(0)
+    levels, used = [], 0
+    for length in range(1, 9):
+        servers = sum(1 << dice.randrange(200) for _ in range(20)) & ~used
+        used |= servers
+        levels.append((length, servers))
+    match = Match(levels)
+    assert filled(match, 200) == [match.of(n) for n in range(200)]
+
+
+def test_what_was_sent_is_given_up_after_its_time():
+    made = index(ttl_s=120)
+    made.expect(0, names("ab"), 0.0)
+    made.expect(0, names("a"), 60.0)
+    made.sweep(119.0)
+    assert blocks(made, "ab") == [2, 0, 0]
+    made.sweep(121.0)
+    assert blocks(made, "ab") == [1, 0, 0]
+    made.sweep(181.0)
+    assert not len(made)
+    made.check()
+
+
+def test_a_full_cache_gives_up_the_ends_of_what_was_sent_least_recently():
+    made = index()
+    made.capacity[0] = 5
+    made.expect(0, names("abcd"), 0.0)
+    made.expect(0, names("xyz"), 1.0)
+    assert blocks(made, "abcd") == [2, 0, 0] and blocks(made, "xyz") == [3, 0, 0]
+    made.check()
+
+
+def test_events_name_what_is_cached():
+    made = index()
+    made.expect(0, names("ab"), 0.0)
+    assert not made.apply(0, EventBatch(0, [BlockStored(names("abc"))]))
+    made.sweep(1e6)
+    assert blocks(made, "abcd") == [3, 0, 0]
+    assert not made.apply(0, EventBatch(1, [BlockStored(names("abc"), medium="CPU"), BlockRemoved(names("abc")[2:])]))
+    assert blocks(made, "abcd") == [3, 0, 0]  # it is still on the host
+    made.apply(0, EventBatch(2, [BlockRemoved(names("abc")[2:], medium="CPU"), BlockRemoved([b"unknown"])]))
+    assert blocks(made, "abcd") == [2, 0, 0]
+    made.apply(0, EventBatch(3, [AllBlocksCleared()]))
+    assert not len(made)
+    assert not made.apply(0, EventBatch(4, []))
+    made.check()
+
+
+@pytest.mark.parametrize(("number", "missing"), [(4, range(2, 4)), (0, range(0)), (1, range(1))])
+def test_after_a_gap_or_a_restart_a_server_is_forgotten(number, missing):
+    made = index()
+    made.apply(0, EventBatch(0, [BlockStored(names("ab"))]))
+    made.apply(1, EventBatch(0, [BlockStored(names("ab"))]))
+    made.apply(0, EventBatch(1, []))
+    assert made.apply(0, EventBatch(number, [BlockStored(names("x"))])) == missing
+    assert blocks(made, "ab") == [0, 2, 0] and blocks(made, "x") == [1, 0, 0]
+    made.replay(0, [EventBatch(7, [BlockStored(names("ab"))]), EventBatch(8, [BlockRemoved(names("ab")[1:])])])
+    assert blocks(made, "ab") == [1, 2, 0] and not made.apply(0, EventBatch(9, []))
+    made.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sent=st.lists(st.tuples(st.integers(0, 11), st.text("ab", max_size=40), st.floats(0, 30)), max_size=30),
+    capacity=st.integers(1, 60),
+    text=st.text("ab", max_size=40),
+)
+def test_a_match_is_that_of_a_search_block_by_block(sent, capacity, text):
+    made, now = index(12, ttl_s=60), 0.0
+    made.capacity[:] = capacity
+    for server, prompt, passed in sent:
+        now += passed
+        made.sweep(now)
+        made.expect(server, names(prompt), now)
+    for asked in (text, *(prompt + "ab" for _, prompt, _ in sent)):
+        there = [[made._holders.of(name) >> server & 1 for name in names(asked)] for server in range(12)]
+        expected = [(row + [0]).index(0) for row in there]
+        match = made.match(names(asked))
+        assert blocks(made, asked, 12) == expected == [match.of(server) for server in range(12)]
+    made.check()
