@@ -15,7 +15,7 @@ PIP_ARGS ?=
 # Additional arguments for pytest or ksana: make test ARGS="-k scheduler", make kernels ARGS="--only decode"
 ARGS ?=
 EXTRAS ?= dev,docs
-LIVES ?= 1000
+SIMULATIONS ?= 1000
 # Pairs of measurements: make speed PAIRS=2
 PAIRS ?= 5
 # Part of the long tests: make soak SHARD=1/3
@@ -27,19 +27,19 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo real serve run-serve test plugin bench peers docs size speed ready ready-aot lint format clean kernels wheel release run-kernels judge-kernels emulate-kernels soak run-soak \
-  soak-tests soak-least soak-warpgroups-lives soak-clients
+  soak-tests soak-least soak-warpgroups-simulations soak-clients
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
 	@echo "make real     the same on a pretrained model, SmolLM2-135M, fetched first: 94 MiB, Apache-2.0"
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
-	@echo "make size     lines of each room, beside the commit that .ci/size.base names"
+	@echo "make size     lines of each package, beside the commit that .ci/size.base names"
 	@echo "make speed    the host loop and throughput beside that commit, in pairs by turns (PAIRS=$(PAIRS))"
 	@echo "make plugin   fetch a PJRT plugin that others have built, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
-	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, simulated lives (LIVES=$(LIVES),"
+	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, random simulations (SIMULATIONS=$(SIMULATIONS),"
 	@echo "              SHARD=1/3: one part of three of the tests), the tests on the least machine and, without SHARD, clients"
 	@echo "make soak-least  the tests on the least machine alone: without AVX-512, without a C++ compiler, with one core"
 	@echo "make soak-clients  clients of others against the server, installed into $(CLIENTS_VENV) in their newest versions"
@@ -146,10 +146,10 @@ soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
-	@echo "== soak tests, and beside them kernels of several warpgroups and simulated lives, about an hour; each part prints"
+	@echo "== soak tests, and beside them kernels of several warpgroups and random simulations, about an hour; each part prints"
 	@echo "   when it has ended"
 	@$(VENV)/bin/ksana fetch smollm2 || echo "== tests of the pretrained model are skipped" >&2
-	@$(TOGETHER) soak-tests soak-warpgroups-lives
+	@$(TOGETHER) soak-tests soak-warpgroups-simulations
 	@$(MAKE) --no-print-directory soak-least
 ifeq ($(strip $(SHARD)),1/1)
 	@$(MAKE) --no-print-directory soak-clients
@@ -168,11 +168,11 @@ soak-least: $(READY)
 
 # Kernels with several warpgroups are interpreted here: jax's interpreter needs one XLA:CPU thread for each, more than
 # small machines start.
-soak-warpgroups-lives:
+soak-warpgroups-simulations:
 	@echo "== kernels of several warpgroups in jax's interpreter"
 	@NPROC=8 $(RUN) -m pytest -k "prefill or warpgroups" --shard $(SHARD) tests/pallas_kernels tests/ops
-	@echo "== simulated lives"
-	@$(RUN) -m tests.lives --examples $(LIVES) --workers $(WORKERS)
+	@echo "== random simulations"
+	@$(RUN) -m tests.random_simulations --examples $(SIMULATIONS) --workers $(WORKERS)
 
 # They need other versions than constraints.txt pins, and of the package only the server, which runs in its own environment.
 soak-clients: $(READY) $(CLIENTS_VENV)/.ready

@@ -30,8 +30,8 @@ BESIDE = {
     "reference": ["CHANGELOG.md"],
 }
 CONTENTS = {
-    room.capitalize(): [f"docs/{room}/{name}.md" for name in names.split()] + BESIDE.get(room, [])
-    for room, names in ORDER.items()
+    folder.capitalize(): [f"docs/{folder}/{name}.md" for name in names.split()] + BESIDE.get(folder, [])
+    for folder, names in ORDER.items()
 } | {"Results": ["docs/results.md", "README.md"]}
 STUDIES = [str(readme.relative_to(ROOT)) for readme in sorted(ROOT.glob("experiments/*/README.md"))]
 INDEX = "docs/README.md"

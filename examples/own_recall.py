@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from ksana_jax.lab.recall import Draft, Writer
+from ksana_jax.lab.recall import UntokenizedExample, Writer
 
 BOOKS = ("Middlemarch", "Dubliners", "The Odyssey", "Candide")
 
@@ -19,10 +19,10 @@ def shelf(rng: random.Random, *, depth: float = 0.5) -> Writer:
     """Asks for a number that one sentence states. depth: its relative place in the text, from 0 to 1."""
     book, number = rng.choice(BOOKS), rng.randrange(100, 1000)
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         lines = ["The library is quiet today.\n"] * num_filler
         fact = round(depth * num_filler)
         lines.insert(fact, f"{book} stands on shelf {number}.\n")
-        return Draft(lines, fact, f"{book} stands on shelf ", str(number), num_choices=900, closing=".\n")
+        return UntokenizedExample(lines, fact, f"{book} stands on shelf ", str(number), num_choices=900, closing=".\n")
 
     return write

@@ -1,9 +1,9 @@
-"""The public extension API: the ports that code outside the package implements. `docs/extend/` shows one of each.
+"""The public extension API: the interfaces that code outside the package implements. `docs/extend/` shows one of each.
 
     from ksana_jax.extend import Cached, EvictionMethod
 
 Names here keep their meaning and their signatures within a VERSION; other modules may move between releases. A setting
-selects an implementation as "package.module:name", or by its name in the registry of its seam (`SEAMS`).
+selects an implementation as "package.module:name", or by its name in its registry (`EXTENSION_POINTS`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ksana_jax.core.lazy import lazy_names
-from ksana_jax.methods import SEAMS, Seam
+from ksana_jax.methods import EXTENSION_POINTS, ExtensionPoint
 
 if TYPE_CHECKING:
     from ksana_jax.core.patterns import AttentionPattern
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ksana_jax.scheduler.step.drafts import Drafts
     from ksana_jax.serve.router.policies.base import Policy
 
-# Raised by a change that breaks an implementation of a port.
+# Raised by a change that breaks an implementation of an interface.
 VERSION = 1
 
 
@@ -47,7 +47,17 @@ _PUBLIC = {
     "ksana_jax.scheduler.speculative.base": "Proposer ProposerContext SpeculativeMethod Texts",
     "ksana_jax.scheduler.step.drafts": "Drafts",
 }
-__all__ = ["SEAMS", "VERSION", "AttentionPattern", "BaseTask", "Bench", "BlockCodec", "ByRank", "Cached", "CachedBlock"]
+__all__ = [
+    "EXTENSION_POINTS",
+    "VERSION",
+    "AttentionPattern",
+    "BaseTask",
+    "Bench",
+    "BlockCodec",
+    "ByRank",
+    "Cached",
+    "CachedBlock",
+]
 __all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "EvictionWrapper", "Measurement", "Observation"]
 __all__ += [
     "Policy",
@@ -56,7 +66,7 @@ __all__ += [
     "ReplacementPolicy",
     "ResultRow",
     "SchedulingPolicy",
-    "Seam",
+    "ExtensionPoint",
     "SelectionMethod",
     "SpeculativeMethod",
     "Texts",

@@ -1,4 +1,4 @@
-"""Settings of eviction methods, as the lives of an engine draw them."""
+"""Settings of eviction methods, as random simulations of an engine draw them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions in simulated lives: saved of any request, restored into the same engine or a later one."""
+"""Sessions in random simulations: saved of any request, restored into the same engine or a later one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Saved(NamedTuple):
 
 
 class SavingSessions(Simulation):
-    """A `Simulation` that also saves and restores sessions. Its own numbers decide about them, so that seeds of lives
-    keep their meaning."""
+    """A `Simulation` that also saves and restores sessions. Its own numbers decide about them, so that seeds keep their
+    meaning."""
 
     def __init__(self, rng: random.Random):
         self.saved: list[Saved] = []

@@ -1,4 +1,4 @@
-"""Requests of simulated lives, see `tests.simulation`: texts that share beginnings, and settings of all kinds."""
+"""Requests of random simulations, see `tests.simulation`: texts that share beginnings, and settings of all kinds."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Simulation:
             "write": rng.choice(["back", "through", "drop"]),
             "read_timeout_s": rng.choice([0, 20, 1000]),
         }
-        # Not drawn: seeds of earlier lives keep their meaning.
+        # Not drawn: seeds of earlier simulations keep their meaning.
         self.settings["async_scheduling"] = self.settings["max_num_batched_tokens"] % 2 == 0
         self.settings["num_scheduler_steps"] = (1, 1, 2, 3, 8)[self.settings["max_num_batched_tokens"] % 5]
         self.digest_bytes = rng.choice([1, 32, 32])
@@ -76,7 +76,7 @@ class Simulation:
         """What the pool holds: nothing but keys here. See `tests.storing_simulation`."""
 
     def drawn(self) -> set[str]:
-        """Names of the settings in use, by the names of `tests.life_settings`."""
+        """Names of the settings in use, by the names of `tests.simulation_settings`."""
         found = {"pattern"} if PATTERNS[self.pattern] != FULLY else set()
         found |= {"prefix cache"} if self.settings["caching"] else set()
         found |= {"disk tier"} if self.disk is not None else set()
@@ -397,4 +397,4 @@ class Simulation:
         assert memory.blocks.num_used == 0 and (memory.host is None or memory.host.pool.num_used == 0)
         assert not self.engine.requests and not self.engine._watched and not len(self.engine.scheduler.order)
         assert all(request in self.ended for request in self.requests)
-        self.count("lives")
+        self.count("simulations")

@@ -381,7 +381,7 @@ class StoringSimulation(SavingSessions):
 
 
 class SnapshotSimulation(StoringSimulation):
-    """Lives of an engine that adds up attention and caches snapshots, with many chats."""
+    """Random simulations of an engine that adds up attention and caches snapshots, with many chats."""
 
     def draws_eviction(self) -> bool:
         return True

@@ -140,7 +140,7 @@ def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
     rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line.startswith("| ")}
     for name, types in (("safetensors", SafetensorsTensor.dtypes), ("GGUF", [kind.name for kind in TYPES.values()])):
         assert set(rows[name].strip("| ").split(" | ")[-1].split(", ")) == set(types)
-    assert family_table.table() in text, "ksana models prints the table"
+    assert family_table.table() in text, "ksana list models prints the table"
     for name, wanted in FETCHABLE.items():
         assert byte_size(wanted.num_bytes) in rows[name]
 

@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the bottom up: a room (a package, or a module at the top) imports rooms that stand before it. INSIDE has the
-# order inside rooms that have rooms.
+# From the bottom up: a package (or a module at the top) imports packages that stand before it. INSIDE has the order
+# of packages inside a package.
 HOST_HALF = "tokenizers kv scheduler methods"
 DEVICE_HALF = "native models ops sampling sharding loading runner"
-ROOMS = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
+PACKAGES = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
     "serve": "workload server router".split(),
     "lab": "device_check recording recall simulator evaluation".split()
@@ -49,7 +49,7 @@ IMPORTS = {module: imports(path) for module, path in FILES.items()}
 ARROWS = {module: (names & set(FILES)) - {module} for module, names in IMPORTS.items()}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -80,36 +80,36 @@ def test_a_circle_is_found():
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
-def test_every_room_has_a_place_in_the_order():
-    rooms = {room_of(module) for module in OURS}
-    assert not (rooms - set(ROOMS)), f"give {sorted(rooms - set(ROOMS))} a place in ROOMS"
-    assert not (set(ROOMS) - rooms), f"{sorted(set(ROOMS) - rooms)} are gone"
+def test_every_package_has_a_place_in_the_order():
+    packages = {package_of(module) for module in OURS}
+    assert not (packages - set(PACKAGES)), f"give {sorted(packages - set(PACKAGES))} a place in PACKAGES"
+    assert not (set(PACKAGES) - packages), f"{sorted(set(PACKAGES) - packages)} are gone"
 
 
-def test_a_room_imports_only_rooms_below_it():
-    level = {module: ROOMS.index(room_of(module)) for module in OURS}
+def test_a_package_imports_only_packages_below_it():
+    level = {module: PACKAGES.index(package_of(module)) for module in OURS}
     pairs = [(module, other) for module in OURS for other in ARROWS[module] if other in OURS]
     wrong = sorted(f"{module} imports {other}" for module, other in pairs if level[module] < level[other])
     assert not wrong, "; ".join(wrong)
 
 
-@pytest.mark.parametrize("room", INSIDE)
-def test_a_room_inside_a_room_imports_only_rooms_below_it(room):
-    inner = {m: m.split(".")[2] for m in OURS if room_of(m) == room and m.count(".") > 1}
-    assert set(inner.values()) == set(INSIDE[room])
+@pytest.mark.parametrize("package", INSIDE)
+def test_a_subpackage_imports_only_subpackages_below_it(package):
+    inner = {m: m.split(".")[2] for m in OURS if package_of(m) == package and m.count(".") > 1}
+    assert set(inner.values()) == set(INSIDE[package])
     pairs = [(module, other) for module in inner for other in ARROWS[module] if other in inner]
-    order = INSIDE[room].index
+    order = INSIDE[package].index
     assert not [(m, other) for m, other in pairs if order(inner[m]) < order(inner[other])]
 
 
 @pytest.mark.parametrize(
-    "room", ["core", *HOST_HALF.split(), "serve.workload", "serve.router", "lab.recall", "lab.simulator"]
+    "package", ["core", *HOST_HALF.split(), "serve.workload", "serve.router", "lab.recall", "lab.simulator"]
 )
-def test_nothing_in_the_host_half_imports_jax(room):
-    inside = [m for m in OURS if f"{m}.".startswith(f"ksana_jax.{room}.")]
+def test_nothing_in_the_host_half_imports_jax(package):
+    inside = [m for m in OURS if f"{m}.".startswith(f"ksana_jax.{package}.")]
     users = [m for m in inside if any(n.split(".")[0] in ("jax", "jaxlib") for n in IMPORTS[m])]
     # compilation_cache sets jax's options, and does so only when it is called.
-    assert users == (["ksana_jax.core.compilation_cache"] if room == "core" else [])
+    assert users == (["ksana_jax.core.compilation_cache"] if package == "core" else [])
 
 
 def test_only_the_server_imports_pydantic():

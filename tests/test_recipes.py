@@ -24,7 +24,7 @@ from ksana_jax.scheduler import policies
 from tests import expected, fake_network, reference
 from tests.engine.small import VOCAB, expect_dense, make_llm, model
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
-from tests.lives import live_a_life
+from tests.random_simulations import simulate
 
 ROOT = Path(__file__).parents[1]
 
@@ -177,6 +177,6 @@ def test_simulated_lives_draw_what_is_added(chunked):
         only(replacement.REPLACEMENT_POLICIES, "most_recent", most_recent),
         only(expected.PATTERNS, "chunked", two_layers(Chunked(span=6))),
     ):
-        lives = [live_a_life(random.Random(seed)) for seed in range(12)]
-    seen = sum((life.seen for life in lives[1:]), start=lives[0].seen)
+        runs = [simulate(random.Random(seed)) for seed in range(12)]
+    seen = sum((run.seen for run in runs[1:]), start=runs[0].seen)
     assert min(seen[event] for event in ("requests", "preemptions", "hit_tokens", "replaced", "swapped_in")) > 0

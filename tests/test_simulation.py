@@ -21,7 +21,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler import row_eviction, scheduler
 from tests.fake_pool import StoringExecutor
 from tests.fakes import FakeExecutor
-from tests.lives import live_a_life
+from tests.random_simulations import simulate
 from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingExecutor, SelectingSimulation
 from tests.simulation import Simulation
@@ -43,19 +43,19 @@ EXAMPLES = int(os.environ.get("KSANA_EXAMPLES", 100))
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_every_life_ends_well(rng):
-    live_a_life(rng, num_steps=50)
+    simulate(rng, num_steps=50)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_every_life_with_evictions_and_codecs_ends_well(rng):
-    live_a_life(rng, num_steps=30, kind=StoringSimulation)
+    simulate(rng, num_steps=30, kind=StoringSimulation)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from([SealingSimulation, SelectingSimulation]))
 def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
-    live_a_life(rng, num_steps=30, kind=kind)
+    simulate(rng, num_steps=30, kind=kind)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
@@ -69,16 +69,16 @@ def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
     ),
 )
 def test_every_life_with_drafts_ends_well(rng, kind):
-    live_a_life(rng, num_steps=30, kind=kind)
+    simulate(rng, num_steps=30, kind=kind)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_went_wrong_once_goes_well(seed):
-    live_a_life(random.Random(seed))
+    simulate(random.Random(seed))
 
 
 def seen_in(kind: type[Simulation], num_lives: int):
-    first, *others = (live_a_life(random.Random(seed), kind=kind).seen for seed in range(num_lives))
+    first, *others = (simulate(random.Random(seed), kind=kind).seen for seed in range(num_lives))
     return sum(others, start=first)
 
 
@@ -105,7 +105,7 @@ def test_lives_meet_every_selection_and_continue_sessions():
     unseen |= {"sessions restored", "sessions refused"}
     for seed in range(40):
         if unseen:
-            unseen -= (+live_a_life(random.Random(seed), kind=SelectingSimulation).seen).keys()
+            unseen -= (+simulate(random.Random(seed), kind=SelectingSimulation).seen).keys()
     assert not unseen
 
 
@@ -118,7 +118,7 @@ def test_lives_find_exact_first_tokens_that_go_early(monkeypatch):
     monkeypatch.setattr(Sealing, "residual_live", keeps_no_first_tokens)
     with pytest.raises(AssertionError):
         for seed in range(20):
-            live_a_life(random.Random(seed), kind=SealingSimulation)
+            simulate(random.Random(seed), kind=SealingSimulation)
 
 
 def a_token_too_few(monkeypatch):
@@ -228,10 +228,10 @@ def test_lives_find_a_planted_bug(plant, kind, seeds, monkeypatch):
     plant(monkeypatch)
     for seed in seeds:
         try:
-            live_a_life(random.Random(seed), kind=kind)
+            simulate(random.Random(seed), kind=kind)
         except AssertionError:
             return
-    raise AssertionError(f"{len(seeds)} lives ended well")
+    raise AssertionError(f"{len(seeds)} simulations ended well")
 
 
 def test_a_target_accepts_most_of_its_own_drafts_in_its_lives():
@@ -246,4 +246,4 @@ def test_lives_find_accepted_tokens_that_stay_on_their_branches(monkeypatch):
     monkeypatch.setattr(FakeExecutor, "_move_slots", lambda executor, sources, targets: None)
     with pytest.raises(AssertionError):
         for seed in range(30):
-            live_a_life(random.Random(seed), num_steps=40, kind=SpeculatingSimulation)
+            simulate(random.Random(seed), num_steps=40, kind=SpeculatingSimulation)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benches.peers import PeerSpec
-from ksana_jax.lab.bench.core import Absent
+from ksana_jax.lab.bench.core import Unavailable
 
 _FOLDER = Path(__file__).parent / "peers"
 
@@ -18,16 +18,16 @@ class PeerProcess:
     """Starts a peer, with the arguments of its class; see `peers.worker`.
 
     Raises:
-      Absent: its environment or package is missing, or it does not start; the message says how to get it.
+      Unavailable: its environment or package is missing, or it does not start; the message says how to get it.
     """
 
     def __init__(self, spec: PeerSpec, environment: Path, **arguments: Any):
         python = environment / "bin" / "python"
         if not python.exists():
-            raise Absent(f"absent, there is no environment {environment}: `make peers` makes it")
+            raise Unavailable(f"absent, there is no environment {environment}: `make peers` makes it")
         installed = [python, "-c", f"from importlib.util import find_spec; assert find_spec({spec.package!r})"]
         if subprocess.run(installed, capture_output=True).returncode:
-            raise Absent(f"absent, {environment} has no {spec.package}: `make peers` installs it")
+            raise Unavailable(f"absent, {environment} has no {spec.package}: `make peers` installs it")
         self._said = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [python, "-u", _FOLDER / "worker.py", spec.script, spec.name],
@@ -39,7 +39,7 @@ class PeerProcess:
         self.pid = self._process.pid
         try:
             self.versions = str(self._ask("", arguments)["result"])
-        except Absent:
+        except Unavailable:
             self.close()
             raise
 
@@ -47,13 +47,13 @@ class PeerProcess:
         """Returns the seconds that greedy decoding of `lengths` tokens took, and the tokens.
 
         Raises:
-          Absent: it failed, with its message.
+          Unavailable: it failed, with its message.
         """
         answer = self._ask("generate", {"prompts": prompts, "lengths": lengths})
         return answer["seconds"], answer["result"]
 
     def ask(self, call: str, **arguments: Any) -> Any:
-        """Calls a method of the peer; returns its result. Raises Absent as `generate` does."""
+        """Calls a method of the peer; returns its result. Raises Unavailable as `generate` does."""
         return self._ask(call, arguments)["result"]
 
     def _ask(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class PeerProcess:
         if not line:
             self._said.seek(0)
             last = ([text.strip() for text in self._said if text.strip()] or ["it said nothing"])[-1]
-            raise Absent(f"failed, its process ended: {last:.200}")
+            raise Unavailable(f"failed, its process ended: {last:.200}")
         answer = json.loads(line)
         if "error" in answer:
-            raise Absent(f"failed: {' '.join(answer['error'].split()):.200}")
+            raise Unavailable(f"failed: {' '.join(answer['error'].split()):.200}")
         return answer
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from ksana_jax.core.gguf_file import SUFFIX, gguf_of
 from ksana_jax.core.processor import num_cores
 from ksana_jax.core.sources import model_path
 from ksana_jax.lab.bench import throughput
-from ksana_jax.lab.bench.core import Absent, option
+from ksana_jax.lab.bench.core import Unavailable, option
 from ksana_jax.lab.bench.throughput import OWN, rates_by_count
 from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
 
@@ -61,7 +61,7 @@ class Throughput(throughput.Throughput):
     def _peer(self, label: str) -> PeerProcess:
         if label not in self.processes_of:
             if self.model_files.suffix == SUFFIX and not PEERS[label].reads_gguf:
-                raise Absent(f"absent, it is given no GGUF files, such as {self.model}")
+                raise Unavailable(f"absent, it is given no GGUF files, such as {self.model}")
             self.processes_of[label] = PeerProcess(
                 PEERS[label],
                 Path(self.peers),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
+from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option, spread
 from ksana_jax.lab.bench.latency import decode_seconds, make_llm
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
@@ -93,7 +93,7 @@ class TokensInForward(Bench):
         step_s = decode_seconds(llm.records, rows)
         if step_s is None or any(output.num_cached_tokens != self.context for output in outputs):
             held = f"{llm.num_blocks:,} blocks of {BLOCK_SIZE} tokens"
-            raise Absent(f"{rows:,} rows of {self.context:,} tokens do not fit the pool of {held}: ask for fewer")
+            raise Unavailable(f"{rows:,} rows of {self.context:,} tokens do not fit the pool of {held}: ask for fewer")
         return {
             "step_s": step_s,
             "tokens_per_s": rows / step_s,

@@ -62,7 +62,7 @@ class Completions(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = CompletionsSettings(**config["settings"])
-        texts.check_config(config, settings.num_others, texts.Cut(settings.other_tokens), "settings.num_others")
+        texts.check_config(config, settings.num_others, texts.ExcerptSpec(settings.other_tokens), "settings.num_others")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = CompletionsSettings(**trial.config["settings"]), trial.llm

@@ -111,7 +111,7 @@ class KernelTimes(Results):
 
 
 def import_bundle(path: Path, folder: Path | None = None) -> Path:
-    """Writes records.jsonl of a bundle to a folder that `ksana report`, `compare` and `export` read.
+    """Writes records.jsonl of a bundle to a folder that `ksana report` and `compare` read.
 
     Args:
       folder: None takes the bundle's path without its suffix.

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.kv.codecs.registry import find_block_codec
-from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+from ksana_jax.lab.experiments.texts import ExcerptSpec, draw_excerpts
 
 NUM_TOKENS, BLOCK = 1024, 32
 CODECS = (
@@ -26,7 +26,7 @@ CODECS = (
 def read(model: str) -> np.ndarray:
     """Returns the exact keys and values of an excerpt: [blocks, layers, 2, heads, BLOCK, head_dim]."""
     llm = LLM(model, block_size=BLOCK, max_num_seqs=1, max_model_len=NUM_TOKENS + BLOCK, enable_prefix_caching=True)
-    [excerpt] = draw_excerpts(["python-docs"], llm.tokenizer, 1, Cut(NUM_TOKENS, True), 0)
+    [excerpt] = draw_excerpts(["python-docs"], llm.tokenizer, 1, ExcerptSpec(NUM_TOKENS, True), 0)
     [output] = llm.generate([{"prompt_token_ids": excerpt.ids}], SamplingParams(temperature=0, max_tokens=1))
     with tempfile.TemporaryDirectory() as folder:
         llm.save_session(output, folder)

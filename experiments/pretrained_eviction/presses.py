@@ -37,7 +37,7 @@ def ours() -> dict:
     from ksana_jax import LLM
     from ksana_jax.core.sources import model_path
     from ksana_jax.lab.experiments.asking import token_scores
-    from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+    from ksana_jax.lab.experiments.texts import ExcerptSpec, draw_excerpts
 
     def scored(llm: LLM) -> list[float]:
         asked = [{"prompt_token_ids": ids[:CONTEXT], "question_token_ids": ids[CONTEXT:]} for ids in excerpts]
@@ -49,7 +49,7 @@ def ours() -> dict:
     excerpts, rows = [], []
     plain = engine()
     for seed in SEEDS:
-        excerpts += [e.ids for e in draw_excerpts(["python-docs"], plain.tokenizer, 1, Cut(LENGTH, True), seed)]
+        excerpts += [e.ids for e in draw_excerpts(["python-docs"], plain.tokenizer, 1, ExcerptSpec(LENGTH, True), seed)]
     rows.append({"press": None, "budget": CONTEXT, "ours": scored(plain)})
     for (press, _, settings), fraction in ((m, b) for m in METHODS for b in BUDGETS):
         budget = kept(fraction)

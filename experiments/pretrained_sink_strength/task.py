@@ -73,7 +73,7 @@ class SinkStrength(BaseTask):
         checks.require(first, error=ConfigError)
         if config["pattern"] is not None or config["layer_patterns"]:
             raise ConfigError("SinkStrength measures the model's own attention: leave pattern unset")
-        texts.check_config(config, settings.num_texts, texts.Cut(settings.num_tokens), "settings.num_texts")
+        texts.check_config(config, settings.num_texts, texts.ExcerptSpec(settings.num_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         from ksana_jax.models.sinks import sink_measures, sink_strength
@@ -81,7 +81,7 @@ class SinkStrength(BaseTask):
         settings, name = SinkStrengthSettings(**trial.config["settings"]), trial.config["model"]
         tokenizer, (model, params) = tokenizer_of(name), _loaded(name, trial.config["load_format"])
         chosen = texts.draw_excerpts(
-            settings.texts, tokenizer, settings.num_texts, texts.Cut(settings.num_tokens), trial.seed
+            settings.texts, tokenizer, settings.num_texts, texts.ExcerptSpec(settings.num_tokens), trial.seed
         )
         tokens = np.array([excerpt.ids for excerpt in chosen], np.int32)
         batches = []

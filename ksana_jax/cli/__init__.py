@@ -18,6 +18,7 @@ from ksana_jax.cli import (
     evaluation,
     fetching,
     groups,
+    listing,
     logs,
     machine,
     quantizing,
@@ -25,7 +26,6 @@ from ksana_jax.cli import (
     serving,
     simulating,
     studies,
-    tasks,
     text,
     tracing,
     worker,
@@ -61,39 +61,29 @@ def _options(
         logs.show_log()
 
 
-COMMANDS = (
-    studies.run,
-    studies.reproduce,
-    studies.report,
-    studies.compare,
-    studies.export,
-    studies.inspect,
-    tracing.replay,
-    aligning.align,
-    tasks.tasks,
-    fetching.fetch,
-    quantizing.quantize,
-    calibrating.calibrate,
-    text.generate,
-    chat.chat,
-    worker.worker,
-    machine.plan,
-    machine.doctor,
-    machine.models,
-)
-for command in COMMANDS:
-    app.command(cls=groups.Command)(command)
+EXPERIMENTS, MODELS, SERVING, PERFORMANCE = "Experiments", "Models", "Serving", "Performance and debugging"
+COMMANDS = {
+    EXPERIMENTS: (studies.run, studies.reproduce, studies.report, studies.compare),
+    MODELS: (fetching.fetch, text.generate, chat.chat, calibrating.calibrate, quantizing.quantize),
+    SERVING: (machine.plan,),
+    PERFORMANCE: (machine.doctor, aligning.align),
+}
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(cls=groups.Command, rich_help_panel=panel)(command)
+app.command(cls=groups.ServeCommand, rich_help_panel=SERVING)(serving.serve)
 
-app.command(cls=groups.ServeCommand)(serving.serve)
+# Their arguments may belong to another command or program.
+for panel, command in ((SERVING, routing.route), (EXPERIMENTS, evaluation.lm_eval)):
+    app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True}, rich_help_panel=panel)(command)
+# Runs on the other hosts of a job.
+app.command(cls=groups.Command, hidden=True)(worker.worker)
 
-# Their arguments may belong to another command.
-for command in (tracing.trace, routing.route):
-    app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(command)
-# All of its arguments belong to another program.
-app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True})(evaluation.lm_eval)
-
-app.add_typer(simulating.app, name="simulate")
-app.add_typer(groups.group("Benchmarks of the engine on this machine.", cls=bench.BenchGroup), name="bench")
+app.add_typer(listing.app, name="list", rich_help_panel=EXPERIMENTS)
+app.add_typer(simulating.app, name="simulate", rich_help_panel=SERVING)
+app.add_typer(tracing.app, name="trace", rich_help_panel=PERFORMANCE)
+benches = groups.group("Benchmarks the engine on this machine.", cls=bench.BenchGroup)
+app.add_typer(benches, name="bench", rich_help_panel=PERFORMANCE)
 
 # Options of `ksana` itself that may appear anywhere: after an error, users append --debug to the same command.
 ANYWHERE = ("--debug", "--verbose", "-v")

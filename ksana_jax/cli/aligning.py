@@ -50,13 +50,13 @@ def align(
     of attention and of products with weights, and keeps both for engines with operators.prefer: agreement.
     """
     from ksana_jax.core import checks
-    from ksana_jax.lab.align.command import Texts, align_and_show
+    from ksana_jax.lab.align.command import TextSet, align_and_show
 
     if num_prompts is None:
         num_prompts = 16 if choose else 4
     sizes = {"--num-prompts": num_prompts, "--prompt-tokens": prompt_tokens, "--num-tokens": num_tokens}
     checks.require(*(checks.integer(name, value, 1) for name, value in sizes.items()))
-    texts = Texts(num_prompts, prompt_tokens, num_tokens, seed)
+    texts = TextSet(num_prompts, prompt_tokens, num_tokens, seed)
     if choose:
         from ksana_jax.lab.align.choosing import choose_and_show
 

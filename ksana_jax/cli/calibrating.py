@@ -27,7 +27,7 @@ def calibrate(
         Path | None, typer.Option(help="the file", show_default="the model's, in the user's cache folder")
     ] = None,
 ) -> None:
-    """Measures what a method needs to know about a model, on a text.
+    """Measures on a text the statistics of a model that a method needs.
 
     Methods find the file by the model's files, or in their setting `statistics`. Take a text that no evaluation uses:
     experiments record its hash.

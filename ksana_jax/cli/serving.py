@@ -69,7 +69,7 @@ def serve(
     chat_template: ChatTemplate = None,
     warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
 ) -> None:
-    """Serves a model, or several, over HTTP with OpenAI's API: completions, chat, streams.
+    """Serves one or more models over HTTP with OpenAI's API: completions, chat, streams.
 
     Listens at once; /ready is 200 when the model has been loaded. SIGTERM or Ctrl-C lets accepted requests end first.
     """

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli import studies
-from ksana_jax.cli.groups import Command, Group, group
+from ksana_jax.cli.groups import Command, group
 from ksana_jax.cli.options import Experiment, Out, Overrides
 from ksana_jax.core.sources import MODEL_HELP
 
@@ -17,39 +17,7 @@ Settings = Annotated[
 ]
 
 
-class Simulate(Group):
-    """A group whose first argument may be an experiment instead of a command."""
-
-    def resolve_command(self, ctx, args):
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            args = ["run", *args]
-        return super().resolve_command(ctx, args)
-
-
-app = group(
-    "Simulates engines: the real scheduler and KV memory, with modelled times. `ksana simulate FILE.yaml` runs an "
-    "experiment of task simulate, capacity or route.",
-    cls=Simulate,
-)
-
-
-@app.command(cls=Command)
-def run(context: typer.Context, file: Experiment, overrides: Overrides = None, out: Out = None) -> None:
-    """Runs an experiment, as `ksana run` does; the word run may be left out."""
-    _require_simulation(file, overrides or [])
-    studies.run(context, file, overrides, out)
-
-
-def _require_simulation(file: Path, overrides: list[str]) -> None:
-    """Raises ConfigError for an experiment of another task, such as one that names none: that would load a model."""
-    from ksana_jax.core.errors import ConfigError
-    from ksana_jax.lab.experiments.config import load
-    from ksana_jax.lab.experiments.tasks import task_named
-    from ksana_jax.lab.experiments.tasks.simulated import SimulatedTask
-
-    task = load(file, overrides).task
-    if not isinstance(task_named(task), SimulatedTask):
-        raise ConfigError(f"{file}: task is {task!r}, must be simulate, capacity or route; `ksana run` runs the others")
+app = group("Simulates engines: the real scheduler and KV memory, with modelled step times.")
 
 
 @app.command(cls=Command)

@@ -1,4 +1,4 @@
-"""`ksana run`, `reproduce`, `report`, `compare`, `export` and `inspect`: runs experiments and shows their results."""
+"""`ksana run`, `reproduce`, `report` and `compare`: run experiments and show their results."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(
         float | None,
         typer.Option(help="with --on ray: GPUs of one trial", show_default="1 if the cluster has any"),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="do not ask before a run of more than an hour goes on")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation for runs over an hour")] = False,
 ) -> None:
-    """Runs or resumes an experiment; prints its table and writes its figure."""
+    """Runs or resumes an experiment; prints its table and draws its figure."""
     from ksana_jax.native import build
 
     elsewhere = _elsewhere(on, {"--ray-address": ray_address, "--num-cpus": num_cpus, "--num-gpus": num_gpus})
@@ -71,19 +71,17 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
 
 
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help="its name", show_default="lists all")] = None,
+    paper: Annotated[str, typer.Argument(help="name of the paper; `ksana list papers` lists them")],
     full: Annotated[bool, typer.Option("--full", help="run the longer study")] = False,
     out: Annotated[Path | None, typer.Option(help="output folder", show_default="runs/papers/PAPER")] = None,
 ) -> None:
-    """Runs the study that repeats a paper's measurement; prints the published numbers beside ours.
+    """Repeats a paper's measurement; prints the published numbers next to ours.
 
     Numbers of different models and texts are not comparable; their order between rows is. Pairs of rows whose
     difference is within the noise count for neither side.
     """
     from ksana_jax.lab.experiments import papers
 
-    if paper is None:
-        return papers.show_papers()
     raise typer.Exit(papers.reproduce(paper, full, out))
 
 
@@ -95,15 +93,25 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="folder for table and figure", show_default="the run's; none for several runs")
     ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="print a run as CSV instead: a row per finished trial, with all its numbers")
+    ] = False,
     own_code: OwnCode = False,
 ) -> None:
-    """Redraws the table and figure of a run from its records, or combines several runs in one table.
+    """Redraws the table and figure of a run, combines several runs, or prints a run as CSV.
 
     Runs that scored different texts are refused, because their numbers are not comparable.
     """
+    from ksana_jax.core.errors import ConfigError
     from ksana_jax.lab.experiments.command import report_and_show
+    from ksana_jax.lab.experiments.export import export
 
-    report_and_show(folders, out, None if own_code else ())
+    trusted = None if own_code else ()
+    if not csv:
+        return report_and_show(folders, out, trusted)
+    if out is not None or len(folders) > 1:
+        raise ConfigError("--csv prints one run to standard output: give one folder and no --out")
+    print(export(folders[0], trusted), end="")
 
 
 def compare(
@@ -115,12 +123,12 @@ def compare(
     as_json: AsJson = False,
     own_code: OwnCode = False,
 ) -> None:
-    """Compares two runs row by row: differences of their trials, and a paired t-test for each number.
+    """Compares two runs row by row, with a paired t-test for each number.
 
     Rows with the nearest settings are paired. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
 
-    For two recordings (`ksana trace --record`), shows the first step where their decisions and blocks differ,
+    For two recordings (`ksana trace run --record`), shows the first step where their decisions and blocks differ,
     and which sequences have other tokens.
     """
     from ksana_jax.lab.experiments.command import compare_and_show
@@ -130,35 +138,3 @@ def compare(
     if is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)
     compare_and_show(a, b, out, as_json, None if own_code else ())
-
-
-def export(
-    folder: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="a CSV file", show_default="standard output")] = None,
-    own_code: OwnCode = False,
-) -> None:
-    """Prints a run as CSV, one row per finished trial: label, grid, seed, trial id, and every number of its summary."""
-    from ksana_jax.core.files import write_atomic
-    from ksana_jax.lab.experiments.export import export as make
-
-    text = make(folder, None if own_code else ())
-    if out is None:
-        print(text, end="")
-    else:
-        write_atomic(out, text)
-
-
-def inspect(
-    file: Experiment,
-    overrides: Overrides = None,
-    out: Out = None,
-    row: Annotated[int, typer.Option(help="row of the experiment's table to run, from 1; with its first seed")] = 1,
-    step: Annotated[
-        int | None, typer.Option(help="list the blocks after this step", show_default="the fullest")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Shows the owners of KV blocks: a picture of the pool over one trial, counts, and a list of blocks."""
-    from ksana_jax.lab.experiments.inspection import inspect_and_show
-
-    inspect_and_show(file, overrides or [], out, row, step, as_json)

@@ -28,7 +28,7 @@ def generate(
     *,
     options: dict[str, Any],
 ) -> None:
-    """Continues a prompt and prints the text as it is generated."""
+    """Continues a prompt; prints the text as it is generated."""
     text = prompt if prompt not in (None, "-") else read_prompt(sys.stdin.isatty() and prompt is None)
     given = TextOptions(**options)
     params = given.sampling_params(max_tokens)

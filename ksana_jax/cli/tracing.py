@@ -1,4 +1,4 @@
-"""`ksana trace` and `ksana replay`: write down what engines do, and do it again."""
+"""`ksana trace`: records what engines do, repeats it, and shows the owners of KV blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli.options import AsJson, OwnCode
+from ksana_jax.cli.groups import Command, Group, group
+from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 
-def trace(
+class Trace(Group):
+    """A group whose first argument may be what to trace instead of a command."""
+
+    def parse_args(self, ctx, args):
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = group(
+    "Traces an experiment or a benchmark, replays a recording, or shows the owners of KV blocks. "
+    "`ksana trace X` is short for `ksana trace run X`.",
+    cls=Trace,
+)
+
+
+# Its arguments may belong to another command.
+@app.command(cls=Command, context_settings={"ignore_unknown_options": True})
+def run(
     context: typer.Context,
     what: Annotated[
         list[str],
@@ -26,10 +45,11 @@ def trace(
         int, typer.Option(help="steps that run under jax's profiler, after the first that compiles nothing; 0: none")
     ] = 64,
     record: Annotated[
-        bool, typer.Option("--record", help="also record requests, decisions, blocks and tokens, for `ksana replay`")
+        bool,
+        typer.Option("--record", help="also record requests, decisions, blocks and tokens, for `ksana trace replay`"),
     ] = False,
 ) -> None:
-    """Runs an experiment or a benchmark and writes a bundle: a page, a timeline for Perfetto, HLO, costs, a profile.
+    """Traces an experiment or a benchmark: a page, a timeline for Perfetto, HLO, costs, a profile.
 
     Every engine that the command builds is traced. Results of an experiment are in the folder run.
     """
@@ -55,6 +75,7 @@ def trace(
     raise typer.Exit(code or 0)
 
 
+@app.command(cls=Command)
 def replay(
     recording: Annotated[Path, typer.Argument(help="a recording, or a folder with one", show_default=False)],
     overrides: Annotated[
@@ -67,12 +88,29 @@ def replay(
     as_json: AsJson = False,
     own_code: OwnCode = False,
 ) -> None:
-    """Replays a recording of `ksana trace --record` step by step, and reports the first difference.
+    """Replays a recording of `ksana trace run --record` step by step, and reports the first difference.
 
     The same requests enter before the same steps; decisions, blocks and tokens are compared. Without overrides a
-    difference ends the replay with exit code 1; with them, it goes on to the end. Folders, devices and hosts that the
+    difference ends the replay with exit code 1; with them, it continues to the end. Folders, devices and hosts that the
     recording names are left out.
     """
     from ksana_jax.lab.trace.command import replay_and_show
 
     raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json, own_code))
+
+
+@app.command(cls=Command)
+def pool(
+    file: Experiment,
+    overrides: Overrides = None,
+    out: Out = None,
+    row: Annotated[int, typer.Option(help="row of the experiment's table to run, from 1; with its first seed")] = 1,
+    step: Annotated[
+        int | None, typer.Option(help="list the blocks after this step", show_default="the fullest")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the owners of KV blocks over one trial: a picture of the pool, counts, a list of blocks."""
+    from ksana_jax.lab.experiments.inspection import inspect_and_show
+
+    inspect_and_show(file, overrides or [], out, row, step, as_json)

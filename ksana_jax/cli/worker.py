@@ -16,10 +16,10 @@ def worker(
         str, typer.Option(help=field_meanings(TextOptions)["distributed"], show_default=False, metavar="YAML")
     ] = "auto",
     model: Annotated[
-        str | None, typer.Option(help="the model's directory on this host, where it is another one", show_default=False)
+        str | None, typer.Option(help="the model's directory on this host, if it differs", show_default=False)
     ] = None,
 ) -> None:
-    """Computes for process 0 of several that divide a model, until that ends."""
+    """Runs one process of a job that several share; exits when process 0 does."""
     from ksana_jax.engine.distributed.worker import serve
 
     serve(read_setting("distributed", distributed), model)

@@ -1,1 +1,1 @@
-"""Shared by all rooms: settings, requests, attention patterns, layers as data, checks and errors. No jax."""
+"""Shared by all packages: settings, requests, attention patterns, layers as data, checks and errors. No jax."""

@@ -35,9 +35,9 @@ def model_names() -> list[str]:
     return sorted(path.parent.name for folder in _MODELS for path in folder.glob("*/config.json"))
 
 
-def experiment_names() -> list[str]:
-    """Returns the names of the shipped experiments."""
-    return sorted(path.stem for folder in _EXPERIMENTS for path in folder.glob("*.yaml"))
+def experiments() -> dict[str, Path]:
+    """Returns the YAML files of the shipped experiments by name, sorted."""
+    return dict(sorted((path.stem, path) for folder in _EXPERIMENTS for path in folder.glob("*.yaml")))
 
 
 def _find(path: Path, folders: tuple[Path, ...]) -> Path:

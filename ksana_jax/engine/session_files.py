@@ -37,7 +37,7 @@ class SessionError(ValueError):
     """A session cannot be saved or restored; the message is one line with the reason."""
 
 
-class Part(NamedTuple):
+class SessionPart(NamedTuple):
     """The cached state after the first num_tokens tokens of a text: m of a session's blocks, in Gk groups of layers.
 
     places, starts, groups: [m] int32, indices of the blocks, the cache positions where they begin, and their groups.
@@ -61,7 +61,7 @@ class Session(NamedTuple):
     token_ids: np.ndarray
     num_context: int
     salt: str
-    parts: list[Part]
+    parts: list[SessionPart]
     blocks: np.ndarray
 
 
@@ -173,7 +173,7 @@ def _session(facts: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layout
             raise ValueError(f"part {number} has {tokens:,} tokens, {len(evicted)} numbers of evicted ones")
         if len({*map(len, (places, starts, groups, *distinct))}) > 1 or (starts % layout.block_size).any():
             raise ValueError(f"part {number} has blocks of which not each has its own place in the text")
-        parts.append(Part(tokens, places, starts, groups, evicted))
+        parts.append(SessionPart(tokens, places, starts, groups, evicted))
     blocks = np.empty((count, layout.block_bytes), np.uint8)
     for leaf, values in zip(layout.leaves, layout.split(blocks).values(), strict=True):
         values[:] = tensors[_LEAF + leaf.name].view(leaf.dtype)

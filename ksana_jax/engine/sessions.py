@@ -18,7 +18,7 @@ from ksana_jax.core.files import path_problem
 from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.engine import Engine
-from ksana_jax.engine.session_files import Part, Session, SessionError, read_session, write_session
+from ksana_jax.engine.session_files import Session, SessionError, SessionPart, read_session, write_session
 from ksana_jax.kv.prefix_cache import Hit
 from ksana_jax.kv.state import HeldBlocks, KVState
 from ksana_jax.kv.tier import DEVICE, HOST, Node
@@ -155,10 +155,10 @@ def _read(engine: Engine, nodes: list[Node]) -> np.ndarray:
     return blocks
 
 
-def _part(hit: Hit, places: Mapping[Node, int]) -> Part:
+def _part(hit: Hit, places: Mapping[Node, int]) -> SessionPart:
     found, groups = [places[node] for node in hit.nodes], [node.group for node in hit.nodes]
     evicted = hit.num_evicted if hit.snapshot else ()
-    return Part(hit.num_tokens, *(np.array(values, np.int32) for values in (found, hit.starts, groups, evicted)))
+    return SessionPart(hit.num_tokens, *(np.array(values, np.int32) for values in (found, hit.starts, groups, evicted)))
 
 
 def _waiting(engine: Engine, request: RequestOutput | str) -> Sequence:
@@ -198,7 +198,7 @@ def _restore(engine: Engine, session: Session, folder: Path) -> None:
     device.release(ids)
 
 
-def _keep(engine: Engine, state: KVState, session: Session, part: Part, ids: np.ndarray) -> None:
+def _keep(engine: Engine, state: KVState, session: Session, part: SessionPart, ids: np.ndarray) -> None:
     """Caches the blocks of a part; content that is cached already stays where it is."""
     prefixes, token_ids = engine.memory.prefixes, session.token_ids[: part.num_tokens]
     if len(part.num_evicted):

@@ -118,7 +118,7 @@ def read_decisions(path: Path) -> Recording:
     found = read(path)
     created: set[str] = set()
     if not found.header.get("decisions"):
-        raise ConfigError(f"{found.path} has times without decisions: `ksana trace --record` records both")
+        raise ConfigError(f"{found.path} has times without decisions: `ksana trace run --record` records both")
     for number, event in enumerate((found.header, *found.events), 1):
         if (kind := event["event"]) not in _NEEDED:
             raise ConfigError(f"{found.path}, line {number:,}: recordings have no event {checks.shown(kind)}")

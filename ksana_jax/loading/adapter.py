@@ -26,7 +26,7 @@ from ksana_jax.loading.find import usual_name
 from ksana_jax.loading.load import all_finite, array_dtype
 from ksana_jax.loading.tensor_files import SafetensorsTensor, read_header
 from ksana_jax.loading.views import sources_of
-from ksana_jax.models.adapted import Change, LayerAdapter, adaptable
+from ksana_jax.models.adapted import AdapterWeights, LayerAdapter, adaptable
 from ksana_jax.models.params import is_shape, param_shapes
 
 logger = logging.getLogger("ksana_jax")
@@ -92,7 +92,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
         raise LoadError(f"{folder / WEIGHTS} is missing or not a file")
     tensors, modules = read_header(folder / WEIGHTS), modules_of(config)
     ranks, alphas = (_patterns(settings, name, source) for name in ("rank_pattern", "alpha_pattern"))
-    layers: list[dict[str, Change]] = [{} for _ in config.layers]
+    layers: list[dict[str, AdapterWeights]] = [{} for _ in config.layers]
     lengths: list[dict[str, np.ndarray]] = [{} for _ in config.layers]
     has_lengths, largest, adapted = bool(settings.get("use_dora")), 0, []
     for name, found in _found(tensors, config, modules, has_lengths):
@@ -104,7 +104,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
         low, high = _values(a, 1.0, dtype), _values(b, scale, dtype)
         of_rows = _values(found[_LENGTHS], 1.0, "f32").reshape(-1) if has_lengths else None
         for layer, field, rows in module.fields:
-            layers[layer][field] = Change(low, high if rows is None else high[rows])
+            layers[layer][field] = AdapterWeights(low, high if rows is None else high[rows])
             if of_rows is not None:
                 lengths[layer][field] = of_rows if rows is None else of_rows[rows]
         largest = max(largest, rank)
@@ -285,7 +285,7 @@ def _digest(layers: Sequence[Mapping[str, Any]]) -> str:
     digest = hashlib.sha256()
     for index, layer in enumerate(layers):
         for field, held in sorted(layer.items()):
-            for values in (held.a, held.b) if isinstance(held, Change) else (held,):
+            for values in (held.a, held.b) if isinstance(held, AdapterWeights) else (held,):
                 digest.update(f"{index} {field} {values.shape} {values.dtype} ".encode())
                 digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()

@@ -1,32 +1,32 @@
-"""The researcher's room: methods that plug into the engine, one file a paper. `SEAMS` lists all that can be plugged in.
+"""Methods that plug into the engine, one file a paper. `EXTENSION_POINTS` lists the interfaces they implement.
 
-A method's port (its interface) and registry stay in the room that uses them, so that a method can be added from
-outside the package too: `ksana_jax.extend` exports the ports.
+A method's interface and registry are in the package that uses them, so that a method can be added from outside too:
+`ksana_jax.extend` exports the interfaces.
 """
 
 from typing import NamedTuple
 
 
-class Seam(NamedTuple):
-    """A place where methods plug in.
+class ExtensionPoint(NamedTuple):
+    """An interface that methods implement.
 
-    setting: its selecting setting. port: the class or function type to implement. registry: "module:NAME" of entries.
+    setting: the setting that selects one. interface: the class or function type. registry: "module:NAME" of entries.
     """
 
     setting: str
-    port: str
+    interface: str
     registry: str
 
 
-SEAMS = (
-    Seam("kv_eviction", "EvictionMethod", "ksana_jax.kv.eviction:EVICTION_METHODS"),
-    Seam("kv_selection", "SelectionMethod", "ksana_jax.kv.selection:SELECTION_METHODS"),
-    Seam("kv_cache_dtype", "Codec", "ksana_jax.kv.codecs.registry:CODECS"),
-    Seam("kv_cache_dtype", "BlockCodec", "ksana_jax.kv.codecs.registry:BLOCK_CODECS"),
-    Seam("prefix_replacement", "ReplacementPolicy", "ksana_jax.kv.replacement:REPLACEMENT_POLICIES"),
-    Seam("policy", "SchedulingPolicy", "ksana_jax.scheduler.policies:SCHEDULING_POLICIES"),
-    Seam("speculative_config", "SpeculativeMethod", "ksana_jax.scheduler.speculative:PROPOSERS"),
-    Seam("policy of ksana route", "Policy", "ksana_jax.serve.router.policies:POLICIES"),
-    Seam("task", "BaseTask", "ksana_jax.lab.experiments.tasks:TASKS"),
-    Seam("ksana bench", "Bench", "ksana_jax.lab.bench:BENCHES"),
+EXTENSION_POINTS = (
+    ExtensionPoint("kv_eviction", "EvictionMethod", "ksana_jax.kv.eviction:EVICTION_METHODS"),
+    ExtensionPoint("kv_selection", "SelectionMethod", "ksana_jax.kv.selection:SELECTION_METHODS"),
+    ExtensionPoint("kv_cache_dtype", "Codec", "ksana_jax.kv.codecs.registry:CODECS"),
+    ExtensionPoint("kv_cache_dtype", "BlockCodec", "ksana_jax.kv.codecs.registry:BLOCK_CODECS"),
+    ExtensionPoint("prefix_replacement", "ReplacementPolicy", "ksana_jax.kv.replacement:REPLACEMENT_POLICIES"),
+    ExtensionPoint("policy", "SchedulingPolicy", "ksana_jax.scheduler.policies:SCHEDULING_POLICIES"),
+    ExtensionPoint("speculative_config", "SpeculativeMethod", "ksana_jax.scheduler.speculative:PROPOSERS"),
+    ExtensionPoint("policy of ksana route", "Policy", "ksana_jax.serve.router.policies:POLICIES"),
+    ExtensionPoint("task", "BaseTask", "ksana_jax.lab.experiments.tasks:TASKS"),
+    ExtensionPoint("ksana bench", "Bench", "ksana_jax.lab.bench:BENCHES"),
 )

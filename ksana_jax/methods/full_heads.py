@@ -17,12 +17,12 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.statistics import read_statistics
 
 KIND = "duoattention"
-# For each layer its heads, counted from 0; or fields of `Chosen`.
+# For each layer its heads, counted from 0; or fields of `ChosenHeads`.
 FullHeads: TypeAlias = Sequence[Sequence[int]] | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class ChosenHeads:
     """Chooses a share of a model's kv heads, in all layers together.
 
     Args:
@@ -63,10 +63,10 @@ def read_full_heads(given: FullHeads, num_layers: int, num_kv_heads: int) -> lis
       ConfigError: it names no heads of a model of this shape.
     """
     if isinstance(given, Mapping):
-        known = [field.name for field in dataclasses.fields(Chosen)]
+        known = [field.name for field in dataclasses.fields(ChosenHeads)]
         if unknown := [name for name in given if name not in known]:
             raise ConfigError(f"pattern.full_heads has no field {unknown[0]!r}, only {', '.join(known)}")
-        return Chosen(**given).heads(num_layers, num_kv_heads)
+        return ChosenHeads(**given).heads(num_layers, num_kv_heads)
     if not isinstance(given, (list, tuple)) or len(given) != num_layers:
         raise ConfigError(
             f"pattern.full_heads is {given!r:.60}, must be a list with the kv heads of each of {num_layers} layers, or "

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.core.plugins import nearest
-from ksana_jax.methods.full_heads import Chosen, read_full_heads
+from ksana_jax.methods.full_heads import ChosenHeads, read_full_heads
 
 # The field of a pattern that names kv heads.
 FULL_HEADS = "full_heads"
@@ -109,5 +109,5 @@ def plain_pattern(given: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     fields, heads = {name: value for name, value in given.items() if name != FULL_HEADS}, given[FULL_HEADS]
     full = read_full_heads(heads, model.num_layers, model.num_kv_heads)
     if isinstance(heads, Mapping):
-        full = dataclasses.asdict(Chosen(**heads))
+        full = dataclasses.asdict(ChosenHeads(**heads))
     return dataclasses.asdict(read_pattern(fields)) | {FULL_HEADS: full}

@@ -26,7 +26,7 @@ from ksana_jax.native.adapters import RANK
 from ksana_jax.native.shapes import PANEL
 
 
-class Change(NamedTuple):
+class AdapterWeights(NamedTuple):
     """An adapter's change of a matrix W [out, in]: W x becomes (1 + gain) * (W x) + B A x, row by row."""
 
     a: np.ndarray  # [r, in]
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 # The changes of one adapter in one layer, by field of LayerParams.
-LayerAdapter = Mapping[str, Change]
+LayerAdapter = Mapping[str, AdapterWeights]
 
 
 @flax.struct.dataclass
@@ -193,7 +193,7 @@ def with_lengths(
             if part in lengths:
                 a, b, _ = adapter[part]
                 factor = lengths[part] / np.asarray(_row_lengths(base[start:end], a, b))
-                changed[part] = Change(a, (b * factor[:, None]).astype(b.dtype), factor - 1)
+                changed[part] = AdapterWeights(a, (b * factor[:, None]).astype(b.dtype), factor - 1)
             start = end
     return changed
 
@@ -220,7 +220,7 @@ def _parts(p: LayerParams, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tu
             yield name, parts
 
 
-def _padded(change: Change | None, shape: tuple[int, int], rank: int, dtype) -> tuple[np.ndarray, ...]:
+def _padded(change: AdapterWeights | None, shape: tuple[int, int], rank: int, dtype) -> tuple[np.ndarray, ...]:
     a, b, gain = np.zeros((rank, shape[1]), dtype), np.zeros((shape[0], rank), dtype), np.zeros(shape[0], np.float32)
     if change is not None:
         a[: len(change.a)], b[:, : len(change.a)] = change.a, change.b

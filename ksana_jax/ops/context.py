@@ -9,7 +9,7 @@ import jax
 from ksana_jax.core.patterns import PatternArrays
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.models.rope import Rope
-from ksana_jax.ops.observation import Observer
+from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 
 
@@ -35,7 +35,7 @@ class AttentionContext(NamedTuple):
     num_repositioned_sinks: int
     soft_cap: float | None = None
     sink_logits: jax.Array | None = None
-    observer: Observer | None = None
+    observer: AttentionObserver | None = None
     residual: tuple[tuple[int, StepArrays], tuple[int, StepArrays]] | None = None
     features: Features = ALL_FEATURES
     alibi: jax.Array | None = None

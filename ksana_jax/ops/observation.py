@@ -12,7 +12,7 @@ from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod, Observation
 
 
-class Observer(NamedTuple):
+class AttentionObserver(NamedTuple):
     """Makes attention in a layer return the weights that slots receive, for an eviction method.
 
     Layers with an observer attend to all of their text: no pattern, no shared prefix.
@@ -65,7 +65,9 @@ class Pieces(NamedTuple):
     features: Features
 
 
-def observed_mass(observer: Observer, queries: ObservedQueries, scores_of: Callable, pieces: Pieces) -> jax.Array:
+def observed_mass(
+    observer: AttentionObserver, queries: ObservedQueries, scores_of: Callable, pieces: Pieces
+) -> jax.Array:
     """Returns the weight [S, K, pieces.most * pieces.num_tokens] of each slot, the sum or the largest of the queries of
     a tile and the query heads of a kv head, in float32.
 

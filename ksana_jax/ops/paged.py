@@ -15,7 +15,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
-from ksana_jax.ops.observation import Observer
+from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.row_state import entered, scored
 from ksana_jax.ops.selection import attend_selected, summarise
@@ -41,7 +41,7 @@ class PagedLayer(NamedTuple):
     pattern: PatternArrays
     sink_logits: jax.Array | None
     alibi: jax.Array | None
-    observer: Observer | None
+    observer: AttentionObserver | None
     at: Any
     batch: StepArrays
     residual: Any

@@ -14,7 +14,7 @@ T = TypeVar("T")
 logger = logging.getLogger("ksana_jax")
 
 
-class Observer(Protocol):
+class CompilationObserver(Protocol):
     """Sees every function that is compiled in this process, in the thread that compiles it."""
 
     def lowered(self, lowered: Any, jaxpr: Any) -> None:
@@ -27,7 +27,7 @@ class Observer(Protocol):
 
 
 # Empty without a trace: see `ksana_jax.lab.trace`.
-observers: list[Observer] = []
+observers: list[CompilationObserver] = []
 # Called by `compile_all` with the number of the function that it waits for, from 1, and of all.
 watchers: list[Callable[[int, int], None]] = []
 

@@ -23,7 +23,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, run_layers, sink_logits
 from ksana_jax.ops.by_head import attend_by_head
 from ksana_jax.ops.implementations import Implementation
-from ksana_jax.ops.observation import Observer
+from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.paged import PagedLayer, paged_attend
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.packing import Packing
@@ -71,10 +71,10 @@ class Network:
         numbers = range(layers.start * each, layers.stop * each)
         return [(self.places[n], residual[n] if residual else None, n) for n in numbers]
 
-    def observer(self, kind: int, layer: Any) -> Observer | None:
+    def observer(self, kind: int, layer: Any) -> AttentionObserver | None:
         """Returns the observer of a layer, whose index may be traced."""
         own_kv = self.config.layers[kind].attention.own_kv
-        return None if (method := self.observers[kind]) is None else Observer(method, layer, own_kv)
+        return None if (method := self.observers[kind]) is None else AttentionObserver(method, layer, own_kv)
 
     @property
     def rope_kinds(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import command, core
-from ksana_jax.lab.bench.core import Absent, Bench, Case, option
+from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option
 from ksana_jax.lab.bench.machine import Compilations, Load
 from ksana_jax.lab.experiments.report import read_report
 from ksana_jax.lab.experiments.tasks.results import Column
@@ -42,7 +42,7 @@ class Missing(Toy):
 
     def measure(self, case):
         if case.point["size"] == 2:
-            raise Absent("size 2 is not here: make it")
+            raise Unavailable("size 2 is not here: make it")
         return super().measure(case)
 
 

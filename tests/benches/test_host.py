@@ -8,7 +8,7 @@ from experiments.benches import host, host_engine
 from experiments.benches.host import EVICTING, OURS, VLLM, Host
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import command, core
-from ksana_jax.lab.bench.core import Absent
+from ksana_jax.lab.bench.core import Unavailable
 
 
 def test_results_are_json_in_the_last_line(capsys):
@@ -76,7 +76,7 @@ def test_the_scheduler_of_vllm_is_asked_for_the_same_steps(monkeypatch):
 
         def __init__(self, spec, environment, model):
             if str(environment) == "none":
-                raise Absent("absent: make it")
+                raise Unavailable("absent: make it")
 
         def ask(self, call, **arguments):
             asked.append((call, arguments))

@@ -11,7 +11,7 @@ from experiments.benches.peer_process import PeerProcess
 from experiments.benches.peers import PEERS, PeerSpec
 from experiments.benches.throughput import Throughput
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.bench.core import Absent
+from ksana_jax.lab.bench.core import Unavailable
 from ksana_jax.lab.bench.throughput import BOUND, OURS, STEPS
 from tests.benches.fakes import rows_of
 
@@ -39,7 +39,7 @@ class FakePeer:
 
     def generate(self, prompts, lengths):
         if self.spec.script == "of_vllm":
-            raise Absent("failed: no")
+            raise Unavailable("failed: no")
         return 4.0, [[1], [2]]
 
     def close(self):
@@ -143,10 +143,10 @@ def test_a_peer_answers_over_pipes_and_its_failures_are_told(environment):
     peer = PeerProcess(spec, environment, model="m", rows=2)
     seconds, tokens = peer.generate([[1, 2], [3]], [2, 3])
     assert (peer.versions, tokens) == ("toy 2", [[2, 2], [3, 3, 3]]) and 0 <= seconds < 10
-    with pytest.raises(Absent, match="failed, its process ended: too many"):
+    with pytest.raises(Unavailable, match="failed, its process ended: too many"):
         peer.generate([[1]] * 3, [1] * 3)
     peer.close()
-    with pytest.raises(Absent, match="failed: ValueError: no such model"):
+    with pytest.raises(Unavailable, match="failed: ValueError: no such model"):
         PeerProcess(spec, environment, model="bad", rows=2)
-    with pytest.raises(Absent, match="has no no_such_package: `make peers` installs it"):
+    with pytest.raises(Unavailable, match="has no no_such_package: `make peers` installs it"):
         PeerProcess(spec._replace(package="no_such_package"), environment, model="m", rows=2)

@@ -9,7 +9,16 @@ import pytest
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import scheduling
 from ksana_jax.lab.bench.core import Case
-from ksana_jax.lab.bench.scheduling import ALONE, AT_ONCE, ITERATION, METHODS, PADDED, REQUEST, Job, Scheduling
+from ksana_jax.lab.bench.scheduling import (
+    ALONE,
+    AT_ONCE,
+    ITERATION,
+    METHODS,
+    PADDED,
+    REQUEST,
+    Scheduling,
+    SimulatedRequest,
+)
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 
 
@@ -43,7 +52,7 @@ class SecondLongSteps:
 
 def serve(method, outputs, arrivals, rows=2):
     engine = SecondLongSteps(rows)
-    jobs = [Job(np.arange(3 + i), m, a) for i, (m, a) in enumerate(zip(outputs, arrivals, strict=True))]
+    jobs = [SimulatedRequest(np.arange(3 + i), m, a) for i, (m, a) in enumerate(zip(outputs, arrivals, strict=True))]
     return scheduling.serve(engine, jobs, method, rows, engine.clock), engine
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import command, core, serving
-from ksana_jax.lab.bench.serving import AT_ONCE, Serving
+from ksana_jax.lab.bench.serving import AT_ONCE, ServingBench
 from ksana_jax.lab.bench.serving_load import Arriving, RequestFailed, send_all
 from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, events
 from ksana_jax.lab.experiments.tasks.results import of_metric
@@ -244,7 +244,7 @@ def test_what_a_server_refuses_is_said_before_anything_is_sent(key, model, messa
 
 
 def test_a_server_that_is_not_there_is_one_error():
-    bench = Serving(url="http://127.0.0.1:9", requests=1)
+    bench = ServingBench(url="http://127.0.0.1:9", requests=1)
     with pytest.raises(ConfigError, match=r"GET http://127\.0\.0\.1:9/v1/models: Cannot connect"):
         core.run(bench, 1)
 
@@ -253,12 +253,12 @@ def test_a_server_that_is_not_there_is_one_error():
 
 
 @dataclasses.dataclass
-class Faked(Serving):
+class Faked(ServingBench):
     """Measures a target that answers at once."""
 
     def _open_engine(self):
         self.target = Slow()
-        return serving.About("fake", VOCAB, 256)
+        return serving.ServedModel("fake", VOCAB, 256)
 
 
 def test_every_rate_has_the_same_requests_with_other_texts():
@@ -290,14 +290,14 @@ def test_a_seed_repeats_a_run_and_none_gives_a_new_one():
 
 def test_the_option_goes_before_the_workload_and_100_requests_after_both():
     own = "{kind: synthetic, num_requests: 7}"
-    assert [Serving(workload=own, requests=n)._settings().num_requests for n in (None, 3)] == [7, 3]
-    assert Serving()._settings().num_requests == Serving(workload="orca")._settings().num_requests == 100
+    assert [ServingBench(workload=own, requests=n)._settings().num_requests for n in (None, 3)] == [7, 3]
+    assert ServingBench()._settings().num_requests == ServingBench(workload="orca")._settings().num_requests == 100
 
 
 def test_burstiness_is_the_shape_of_the_gaps():
-    assert Serving(burstiness=0.25)._settings().cv == 2.0
+    assert ServingBench(burstiness=0.25)._settings().cv == 2.0
     with pytest.raises(ConfigError, match="'azure' has no setting 'cv'"):
-        Serving(workload="{kind: azure, path: x}", burstiness=1.0).cases()
+        ServingBench(workload="{kind: azure, path: x}", burstiness=1.0).cases()
 
 
 @pytest.mark.parametrize("rate", ["50", "inf"])
@@ -361,7 +361,7 @@ def test_a_request_is_not_sent_on_a_connection_that_the_server_has_closed():
 def test_a_server_of_ours_gives_every_token_that_is_asked_for():
     served = pytest.importorskip("tests.serve.server.serving")
     with served.serving() as server:
-        bench = Serving(url=f"http://127.0.0.1:{server.port}", workload=SHORT, requests=8, rate="200", seed=1)
+        bench = ServingBench(url=f"http://127.0.0.1:{server.port}", workload=SHORT, requests=8, rate="200", seed=1)
         records, _ = core.run(bench, 1)
         [row] = command.report_of(bench, records).rows
         [turn] = of_metric([row], "repetition")
@@ -393,7 +393,7 @@ def test_an_engine_in_this_process_gives_every_token_and_names_what_it_refuses()
 @pytest.mark.soak
 def test_an_engine_of_its_own_is_measured(tmp_path):
     lengths, engine = "{kind: synthetic, prompt: 16, output: 4}", {"max_num_seqs": 2, "max_model_len": 32}
-    bench = Serving(requests=6, rate="20", workload=lengths, engine=engine)
+    bench = ServingBench(requests=6, rate="20", workload=lengths, engine=engine)
     made = command.run_and_show(bench, repeats=1, out=tmp_path, as_json=True)
     [row] = made.rows
     assert row.mean("num_finished") == 6 and row.mean("num_output_tokens") == 24 and row.mean("ttft_p50_s") > 0

@@ -5,7 +5,7 @@ import pytest
 from experiments.benches.tokens_in_forward import STEPS, TokensInForward, fit, flop_per_token
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench.core import Absent, Case
+from ksana_jax.lab.bench.core import Case, Unavailable
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 from tests.engine import small
 
@@ -42,7 +42,7 @@ def test_all_rows_of_a_step_start_together_from_cached_prompts():
 def test_prompts_that_are_not_cached_are_not_measured():
     bench = TokensInForward(tokens=(2,), context=16, models={"tiny": "any"})
     bench.llms = {"tiny": small.make_llm(block_size=16, num_blocks=16, enable_prefix_caching=True)}
-    with pytest.raises(Absent, match="2 rows of 16 tokens do not fit the pool of 16 blocks"):
+    with pytest.raises(Unavailable, match="2 rows of 16 tokens do not fit the pool of 16 blocks"):
         bench.measure(Case("tiny", {"tokens": 2}))
 
 

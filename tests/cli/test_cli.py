@@ -36,7 +36,7 @@ def test_help_takes_less_than_half_a_second_of_cpu():
     assert done.returncode == 0
     # The least of several: a processor that two threads share takes up to twice the time.
     assert any(cpu_seconds_of_help() < 0.5 for _ in range(8))
-    for command in ("run", "report", "compare", "inspect", "generate", "plan", "doctor", "bench"):
+    for command in ("run", "report", "compare", "list", "trace", "generate", "plan", "doctor", "bench"):
         assert command in done.stdout
 
 

@@ -24,7 +24,7 @@ def test_shipped_files_are_found_by_name_and_by_their_path_in_the_repository(tmp
     for name in ("bench-s", "configs/models/bench-s"):
         assert shipped.shipped_model(name) == model_path(name) == ROOT / "configs" / "models" / "bench-s"
     assert (model_path("ksana-tiny") / "model.safetensors").is_file()
-    assert {"quickstart", "sink_window"} <= set(shipped.experiment_names())
+    assert {"quickstart", "sink_window"} <= shipped.experiments().keys()
     assert {"ksana-tiny", "bench-s"} <= set(shipped.model_names())
 
 

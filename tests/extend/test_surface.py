@@ -22,7 +22,7 @@ def parameters(function):
 def surface():
     """Returns what an implementation can see of each port."""
     found = {}
-    for name in sorted(set(extend.__all__) - {"SEAMS", "VERSION", "Seam"}):
+    for name in sorted(set(extend.__all__) - {"EXTENSION_POINTS", "VERSION", "ExtensionPoint"}):
         port = getattr(extend, name)
         if not isinstance(port, type) or port is dict:
             found[name] = str(port)
@@ -47,9 +47,9 @@ def test_ports_are_those_of_their_version():
 
 
 def test_seams_name_ports_and_registries_that_exist():
-    for seam in extend.SEAMS:
-        module, name = seam.registry.split(":")
-        assert len(getattr(import_module(module), name)) >= 1 and hasattr(extend, seam.port)
+    for point in extend.EXTENSION_POINTS:
+        module, name = point.registry.split(":")
+        assert len(getattr(import_module(module), name)) >= 1 and hasattr(extend, point.interface)
     assert set(extend.__all__) <= set(dir(extend))
 
 

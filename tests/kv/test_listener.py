@@ -6,7 +6,7 @@ import pytest
 
 from ksana_jax.kv.tier import DEVICE, HOST
 from tests.fakes import asking, make_engine, prompt_of, run
-from tests.lives import live_a_life
+from tests.random_simulations import simulate
 from tests.simulation import Simulation
 
 
@@ -41,7 +41,7 @@ class Mirror:
 
 
 class Listening(Simulation):
-    """A life with a listener."""
+    """A simulation with a listener."""
 
     num_heard = 0
 
@@ -63,13 +63,13 @@ class Listening(Simulation):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_heard_in_a_life_is_what_the_tiers_have(seed):
-    live_a_life(random.Random(seed), num_steps=40, kind=Listening)
+    simulate(random.Random(seed), num_steps=40, kind=Listening)
 
 
 def test_these_lives_store_drop_and_clear():
-    lives = [live_a_life(random.Random(seed), num_steps=40, kind=Listening) for seed in range(12)]
-    assert sum(life.num_heard for life in lives) > 100
-    seen = sum((life.seen for life in lives[1:]), start=lives[0].seen)
+    runs = [simulate(random.Random(seed), num_steps=40, kind=Listening) for seed in range(12)]
+    assert sum(run.num_heard for run in runs) > 100
+    seen = sum((run.seen for run in runs[1:]), start=runs[0].seen)
     assert seen["failed steps"] and seen["replaced"] and seen["replaced_host"]
 
 

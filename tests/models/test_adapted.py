@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.loading.config_json import load_config
-from ksana_jax.models.adapted import Change, adaptable, bound, with_lengths, with_slots, write_slot
+from ksana_jax.models.adapted import AdapterWeights, adaptable, bound, with_lengths, with_slots, write_slot
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import linear
 from ksana_jax.models.params import init_params
@@ -47,8 +47,8 @@ def test_tokens_with_lengths_with_a_plain_adapter_and_with_none_share_a_product(
     shapes = adaptable(CONFIG)[0]
     params = with_slots(init_params(CONFIG), CONFIG, 2, 4, linear, jnp.asarray)
     layer = params.layers[0].replace(w_q=dataclasses.replace(params.layers[0].w_q, base=FORMS[form]))
-    plain = {"w_q": Change(a[1], b[1])}
-    long = with_lengths(layer, shapes, {"w_q": Change(a[0], b[0])}, {"w_q": lengths}, numbers)
+    plain = {"w_q": AdapterWeights(a[1], b[1])}
+    long = with_lengths(layer, shapes, {"w_q": AdapterWeights(a[0], b[0])}, {"w_q": lengths}, numbers)
     layer = write_slot(write_slot(layer, shapes, 1, long), shapes, 0, plain)
 
     found = bound(layer, jnp.array([1, 0, -1])).w_q.multiply(x, jnp.asarray(bias))
@@ -77,7 +77,7 @@ def test_packed_products_add_the_adapter_of_each_row(form, dtype):
     layer, changes = params.layers[0], []
     for slot in range(3):
         a, b = rng.standard_normal((rank - slot, WIDTH)), rng.standard_normal((ROWS, rank - slot))
-        changes.append(Change(a.astype(dtype), b.astype(dtype), rng.random(ROWS)))
+        changes.append(AdapterWeights(a.astype(dtype), b.astype(dtype), rng.random(ROWS)))
         layer = write_slot(layer, shapes, slot, {"w_q": changes[slot]})
     slots, x = rng.integers(-1, 3, num_rows), jnp.asarray(rng.standard_normal((num_rows, WIDTH)), dtype)
     slots[40:80] = 1

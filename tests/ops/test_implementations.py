@@ -25,7 +25,7 @@ from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
 from ksana_jax.ops.kernels import Kernels, unsupported
 from ksana_jax.ops.kv_write import Queries, write
 from ksana_jax.ops.native_kernels import NATIVE
-from ksana_jax.ops.observation import Observer
+from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
 from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
@@ -216,7 +216,14 @@ def test_kernels_return_the_weights_that_an_eviction_method_adds_up(method):
         batch = batch._replace(query_numbers=numbers.astype(jnp.float32))
     pattern = jax.tree.map(jnp.asarray, PATTERNS["full"].arrays())
     context = AttentionContext(
-        1, batch, shape, pattern, make_rope(RopeConfig(), H), 0, sink_logits=jnp.ones(N), observer=Observer(method, 1)
+        1,
+        batch,
+        shape,
+        pattern,
+        make_rope(RopeConfig(), H),
+        0,
+        sink_logits=jnp.ones(N),
+        observer=AttentionObserver(method, 1),
     )
     got = REFERENCE.attend(Queries(q, None), cache, context, None)
     expected = ragged_paged_attention(Queries(q, None), cache, context)

@@ -1,6 +1,7 @@
 """A field added to attention patterns is refused by kernels that do not read it; the XLA reference takes over."""
 
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,13 @@ def one_more_field(monkeypatch):
     monkeypatch.setattr(patterns, "PatternArrays", ChunkedArrays)
 
 
-def gpu(compute_capability: str):
-    return types.SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+class GPU(NamedTuple):
+    compute_capability: str
+    platform: str = "gpu"
 
 
 def needs_on(compute_capability: str) -> Requirements:
-    return Requirements.of(LLAMA, LAYOUT, device=gpu(compute_capability))
+    return Requirements.of(LLAMA, LAYOUT, device=GPU(compute_capability))
 
 
 @pytest.mark.parametrize("capability", ["9.0", "8.0"])
@@ -78,11 +80,11 @@ def runner_on(device, attend: str = "auto") -> Runner:
 
 
 def test_an_engine_on_a_gpu_leaves_its_kernels_for_a_pattern_that_they_do_not_read(monkeypatch):
-    assert runner_on(gpu("9.0")).implementation.name == "hopper"
+    assert runner_on(GPU("9.0")).implementation.name == "hopper"
     monkeypatch.setattr(patterns, "PatternArrays", ChunkedArrays)
-    assert runner_on(gpu("9.0")).implementation.name == "xla"
+    assert runner_on(GPU("9.0")).implementation.name == "xla"
     with pytest.raises(ValueError, match=REASON):
-        runner_on(gpu("9.0"), "hopper")
+        runner_on(GPU("9.0"), "hopper")
 
 
 def test_doctor_says_why_the_kernels_are_not_used(one_more_field, monkeypatch):

@@ -21,7 +21,7 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.engine.settings import engine_config
 from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, default_path, serving_pairs
 from ksana_jax.lab.align import scores
-from ksana_jax.lab.align.command import Texts, draw_prompts, side_settings
+from ksana_jax.lab.align.command import TextSet, draw_prompts, side_settings
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.lab.bench.machine import Load
 from ksana_jax.lab.experiments.asking import forced
@@ -112,7 +112,7 @@ def measure(
     return sorted(found, key=lambda m: list(engines).index(m.pair))
 
 
-def choose(given: str, model: str, texts: Texts, stored: Scores | None, reference_name: str) -> Verdict:
+def choose(given: str, model: str, texts: TextSet, stored: Scores | None, reference_name: str) -> Verdict:
     """Opens an engine for each pair of implementations that serves some settings, and measures them.
 
     Args:
@@ -162,7 +162,7 @@ def choose(given: str, model: str, texts: Texts, stored: Scores | None, referenc
     return Verdict(conditions_of(model_config, config), name, reference_name, num_tokens, load.read(), tuple(measured))
 
 
-def _texts_of(stored: Scores) -> Texts:
+def _texts_of(stored: Scores) -> TextSet:
     """Returns the sizes of the texts of a file.
 
     Raises:
@@ -174,10 +174,10 @@ def _texts_of(stored: Scores) -> Texts:
             f"texts of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs one "
             "number above 0"
         )
-    return Texts(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
+    return TextSet(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
 
 
-def choose_and_show(given: str, stored: str | None, model: str, texts: Texts, out: Path | None, as_json: bool) -> int:
+def choose_and_show(given: str, stored: str | None, model: str, texts: TextSet, out: Path | None, as_json: bool) -> int:
     """Measures, writes a verdict and prints it; returns the exit code."""
     from rich.console import Console
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OPERATOR_TOKENS = 32
 
 
-class Texts(NamedTuple):
+class TextSet(NamedTuple):
     """Prompts to continue: number, length, tokens to generate, and the seed that draws them."""
 
     num_prompts: int
@@ -61,14 +61,14 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
     return settings.pop("model", model), settings
 
 
-def draw_prompts(llm: LLM, texts: Texts) -> list[list[int]]:
+def draw_prompts(llm: LLM, texts: TextSet) -> list[list[int]]:
     """Cuts held-out texts into prompts; draws random tokens for a model without a tokenizer."""
     from ksana_jax.lab.experiments.texts import prompts_for
 
     return prompts_for(llm, [], texts.num_prompts, texts.prompt_tokens, texts.seed)
 
 
-def align(a: LLM | Scores, b: LLM | Scores, texts: Texts) -> dict[str, Any]:
+def align(a: LLM | Scores, b: LLM | Scores, texts: TextSet) -> dict[str, Any]:
     """Compares two sides on the same texts: a file's if a side is one, otherwise `a`'s output.
 
     Returns:
@@ -146,7 +146,7 @@ def operator_rows(operators: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def align_and_show(
-    a: str, b: str | None, model: str, texts: Texts, out: Path | None, threshold: float | None, as_json: bool
+    a: str, b: str | None, model: str, texts: TextSet, out: Path | None, threshold: float | None, as_json: bool
 ) -> int:
     """Compares two sides, or writes the log-probabilities of one; returns the exit code, see `cli.aligning`."""
     from rich.console import Console

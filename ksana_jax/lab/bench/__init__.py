@@ -7,5 +7,5 @@ BENCHES: dict[str, str] = {
     "throughput": "ksana_jax.lab.bench.throughput:Throughput",
     "latency": "ksana_jax.lab.bench.latency:Latency",
     "scheduling": "ksana_jax.lab.bench.scheduling:Scheduling",
-    "serving": "ksana_jax.lab.bench.serving:Serving",
+    "serving": "ksana_jax.lab.bench.serving:ServingBench",
 }

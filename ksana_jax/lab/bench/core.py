@@ -34,7 +34,7 @@ def option(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-class Absent(Exception):
+class Unavailable(Exception):
     """The subject of a case is not installed; the message names it, and says how to get it."""
 
 
@@ -82,7 +82,7 @@ class Bench(Results):
         """Measures a case once; returns plain values by key: times in seconds, `_s`, or rates, `_per_s`.
 
         Raises:
-          Absent: it cannot be measured here.
+          Unavailable: it cannot be measured here.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither measure nor turn")
 
@@ -220,7 +220,7 @@ def _turn(bench: Bench, cases: Sequence[Case], absent: dict[str, str]) -> Iterat
                 left = left[left.index(case) + 1 :]
                 yield case, found
             return
-        except Absent as error:
+        except Unavailable as error:
             absent[left.pop(0).name] = str(error)
 
 

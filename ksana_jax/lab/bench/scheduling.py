@@ -33,7 +33,7 @@ ALONE, AT_ONCE = "one at a time", "all at once"
 LIMITS = (1.25, 1.5, 2.0, 3.0, 5.0)
 
 
-class Job(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """A request: its prompt, number of output tokens, and arrival in seconds."""
 
     prompt: np.ndarray
@@ -108,7 +108,7 @@ class Scheduling(Bench):
             found["packing"] = packing([job.num_output for job in jobs], self.rows)
         return found
 
-    def jobs(self, rate: float) -> list[Job]:
+    def jobs(self, rate: float) -> list[SimulatedRequest]:
         """Returns the requests, with exponential gaps of mean 1 / rate; rates differ in the gaps only."""
         import numpy as np
 
@@ -118,7 +118,7 @@ class Scheduling(Bench):
         arrivals = np.cumsum(rng.exponential(1.0, self.requests)) / rate
         vocab_size = self.llm.model_config.vocab_size
         drawn = zip(prompts, outputs, arrivals, strict=True)
-        return [Job(rng.integers(3, vocab_size, n, np.int32), int(m), float(a)) for n, m, a in drawn]
+        return [SimulatedRequest(rng.integers(3, vocab_size, n, np.int32), int(m), float(a)) for n, m, a in drawn]
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         return [
@@ -183,7 +183,11 @@ class Scheduling(Bench):
 
 
 def serve(
-    engine: Engine, jobs: Sequence[Job], method: str, rows: int, clock: Callable[[], float] = time.perf_counter
+    engine: Engine,
+    jobs: Sequence[SimulatedRequest],
+    method: str,
+    rows: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Serves jobs that arrive in order; returns the time of each answer, in seconds on the arrivals' clock.
 

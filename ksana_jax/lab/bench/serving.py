@@ -16,14 +16,14 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import make_llm
 from ksana_jax.lab.bench.serving_load import Sent, Target, send_all
-from ksana_jax.lab.bench.serving_targets import About, EngineTarget, HTTPTarget
+from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, ServedModel
 from ksana_jax.lab.experiments.dotted import dotlist
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds, of_metric
 from ksana_jax.serve.server.settings import read_api_keys
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.base import WorkloadSettings
 from ksana_jax.serve.workload.items import Workload
-from ksana_jax.serve.workload.report import Limits, flat, summarise
+from ksana_jax.serve.workload.report import LatencyLimits, flat, summarise
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ _PERCENTS = {"ttft": (50, 90, 99), "tpot": (50, 90, 99), "itl": (99,), "e2e": (5
 
 
 @dataclasses.dataclass
-class Serving(Bench):
+class ServingBench(Bench):
     """Measures latency, throughput and goodput under open-loop load.
 
     Send times are fixed beforehand. With --url requests go to a running server, otherwise to an engine in this process.
@@ -68,7 +68,7 @@ class Serving(Bench):
 
     def title(self) -> str:
         where = self.url or f"an engine of {self.model or MODEL}, {self.dtype}"
-        return f"Serving {self._settings().label} on {where}"
+        return f"ServingBench {self._settings().label} on {where}"
 
     def cases(self) -> list[Case]:
         checks.require(
@@ -83,7 +83,7 @@ class Serving(Bench):
         if self.url is not None and (self.engine is not None or not self.url.startswith(("http://", "https://"))):
             wrong = "must begin with http:// or https://" if self.engine is None else "does not go with --engine"
             raise ConfigError(f"url is {self.url!r:.80}, {wrong}")
-        self.limits = Limits.read(self.slo)
+        self.limits = LatencyLimits.read(self.slo)
         made = self._settings().make(64)
         if self.rate is None:
             return [Case("", {"rate": AT_ONCE if made.rate == np.inf else float(f"{made.rate:.4g}")})]
@@ -114,20 +114,20 @@ class Serving(Bench):
         made = self._made(AT_ONCE)
         self._send(dataclasses.replace(made, items=made.items[:WARM_REQUESTS]))
 
-    async def _open_server(self, url: str) -> About:
+    async def _open_server(self, url: str) -> ServedModel:
         _keep_off_accelerators()
         self.http = HTTPTarget(url, self.api_key_file and read_api_keys(Path(self.api_key_file))[0])
         self.target: Target = self.http
         return await self.http.open(self.model)
 
-    def _open_engine(self) -> About:
+    def _open_engine(self) -> ServedModel:
         from ksana_jax.engine.async_llm import AsyncLLM
 
         llm = make_llm(self.model or MODEL, dtype=self.dtype, seed=self.base_seed, **(self.engine or {}))
         llm.warm_up()
         self.llm = AsyncLLM.around(llm)
         self.target = EngineTarget(self.llm, detokenize=llm.tokenizer is not None)
-        return About(llm.name, llm.model_config.vocab_size, self.llm.max_model_len)
+        return ServedModel(llm.name, llm.model_config.vocab_size, self.llm.max_model_len)
 
     def measure(self, case: Case) -> Measurement:
         workload = self._made(case.point["rate"])

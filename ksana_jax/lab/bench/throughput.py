@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
-from ksana_jax.lab.bench.core import Absent, Bench, Case, option, spread
+from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option, spread
 from ksana_jax.lab.experiments.asking import forced
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
 
@@ -138,7 +138,7 @@ class Throughput(Bench):
         from ksana_jax.lab.bench.bounds import measure_rates, work_of
 
         if self.llms[OURS].model_config.experts is not None:
-            raise Absent("absent, a step reads only the experts that its tokens choose")
+            raise Unavailable("absent, a step reads only the experts that its tokens choose")
         rates = measure_rates(self.dtype)
         llm, read = self.llms[OURS], None
         if self.quantization is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from ksana_jax import LLM
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.evaluation.generation import cut, prompt_room, sampling_params, stop_strings
-from ksana_jax.lab.evaluation.scoring import Part, fitted, max_part_tokens, score, windows
+from ksana_jax.lab.evaluation.scoring import ScoredIds, fitted, max_part_tokens, score, windows
 from ksana_jax.tokenizers import render_chat
 
 try:
@@ -130,7 +130,7 @@ class KsanaLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        parts: list[Part] = []
+        parts: list[ScoredIds] = []
         owners: list[int] = []
         num_split = 0
         texts = [request.args[0] for request in requests]
@@ -178,7 +178,7 @@ class KsanaLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
-    def _score(self, parts: Sequence[Part], disable_tqdm: bool):
+    def _score(self, parts: Sequence[ScoredIds], disable_tqdm: bool):
         with tqdm(total=len(parts), desc="Scoring", disable=disable_tqdm) as bar:
             return score(self.llm, parts, bar.update)
 

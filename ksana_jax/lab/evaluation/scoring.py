@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 1 << 20
 
 
-class Part(NamedTuple):
+class ScoredIds(NamedTuple):
     """Token ids; the last num_scored of them are scored. 0 <= num_scored < len(ids)."""
 
     ids: Sequence[int]
@@ -40,7 +40,7 @@ def max_part_tokens(llm: LLM) -> int:
     return llm.engine.max_model_len - 1
 
 
-def score(llm: LLM, parts: Sequence[Part], on_group: Callable[[int], object] = lambda count: None) -> list[Score]:
+def score(llm: LLM, parts: Sequence[ScoredIds], on_group: Callable[[int], object] = lambda count: None) -> list[Score]:
     """Scores parts of any lengths; the engine batches them.
 
     Args:
@@ -98,7 +98,7 @@ def groups(num_tokens: Sequence[int], limit: int) -> Iterator[list[int]]:
         yield group
 
 
-def fitted(context: Sequence[int], continuation: Sequence[int], max_tokens: int) -> Part:
+def fitted(context: Sequence[int], continuation: Sequence[int], max_tokens: int) -> ScoredIds:
     """Returns context and continuation as a part of at most max_tokens tokens; the context loses its first tokens.
 
     Raises:
@@ -109,18 +109,18 @@ def fitted(context: Sequence[int], continuation: Sequence[int], max_tokens: int)
             f"a continuation has {len(continuation):,} tokens; with a token of context and one of output it needs "
             f"max_model_len {len(continuation) + 2:,}, which is {max_tokens + 1:,}"
         )
-    return Part([*context, *continuation][-max_tokens:], len(continuation))
+    return ScoredIds([*context, *continuation][-max_tokens:], len(continuation))
 
 
-def windows(ids: Sequence[int], max_tokens: int) -> Iterator[Part]:
+def windows(ids: Sequence[int], max_tokens: int) -> Iterator[ScoredIds]:
     """Splits a text for a rolling log-likelihood: one part if it fits, otherwise parts of max_tokens tokens.
 
     Each token after the first is scored once: in later parts after one token of context, in the last part, which is
     filled up from the left, after more. This is the definition of lm-evaluation-harness.
     """
     end = min(max_tokens, len(ids))
-    yield Part(ids[:end], max(end - 1, 0))
+    yield ScoredIds(ids[:end], max(end - 1, 0))
     while end < len(ids):
         count = min(len(ids) - end, max_tokens - 1)
         end += count
-        yield Part(ids[end - max_tokens : end], count)
+        yield ScoredIds(ids[end - max_tokens : end], count)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ksana_jax.core import own_code
 from ksana_jax.core.plugins import name_of
-from ksana_jax.methods import SEAMS
+from ksana_jax.methods import EXTENSION_POINTS
 
 
 def own_digests(config: Mapping[str, Any]) -> dict[str, str]:
@@ -26,9 +26,9 @@ def package_digests(config: Mapping[str, Any]) -> dict[str, str]:
 def _registered(config: Mapping[str, Any]) -> list[str]:
     """Returns the "module:name" of all classes that a config names by their key in a registry."""
     settings, found = {**config["engine"], "task": config["task"]}, []
-    for seam in SEAMS:
-        if texts := set(own_code.texts(settings.get(seam.setting))):
-            module, _, name = seam.registry.partition(":")
+    for point in EXTENSION_POINTS:
+        if texts := set(own_code.texts(settings.get(point.setting))):
+            module, _, name = point.registry.partition(":")
             registry = getattr(importlib.import_module(module), name)
             found += [name_of(registry[text]) for text in texts & registry.keys()]
     return sorted(set(found))

@@ -15,11 +15,11 @@ from ksana_jax.core.compilation_cache import cache_use
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.experiments import comparison_tables, plain_json, progress, tables
-from ksana_jax.lab.experiments.combine import combine
+from ksana_jax.lab.experiments.combine import combined
 from ksana_jax.lab.experiments.compare import compare
 from ksana_jax.lab.experiments.config import load
 from ksana_jax.lab.experiments.records import Shard
-from ksana_jax.lab.experiments.report import Report, draw, read_report, write_tables
+from ksana_jax.lab.experiments.report import Report, draw, report_of, write_tables
 from ksana_jax.lab.experiments.run import own_names, run
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: C
       trusted: see `report`.
     """
     with trusting(trusted):
-        _report_and_show(folders, out, trusted)
+        _report_and_show(folders, out)
 
 
-def _report_and_show(folders: Sequence[Path], out: Path | None, trusted: Collection[str] | None) -> None:
+def _report_and_show(folders: Sequence[Path], out: Path | None) -> None:
     one = len(folders) == 1
-    made = read_report(folders[0], trusted) if one else combine(folders, trusted)
+    made = report_of(folders[0]) if one else combined(folders)
     out = folders[0] if one and out is None else out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,14 @@ the sample on which both were measured (`Results.sample`), otherwise by seed.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.experiments import classes, dotted, noise, plain_json
+from ksana_jax.lab.experiments import classes, dotted, noise
 from ksana_jax.lab.experiments.combine import check_comparable, names_of
 from ksana_jax.lab.experiments.identity import recorded_config
 from ksana_jax.lab.experiments.report import done_of, read_planned, result_rows, results_of, values_of
@@ -157,7 +158,9 @@ class _Config:
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:
     keys = dict.fromkeys((*a, *b))
-    return {k: (a.get(k), b.get(k)) for k in keys if plain_json.dumps(a.get(k)) != plain_json.dumps(b.get(k))}
+    # As JSON, in which NaN equals itself.
+    texts = {k: [json.dumps(values.get(k), sort_keys=True) for values in (a, b)] for k in keys}
+    return {k: (a.get(k), b.get(k)) for k, (mine, theirs) in texts.items() if mine != theirs}
 
 
 def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tuple[int | None, int | None]]:

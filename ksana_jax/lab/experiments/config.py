@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.shipped import experiment_names, experiment_path
+from ksana_jax.core.shipped import experiment_path
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.eviction import read_eviction
@@ -47,7 +47,7 @@ class Experiment:
       path.
     title: one line above the table. An override that changes a field, and may make it wrong, replaces it by the name
       and the overrides, unless it gives another title.
-    task: name of a task (`ksana tasks` lists them), or "package.module:Class" of your own.
+    task: name of a task (`ksana list tasks` lists them), or "package.module:Class" of your own.
     model: its path (a Hugging Face directory or a .gguf file) or name (shipped, fetched, or of the Hugging Face hub).
     load_format: "auto" reads the weights, "dummy" draws random ones.
     engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
@@ -151,8 +151,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     path = experiment_path(path)
     if not path.is_file():
-        known = ", ".join(experiment_names())
-        raise FileNotFoundError(f"{path}: no such experiment file; shipped experiments: {known}")
+        raise FileNotFoundError(f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones")
     try:
         return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
     except ConfigError as error:
@@ -170,7 +169,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"not a YAML file of keys and values: {' '.join(str(error).split())}") from error
     if not given:
-        raise ConfigError("the file is empty: it needs a task at least, `ksana tasks` lists them")
+        raise ConfigError("the file is empty: it needs a task at least, `ksana list tasks` lists them")
     if isinstance(written, dict):
         _take_names(given, written)
         lists = (values["variants"] if isinstance(values.get("variants"), list) else [] for values in (given, written))

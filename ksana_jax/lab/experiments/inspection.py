@@ -1,4 +1,4 @@
-"""`ksana inspect`: runs one trial and shows its memory as numbers, pictures and a list of blocks."""
+"""`ksana trace pool`: runs one trial and shows its memory as numbers, pictures and a list of blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIGURE_INCHES = 5.2
 FILES = "pool.png, pool.pdf, pool.json, pool.npz, blocks.txt"
 
 
-class Moment:
+class SnapshotChooser:
     """Keeps the snapshot of a given step, or of one where the pool was nearly fullest.
 
     Args:
@@ -61,7 +61,7 @@ class Inspection:
     trial: Trial
     numbers: dict[str, Any]
     trace: PoolTrace
-    moment: Moment
+    moment: SnapshotChooser
 
 
 def inspect(
@@ -72,7 +72,7 @@ def inspect(
     A task that times several runs clears the engine's records before each, so the result shows the last run.
 
     Args:
-      row: counted from 1. step: see `Moment`. make_llm: see `run.run`.
+      row: counted from 1. step: see `SnapshotChooser`. make_llm: see `run.run`.
 
     Raises:
       ConfigError: there is no such row or step, or the engine took no step.
@@ -84,7 +84,7 @@ def inspect(
     pool = EnginePool(plan.max_repositioned_sinks, make_llm)
     llm = pool.get(trial)
     trace = PoolTrace(llm.engine)
-    moment = Moment(trace, step)
+    moment = SnapshotChooser(trace, step)
     llm.engine.observers.append(moment.observe)
     task = task_named(trial.config["task"])
     measurements = list(task.run(Context(trial, pool, lambda fraction: None)))

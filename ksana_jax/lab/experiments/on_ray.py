@@ -18,7 +18,7 @@ from ksana_jax.engine.distributed.ray_places import Place, Resources, places_of
 from ksana_jax.lab.experiments.config import Plan, Trial
 from ksana_jax.lab.experiments.environment import host_environment
 from ksana_jax.lab.experiments.run import of_all
-from ksana_jax.lab.experiments.trial_runner import Answer, Assignment, Sender, TrialRunner
+from ksana_jax.lab.experiments.trial_runner import Answer, Assignment, TrialRunner, TrialSender
 from ksana_jax.lab.experiments.trials import Record
 
 MAX_RETRIES = 3  # of a trial whose worker process was lost, as Ray has for tasks
@@ -162,7 +162,9 @@ class RayTrials:
         made = self._ray.remote(concurrency_groups={"asking": 1})(TrialRunner)
         options = {"num_cpus": place.num_cpus, "num_gpus": place.num_gpus, "max_restarts": 0}
         here = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-        actor = made.options(**options, scheduling_strategy=here).remote(Sender.here(), place.cores, place.hides_gpus)
+        actor = made.options(**options, scheduling_strategy=here).remote(
+            TrialSender.here(), place.cores, place.hides_gpus
+        )
         return _Worker(place, actor, answer=actor.begin.remote())
 
     def _assign(self, worker: _Worker, queue: _Queue) -> None:

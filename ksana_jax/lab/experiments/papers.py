@@ -84,7 +84,7 @@ def read(name: str) -> Paper:
       ConfigError: there is no such paper; names them all.
     """
     if name not in names():
-        raise ConfigError(f"there is no paper {name!r}; `ksana reproduce` knows {', '.join(names())}")
+        raise ConfigError(f"there is no paper {name!r}; the papers are {', '.join(names())}")
     assert CONFIGS is not None
     given = yaml.safe_load((CONFIGS / "papers" / f"{name}.yaml").read_text(encoding="utf-8"))
     given["published"] = [Published(**column) for column in given["published"]]

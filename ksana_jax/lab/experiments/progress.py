@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ksana_jax.lab.experiments.config import Trial
-from ksana_jax.lab.experiments.run import Callbacks, Ended
+from ksana_jax.lab.experiments.run import Callbacks, EndedTrial
 from ksana_jax.lab.experiments.tasks import task_named
 from ksana_jax.lab.experiments.tasks.results import ResultRow
 
@@ -57,7 +57,7 @@ def shown(console: Console, yes: bool = False) -> Iterator[Callbacks]:
                 started = True
             progress.update(bar, completed=done + fraction, description=escape(label))
 
-        def on_end(ended: Ended) -> None:
+        def on_end(ended: EndedTrial) -> None:
             nonlocal asks
             lines.end(ended)
             if asks and lines.left_s > ASK_AFTER_S:
@@ -93,7 +93,7 @@ class Lines:
             size = f", about {sum(known):,} tokens" if is_known else ""
             self._console.print(f"{len(trials)} trial{'s' * (len(trials) > 1)}{size}", highlight=False)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: EndedTrial) -> None:
         self._done += self._sizes[ended.trial.id]
         self.left_s = (self._clock() - self._began) / self._done * (sum(self._sizes.values()) - self._done)
         result = f"failed: {ended.error}" if ended.error else _headline(ended)
@@ -108,7 +108,7 @@ class Lines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _headline(ended: Ended) -> str:
+def _headline(ended: EndedTrial) -> str:
     """Returns title and value of the task's headline column."""
     # A log line must not end a run; the report shows errors of a summary.
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Generates the reference of experiment files from dataclasses, for `ksana tasks` and `docs/reference/yaml.md`."""
+"""Generates the reference of experiment files from dataclasses, for `ksana list tasks` and `docs/reference/yaml.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ksana_jax.core.patterns import SINK_POSITIONS, AttentionPattern
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.lab.experiments.config import Experiment
 from ksana_jax.lab.experiments.tasks import TASKS, task_named
-from ksana_jax.methods.full_heads import Chosen
+from ksana_jax.methods.full_heads import ChosenHeads
 from ksana_jax.methods.presets import PRESETS
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
 
@@ -42,7 +42,7 @@ seeds: [0, 1, 2]
 - `${context:1/4}` is a quarter of the model's training context, in tokens. It is written in quotes.
 - Trials that differ in nothing but the pattern share one loaded engine, and its compiled steps.
 
-`ksana tasks --markdown` prints this page, with the first sentence on each key; `ksana tasks NAME` and
+`ksana list tasks --markdown` prints this page, with the first sentence on each key; `ksana list tasks NAME` and
 `help(ksana_jax.EngineConfig)` print the rest.
 """
 
@@ -86,7 +86,7 @@ def markdown() -> str:
         _table(AttentionPattern),
         "`full_heads` names kv heads that keep the model's own pattern, as DuoAttention does: a list for each layer, "
         "or these fields:\n",
-        _table(Chosen),
+        _table(ChosenHeads),
         f"Presets, by name (`pattern: streaming_llm`) or as `preset` with fields that replace its own:\n\n{presets}\n",
         "## `settings` of each task\n",
     ]

@@ -54,7 +54,7 @@ def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
       ConfigError: the records contain no plan, are not valid records, or belong to another task than the plan's.
     """
     with trusting(trusted):
-        made = read_report(folder, trusted)
+        made = report_of(folder)
         write_tables(made, folder)
         draw(made, folder)
     return made
@@ -63,12 +63,17 @@ def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
 def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
     """Returns the report of a folder's records; writes nothing. trusted: see `report`."""
     with trusting(trusted):
-        records, plan = read_planned(folder)
-        task = results_of(records, plan)
-        rows = result_rows(records, task)
-        starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
-        notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
-        return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)
+        return report_of(folder)
+
+
+def report_of(folder: Path) -> Report:
+    """Returns the report of a folder's records. Own code is imported as far as `plugins.trusting` allows here."""
+    records, plan = read_planned(folder)
+    task = results_of(records, plan)
+    rows = result_rows(records, task)
+    starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
+    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
+    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)
 
 
 def results_of(records: Records, plan: Mapping[str, Any]) -> Results:
@@ -160,7 +165,9 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
     for row in records.plan["rows"]:
         done, values = done_of(row, records), values_of(row, records, task)
         given = {key: list(found.values()) for key, found in values.items()}
-        samples = {key: list(found) for key, found in values.items() if not any(isinstance(s, Own) for s in found)}
+        samples = {
+            key: list(found) for key, found in values.items() if not any(isinstance(s, UnpairedSample) for s in found)
+        }
         config = recorded_config(records.starts[done[0]]) if done else {}
         trials = [records.done[trial] for trial in done]
         made = ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)
@@ -169,7 +176,7 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class UnpairedSample:
     """The sample of a trial that shares its sample with no other trial of its row."""
 
     seed: int | None
@@ -199,7 +206,7 @@ def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[s
     assert records.plan is not None
     values: dict[str, dict[Hashable, float]] = defaultdict(dict)
     for trial in done_of(row, records):
-        own = Own(records.starts[trial].get("seed"))
+        own = UnpairedSample(records.starts[trial].get("seed"))
         for key, value, sample in summary(task, records.plan["task"], trial, records):
             values[key].setdefault(own if sample is None else sample, value)
     return values

@@ -36,7 +36,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class EndedTrial:
     """A trial that has just finished, or failed with an error. num_ended: of num_trials, including skipped ones."""
 
     trial: Trial
@@ -56,10 +56,10 @@ class Callbacks(TypedDict, total=False):
 
     on_begin: Callable[[Sequence[Trial]], None]
     on_progress: Callable[[int, int, str, float], None]
-    on_end: Callable[[Ended], None]
+    on_end: Callable[[EndedTrial], None]
 
 
-class Executor(Protocol):
+class TrialExecutor(Protocol):
     """Runs trials: `LocalTrials` in this process, `on_ray.RayTrials` on a cluster."""
 
     def environment(self) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def run(
     make_llm: Callable[..., LLM] | None = None,
     on_begin: Callable[[Sequence[Trial]], None] = lambda trials: None,
     on_progress: Callable[[int, int, str, float], None] = lambda done, total, label, fraction: None,
-    on_end: Callable[[Ended], None] = lambda ended: None,
+    on_end: Callable[[EndedTrial], None] = lambda ended: None,
     debug: bool = False,
-    executor: Executor | None = None,
+    executor: TrialExecutor | None = None,
 ) -> Outcome:
     """Runs this shard's trials of a plan into a folder and returns what happened.
 
@@ -172,7 +172,7 @@ def run(
                             failed[f"{trial.label}, seed {trial.seed}"] = error
                         num_ended += 1
                         seconds = fields["time"] - start["time"]
-                        on_end(Ended(trial, seconds, measurements, error, num_ended, len(mine)))
+                        on_end(EndedTrial(trial, seconds, measurements, error, num_ended, len(mine)))
             on_progress(len(mine), len(mine), "", 0.0)
             if todo:
                 with trusting(own_names(plan)):

@@ -38,7 +38,7 @@ class Excerpt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class ExcerptSpec:
     """The cutting of excerpts.
 
     num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: at
@@ -72,7 +72,7 @@ class Cut:
         return min(self.stride or self.num_tokens, self.room(tokenizer))
 
 
-def draw_excerpts(files: Sequence[str], tokenizer: Any, num_texts: int, cut: Cut, seed: int) -> list[Excerpt]:
+def draw_excerpts(files: Sequence[str], tokenizer: Any, num_texts: int, cut: ExcerptSpec, seed: int) -> list[Excerpt]:
     """Draws excerpts of exactly `cut.num_tokens` tokens.
 
     With a stride, the texts' excerpts form one list in order, and seed s takes its s-th num_texts. Without:
@@ -103,7 +103,7 @@ def draw_excerpts(files: Sequence[str], tokenizer: Any, num_texts: int, cut: Cut
     return [_excerpt(texts[i], tokenizer, place, cut) for i, place in listed[start : start + num_texts]]
 
 
-def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: Cut, setting: str) -> None:
+def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: ExcerptSpec, setting: str) -> None:
     """Checks that the texts have as many excerpts as a setting requires.
 
     Raises:
@@ -122,18 +122,18 @@ def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: Cut, se
     )
 
 
-def check_config(config: Mapping[str, Any], number: int, cut: Cut, setting: str) -> None:
+def check_config(config: Mapping[str, Any], number: int, cut: ExcerptSpec, setting: str) -> None:
     """Does `check_number` with a trial's model and `texts`, before that is loaded; it may lack a tokenizer."""
     if (tokenizer := tokenizer_of(config["model"])) is not None:
         check_number(config["settings"]["texts"], tokenizer, number, cut, setting)
 
 
-def _count(length: int, tokenizer: Any, cut: Cut) -> int:
+def _count(length: int, tokenizer: Any, cut: ExcerptSpec) -> int:
     """Returns how many excerpts a text of `length` tokens has."""
     return max((length - cut.room(tokenizer)) // cut.step(tokenizer) + 1, 0)
 
 
-def _places(index: int, texts: Sequence[tuple[str, str]], tokenizer: Any, cut: Cut) -> list[int]:
+def _places(index: int, texts: Sequence[tuple[str, str]], tokenizer: Any, cut: ExcerptSpec) -> list[int]:
     """Returns the token offsets of a text's excerpts: 0, then random places in random order, or all strides."""
     size, length = cut.room(tokenizer), len(_body(tokenizer, texts[index][1]))
     count = _count(length, tokenizer, cut)
@@ -146,7 +146,7 @@ def _places(index: int, texts: Sequence[tuple[str, str]], tokenizer: Any, cut: C
     return [0, *rng.permutation(np.arange(1, count) * size + gaps).tolist()]
 
 
-def _excerpt(text: tuple[str, str], tokenizer: Any, place: int, cut: Cut) -> Excerpt:
+def _excerpt(text: tuple[str, str], tokenizer: Any, place: int, cut: ExcerptSpec) -> Excerpt:
     head = cut.head(tokenizer)
     ids = head + _body(tokenizer, text[1])[place : place + cut.room(tokenizer)].tolist()
     first_scored = len(ids) - cut.step(tokenizer) if place else 1
@@ -168,7 +168,7 @@ def cut_prompts(files: Sequence[str], tokenizer: Any, num_prompts: int, num_toke
     Raises:
       ConfigError: the texts are too short; gives the numbers.
     """
-    texts, cut = candidates(files), Cut(num_tokens)
+    texts, cut = candidates(files), ExcerptSpec(num_tokens)
     head, step = cut.head(tokenizer), cut.room(tokenizer)
     size = num_tokens - len(head)
     found: list[list[int]] = []

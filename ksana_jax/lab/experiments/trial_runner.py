@@ -24,14 +24,14 @@ from ksana_jax.native import build
 
 
 @dataclasses.dataclass(frozen=True)
-class Sender:
+class TrialSender:
     """The process that sends trials: its version, and its working directory, where relative paths of trials begin."""
 
     version: str
     folder: str
 
     @classmethod
-    def here(cls) -> Sender:
+    def here(cls) -> TrialSender:
         return cls(__version__, os.getcwd())
 
 
@@ -61,7 +61,7 @@ class TrialRunner:
       hides_gpus: leave this machine's GPUs to others, unless JAX_PLATFORMS is set here.
     """
 
-    def __init__(self, sender: Sender, cores: tuple[int, int] | None = None, hides_gpus: bool = False):
+    def __init__(self, sender: TrialSender, cores: tuple[int, int] | None = None, hides_gpus: bool = False):
         self._sender, self._cores, self._hides_gpus = sender, cores, hides_gpus
         self._num_sinks, self._fraction = 0, 0.0
         self._pool = EnginePool(lambda trial: self._num_sinks)

@@ -8,6 +8,6 @@ English and scored in text, are apart: `ruler` (the tasks, lengths), `question`,
 """
 
 from ksana_jax.lab.recall.example import Example, check_example, make_example
-from ksana_jax.lab.recall.lines import Draft, Writer
+from ksana_jax.lab.recall.lines import UntokenizedExample, Writer
 
-__all__ = ["Example", "make_example", "check_example", "Draft", "Writer"]
+__all__ = ["Example", "make_example", "check_example", "UntokenizedExample", "Writer"]

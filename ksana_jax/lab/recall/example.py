@@ -14,7 +14,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of, nearest, resolve
 from ksana_jax.lab.recall.kinds import KINDS
-from ksana_jax.lab.recall.lines import Draft, Writer
+from ksana_jax.lab.recall.lines import UntokenizedExample, Writer
 
 Encode = Callable[[str], list[int]]
 Kind = str | Callable[..., Writer]
@@ -32,7 +32,7 @@ class Example:
       prompt_ids, answer_ids: tokens, as in the encoded whole text. A token across the border belongs to the answer.
       num_question: last tokens of the prompt, which begin after the text and ask about it.
       distance: tokens from the end of the fact's line to the answer.
-      chance: accuracy of a guess among the answers that the text leaves possible; see `Draft.num_choices`.
+      chance: accuracy of a guess among the answers that the text leaves possible; see `UntokenizedExample.num_choices`.
     """
 
     prompt: str
@@ -106,7 +106,7 @@ def _shortest(kind: Kind, write: Writer, encode: Encode, num_tokens: int) -> Exa
     return shortest
 
 
-def _cut(draft: Draft, encode: Encode) -> Example:
+def _cut(draft: UntokenizedExample, encode: Encode) -> Example:
     """Encodes a text and cuts it between prompt and answer."""
     before = "".join(draft.lines[: draft.fact + 1])
     prompt = "".join(draft.lines) + draft.question

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.recall.lines import Draft, Lines, Writer, code, digits, names, placed
+from ksana_jax.lab.recall.lines import Lines, UntokenizedExample, Writer, code, digits, names, placed
 
 
 def passkey(rng: random.Random, *, depth: float | None = None) -> Writer:
@@ -28,9 +28,9 @@ def passkey(rng: random.Random, *, depth: float | None = None) -> Writer:
     """
     at, value = _depth(rng, depth), digits(rng, 5)
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         lines, fact = placed(["    pass\n"] * num_filler, [(at, f"PASSKEY = '{value}'\n")])
-        return Draft(lines, fact, "PASSKEY = '", value, 10**5)
+        return UntokenizedExample(lines, fact, "PASSKEY = '", value, 10**5)
 
     return write
 
@@ -43,9 +43,9 @@ def needle(rng: random.Random, *, depth: float | None = None) -> Writer:
     at, name, value = _depth(rng, depth), next(names(rng)), digits(rng)
     filler = Lines(code(_child(rng)))
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         lines, fact = placed(filler.take(num_filler), [(at, f"{name} = '{value}'\n")])
-        return Draft(lines, fact, f"{name} = '", value, 10**4)
+        return UntokenizedExample(lines, fact, f"{name} = '", value, 10**4)
 
     return write
 
@@ -59,9 +59,9 @@ def key_value(rng: random.Random, *, depth: float | None = None) -> Writer:
     name, value, child = next(drawn), digits(rng), _child(rng)
     others = Lines(f"{other} = '{digits(child)}'\n" for other in drawn)
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         lines, fact = placed(others.take(num_filler), [(at, f"{name} = '{value}'\n")])
-        return Draft(lines, fact, f"{name} = '", value, num_filler + 1)
+        return UntokenizedExample(lines, fact, f"{name} = '", value, num_filler + 1)
 
     return write
 
@@ -83,11 +83,13 @@ def multi_query(rng: random.Random, *, depth: float | None = None, num_facts: in
     asked = list(facts)[:num_queries]
     places = [at, *(rng.random() for _ in range(num_facts - 1))]
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         stated = [(place, f"{name} = '{facts[name]}'\n") for place, name in zip(places, facts, strict=True)]
         lines, fact = placed(filler.take(num_filler), stated)
         answer = "', '".join(facts[name] for name in asked)
-        return Draft(lines, fact, f"assert ({', '.join(asked)}) == ('", answer, math.perm(num_facts, num_queries))
+        return UntokenizedExample(
+            lines, fact, f"assert ({', '.join(asked)}) == ('", answer, math.perm(num_facts, num_queries)
+        )
 
     return write
 
@@ -117,9 +119,9 @@ def variable_tracking(
         facts += [(p, f"{name} = {source}\n") for p, name, source in zip(places, chained, sources, strict=True)]
         last = last or chained[-1]
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         lines, fact = placed(filler.take(num_filler), facts)
-        return Draft(lines, fact, f"assert {last} == '", values[0], num_chains)
+        return UntokenizedExample(lines, fact, f"assert {last} == '", values[0], num_chains)
 
     return write
 
@@ -138,7 +140,7 @@ def stream_eval(rng: random.Random, *, distance: int = 20, every: int = 10) -> W
     child = _child(rng)
     values = Lines(digits(child) for _ in itertools.repeat(None))
 
-    def write(num_filler: int) -> Draft:
+    def write(num_filler: int) -> UntokenizedExample:
         count = num_filler + distance + 1
         given = values.take(count)
         lines, fact = [], 0
@@ -149,7 +151,7 @@ def stream_eval(rng: random.Random, *, distance: int = 20, every: int = 10) -> W
             if past >= 0 and number % every == 0 and number < count - 1:
                 lines.append(f"line_{past} = '{given[past]}'\n")
         asked = count - 1 - distance
-        return Draft(lines, fact, f"line_{asked} = '", given[asked], count)
+        return UntokenizedExample(lines, fact, f"line_{asked} = '", given[asked], count)
 
     return write
 

@@ -27,7 +27,7 @@ _FILLER = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class UntokenizedExample:
     """A text with its question, before it is cut into tokens.
 
     Args:
@@ -46,7 +46,7 @@ class Draft:
     closing: str = "'\n"
 
 
-Writer = Callable[[int], Draft]  # writes the text with a number of filler lines
+Writer = Callable[[int], UntokenizedExample]  # writes the text with a number of filler lines
 
 
 def names(rng: random.Random) -> Iterator[str]:

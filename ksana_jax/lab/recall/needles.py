@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ksana_jax.lab.recall.english import pairs
 from ksana_jax.lab.recall.lines import Lines, placed
-from ksana_jax.lab.recall.question import Given, Question, Writer, places
+from ksana_jax.lab.recall.question import Question, QuestionSpec, Writer, places
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -19,7 +19,7 @@ _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
 
 def needles(
     rng: random.Random,
-    given: Given,
+    given: QuestionSpec,
     *,
     haystack: str,
     keys: str = "words",

@@ -30,7 +30,7 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class QuestionSpec:
     """Inputs of a question besides its seed.
 
     Args:

@@ -1,6 +1,6 @@
 """RULER's tasks that need no data set: prompts of a given length in tokens, and their score. Knows no model.
 
-    prompt = make_prompt("niah_single_1", tokenizer, Given(num_tokens=4096), seed=0)
+    prompt = make_prompt("niah_single_1", tokenizer, QuestionSpec(num_tokens=4096), seed=0)
 
 A prompt is what the user says, in the model's chat template if there is one, and the beginning of the answer. Source:
 RULER, arXiv:2404.06654, and the parameters of github.com/NVIDIA/RULER; `docs/use/evaluation.md` lists the differences.
@@ -18,7 +18,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.recall.example import common_length, longest
 from ksana_jax.lab.recall.needles import needles
-from ksana_jax.lab.recall.question import Given, Question, Writer
+from ksana_jax.lab.recall.question import Question, QuestionSpec, Writer
 from ksana_jax.lab.recall.variables import variable_tracking
 from ksana_jax.lab.recall.words import common_words, frequent_words
 from ksana_jax.tokenizers.base import Tokenizer
@@ -65,7 +65,7 @@ _SLOT = "<the text of the user>"
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class RulerPrompt:
     """A prompt in text and tokens, what the answer has to contain, and the maximum number of its tokens.
 
     num_question: last tokens of the prompt, from the question on.
@@ -78,7 +78,9 @@ class Prompt:
     num_answer_tokens: int
 
 
-def make_prompt(task: str, tokenizer: Tokenizer, given: Given, *, seed: int, chat: bool | None = None) -> Prompt:
+def make_prompt(
+    task: str, tokenizer: Tokenizer, given: QuestionSpec, *, seed: int, chat: bool | None = None
+) -> RulerPrompt:
     """Makes a prompt with as much filler as fits: prompt and answer have at most given.num_tokens tokens.
 
     Equal arguments give equal prompts, in every process. For a seed, keys and values are the same at every length.
@@ -95,7 +97,7 @@ def make_prompt(task: str, tokenizer: Tokenizer, given: Given, *, seed: int, cha
     return longest(made, _shortest(task, made, given.num_tokens), given.num_tokens, _size)
 
 
-def check_prompt(task: str, tokenizer: Tokenizer, given: Given, *, chat: bool | None = None) -> None:
+def check_prompt(task: str, tokenizer: Tokenizer, given: QuestionSpec, *, chat: bool | None = None) -> None:
     """Checks the arguments of `make_prompt`, except for the seed, without writing a long text.
 
     Raises:
@@ -112,7 +114,9 @@ def score(answer: str, expected: Sequence[str]) -> float:
     return sum(text.lower() in answer.lower() for text in expected) / len(expected)
 
 
-def _maker(task: str, tokenizer: Tokenizer, given: Given, seed: int, chat: bool | None) -> Callable[[int], Prompt]:
+def _maker(
+    task: str, tokenizer: Tokenizer, given: QuestionSpec, seed: int, chat: bool | None
+) -> Callable[[int], RulerPrompt]:
     """Returns a function that makes the prompt with an amount of filler."""
     checks.require(
         checks.one_of("task", task, RULER_TASKS),
@@ -126,14 +130,14 @@ def _maker(task: str, tokenizer: Tokenizer, given: Given, seed: int, chat: bool 
         raise ConfigError(f"{task} needs a natural text as haystack, which has no words")
     write = kind.generate(random.Random(f"{task} {seed}"), given, **kind.options)
 
-    def made(num_filler: int) -> Prompt:
+    def made(num_filler: int) -> RulerPrompt:
         question = write(num_filler)
-        return Prompt(*encode(question), question.answers, kind.num_answer_tokens)
+        return RulerPrompt(*encode(question), question.answers, kind.num_answer_tokens)
 
     return made
 
 
-def _shortest(task: str, made: Callable[[int], Prompt], num_tokens: int) -> Prompt:
+def _shortest(task: str, made: Callable[[int], RulerPrompt], num_tokens: int) -> RulerPrompt:
     """Returns the prompt without filler; raises ConfigError if it has more than num_tokens tokens with its answer."""
     if (least := _size(shortest := made(0))) > num_tokens:
         raise ConfigError(
@@ -144,7 +148,7 @@ def _shortest(task: str, made: Callable[[int], Prompt], num_tokens: int) -> Prom
 
 
 def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tuple[str, list[int], int]]:
-    """Returns a function that converts a question to the first fields of a `Prompt`."""
+    """Returns a function that converts a question to the first fields of a `RulerPrompt`."""
     if chat is None:
         chat = tokenizer.chat_template is not None or bool(tokenizer.no_template)
     if chat and tokenizer.chat_template is None:
@@ -165,5 +169,5 @@ def _encoder(tokenizer: Tokenizer, chat: bool | None) -> Callable[[Question], tu
     return encode
 
 
-def _size(prompt: Prompt) -> int:
+def _size(prompt: RulerPrompt) -> int:
     return len(prompt.ids) + prompt.num_answer_tokens

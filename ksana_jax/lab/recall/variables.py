@@ -8,12 +8,12 @@ import string
 
 from ksana_jax.lab.recall.lines import placed
 from ksana_jax.lab.recall.needles import NOISE
-from ksana_jax.lab.recall.question import Given, Question, Writer, places
+from ksana_jax.lab.recall.question import Question, QuestionSpec, Writer, places
 
 _EXAMPLE_NOISE = 15  # lines of noise in the solved example: about 500 tokens, as RULER's
 
 
-def variable_tracking(rng: random.Random, given: Given, *, num_hops: int = 4) -> Writer:
+def variable_tracking(rng: random.Random, given: QuestionSpec, *, num_hops: int = 4) -> Writer:
     """Asks for the variables that hold a value, after a solved example with shorter names.
 
     num_hops: copies of the first variable, each of the one before it.

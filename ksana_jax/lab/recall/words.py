@@ -10,14 +10,14 @@ import string
 
 from ksana_jax.lab.recall.english import ADJECTIVES, NOUNS, pairs
 from ksana_jax.lab.recall.lines import Lines
-from ksana_jax.lab.recall.question import Given, Question, Writer, numbered
+from ksana_jax.lab.recall.question import Question, QuestionSpec, Writer, numbered
 
 _NUM_COMMON = 10
 # Fewer words in coded text, and its third and fourth word would occur equally often.
 _LEAST_CODED = 53
 
 
-def common_words(rng: random.Random, given: Given) -> Writer:
+def common_words(rng: random.Random, given: QuestionSpec) -> Writer:
     """Asks for the ten words that a numbered list repeats most, after a solved example.
 
     In texts of at least 4,096 tokens, they occur 30 times and all others 3 times; in shorter ones, 6 times and once.
@@ -55,7 +55,7 @@ def _list(words: list[str], num_each: int, num_others: int, order: int) -> Quest
     return Question(context, asked, prefix, tuple(words[:_NUM_COMMON]))
 
 
-def frequent_words(rng: random.Random, given: Given) -> Writer:
+def frequent_words(rng: random.Random, given: QuestionSpec) -> Writer:
     """Asks for the three most frequent words of a coded text, whose frequencies fall with the square of their rank.
 
     Dots have the first rank and are no answer.

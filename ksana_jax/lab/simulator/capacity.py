@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.simulator.slo import SLO, Verdict
+from ksana_jax.lab.simulator.slo import SLO, SLOResult
 from ksana_jax.serve.workload.report import RequestTimes
 
 # Rates are tried up and down from the first to this multiple of it, or its inverse.
@@ -28,7 +28,7 @@ class Probe:
     """A run at one rate, in requests/s, and its result."""
 
     rate: float
-    verdict: Verdict
+    verdict: SLOResult
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class MakeServer(Protocol):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Trip:
+class SentRequest:
     """A request on its way. server: number of its server. Times are the client's, in seconds; NaN for never."""
 
     item: WorkItem
@@ -68,7 +68,7 @@ class FleetRun:
     trips: of all requests, in the order of their arrival. busy_s: of each server. seconds: of the simulation.
     """
 
-    trips: list[Trip]
+    trips: list[SentRequest]
     busy_s: list[float]
     seconds: float
 
@@ -105,7 +105,7 @@ def serve(
     """
     assert chains.block_size == router.settings.block_size and router.servers == list(range(len(router.servers)))
     events, counted = VirtualClock(), InSystem()
-    trips: dict[int, Trip] = {}
+    trips: dict[int, SentRequest] = {}
 
     def send(item: WorkItem) -> None:
         now = events()
@@ -113,7 +113,7 @@ def serve(
         asked = RoutedRequest(str(item.index), item.num_prompt, chains.of_prompt(item), item.max_tokens, item.client)  # pyright: ignore[reportArgumentType]
         server = router.choose(asked, now)
         assert isinstance(server, int)
-        trip = trips[item.index] = Trip(item, server, now)
+        trip = trips[item.index] = SentRequest(item, server, now)
 
         def arrive() -> None:
             trip.served = servers[server].submit(item)
@@ -151,7 +151,7 @@ def serve(
     return run
 
 
-def growing(trips: Sequence[Trip]) -> list[str]:
+def growing(trips: Sequence[SentRequest]) -> list[str]:
     """Names the servers whose queue grows, as the requests of one among many may hardly show in the figures of all.
 
     Args:

@@ -13,7 +13,7 @@ from ksana_jax.core.metrics import StepRecord
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import Cost
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
-from ksana_jax.serve.workload.report import Limits, RequestTimes, spread, summarise
+from ksana_jax.serve.workload.report import LatencyLimits, RequestTimes, spread, summarise
 
 if TYPE_CHECKING:
     from ksana_jax.serve.workload.items import WorkItem
@@ -96,7 +96,7 @@ class Run:
         """Returns the requests as `workload.report` takes them, which a benchmark of a server fills too."""
         return [one.times for one in self.served]
 
-    def report(self, limits: Limits | None = None) -> dict[str, Any]:
+    def report(self, limits: LatencyLimits | None = None) -> dict[str, Any]:
         """Returns `workload.report.summarise` of the requests, and what only a simulation knows; times in seconds.
 
         Args:

@@ -73,7 +73,7 @@ class SLO:
         said = [f"{limit.name} <= {limit.limit_s:g} s" for limit in self.limits]
         return ", ".join(said) + f" ({self.attainment:.0%} of requests)" * any(m.percent is None for m in self.limits)
 
-    def judge(self, requests: Sequence[RequestTimes]) -> Verdict:
+    def judge(self, requests: Sequence[RequestTimes]) -> SLOResult:
         """Returns whether a run keeps the limits, and if not why. A run with unfinished requests or a growing queue
         keeps none: its figures depend on when it was stopped."""
         values: dict[str, float] = {}
@@ -90,7 +90,7 @@ class SLO:
         values["attainment"] = kept / max(len(requests), 1)
         if each and values["attainment"] < self.attainment:
             reasons.append(f"attainment is {values['attainment']:.1%}, under {self.attainment:.0%}")
-        return Verdict(not reasons, values, tuple(reasons))
+        return SLOResult(not reasons, values, tuple(reasons))
 
 
 def percentile(requests: Sequence[RequestTimes], metric: str, percent: float) -> float:
@@ -105,8 +105,8 @@ def percentile(requests: Sequence[RequestTimes], metric: str, percent: float) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Verdict on a run's objectives. values: attainment and the limited percentiles. reasons: why it failed them."""
+class SLOResult:
+    """A run judged by its objectives. values: attainment and the limited percentiles. reasons: why it failed them."""
 
     met: bool
     values: dict[str, float]

@@ -1,5 +1,5 @@
 """Traces of engines: compilations and their causes, time by part, and decisions; as a folder and a page."""
 
-from ksana_jax.lab.trace.bundle import Trace, tracing
+from ksana_jax.lab.trace.bundle import TraceBundle, tracing
 
-__all__ = ["tracing", "Trace"]
+__all__ = ["tracing", "TraceBundle"]

@@ -39,7 +39,7 @@ _SECRETS = ("_KEY", "_TOKEN")
 
 
 @dataclasses.dataclass
-class Trace:
+class TraceBundle:
     """State of a trace; `tracing` yields it and writes it at the end.
 
     recorders: of each engine. decisions: whether they record these.
@@ -75,7 +75,7 @@ class Trace:
 @contextlib.contextmanager
 def tracing(
     folder: str | Path, *, command: str = "", profile_steps: int = PROFILED_STEPS, record: bool = False
-) -> Iterator[Trace]:
+) -> Iterator[TraceBundle]:
     """Traces every engine that is built inside, and writes a bundle: index.html, trace.json, and the files it names.
 
         with tracing("runs/trace"):
@@ -88,7 +88,7 @@ def tracing(
       folder: must not exist, or be empty.
       command: shown on the page.
       profile_steps: steps that run under jax's profiler, from the first that compiles nothing; 0 runs no profiler.
-      record: also record decisions, prompts and tokens of each engine, for `ksana replay` and `ksana compare`.
+      record: also record decisions, prompts and tokens of each engine, for `ksana trace replay` and `ksana compare`.
 
     Raises:
       ConfigError: the folder has files.
@@ -96,7 +96,7 @@ def tracing(
     folder = Path(folder)
     check_new(folder)
     log = CompilationLog(folder / "functions")
-    trace = Trace(folder, command, log, Profiler(folder / "profile", profile_steps), record)
+    trace = TraceBundle(folder, command, log, Profiler(folder / "profile", profile_steps), record)
     build.observers.append(trace.watch)
     # A program from jax's cache on disk may have been compiled from the same operations in other scopes.
     shared = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,7 +120,7 @@ def check_new(folder: Path) -> None:
         raise ConfigError(f"{folder} is not a folder")
 
 
-def _write(trace: Trace) -> None:
+def _write(trace: TraceBundle) -> None:
     """Writes a trace's files; the profile and the compiled functions already exist."""
     parts, engines, events = trace.parts(), [], []
     for recorder in trace.recorders:

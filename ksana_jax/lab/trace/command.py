@@ -1,4 +1,4 @@
-"""Words of `ksana trace`; runs and prints `ksana replay`, and `ksana compare` of recordings."""
+"""Words of `ksana trace run`; runs and prints `ksana trace replay`, and `ksana compare` of recordings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ksana_jax.lab.trace.bundle import check_new
 from ksana_jax.lab.trace.replay import make_llm, replay
 
 # Commands that build engines in this process.
-TRACEABLE = ("run", "bench", "generate", "chat", "inspect", "lm-eval")
+TRACEABLE = ("bench", "generate", "chat", "lm-eval")
 
 
 def replay_and_show(
@@ -117,13 +117,11 @@ def command_line(target: Sequence[str], commands: Collection[str], out: Path) ->
     Raises:
       ConfigError: there is neither a command nor an experiment of that name, or it builds no engine.
     """
-    first, *others = target
-    if first in TRACEABLE and first != "run":
+    if target[0] in TRACEABLE:
         return list(target)
-    if first in commands and first != "run":
-        raise ConfigError(f"ksana {first} builds no engine: trace an experiment or one of {', '.join(TRACEABLE)}")
-    words = others if first == "run" else list(target)
-    experiment = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    if target[0] in commands:
+        raise ConfigError(f"ksana {target[0]} builds no engine: trace an experiment or one of {', '.join(TRACEABLE)}")
+    experiment = list(itertools.takewhile(lambda word: not word.startswith("-"), target))
     if experiment:
         load(experiment[0], experiment[1:])  # says what is wrong before anything is written
-    return ["run", *words, "--out", str(out / "run")]
+    return ["run", *target, "--out", str(out / "run")]

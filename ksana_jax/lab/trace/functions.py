@@ -107,12 +107,12 @@ class CompilationLog:
         compiling.observers.remove(self)
 
     def lowered(self, lowered: Any, jaxpr: Any) -> None:
-        """See `compiling.Observer`."""
+        """See `compiling.CompilationObserver`."""
         with self._lock:
             self._jaxprs[id(lowered)] = jaxpr
 
     def compiled(self, key: Any, lowered: Any, function: Any, traced_s: float, compiled_s: float) -> None:
-        """See `compiling.Observer`."""
+        """See `compiling.CompilationObserver`."""
         began = time.perf_counter()
         sources = getattr(lowered, "programs", (lowered,))
         calls = getattr(lowered, "calls", (1,) * len(sources))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.loading.quantised.formats import Format, Part
+from ksana_jax.loading.quantised.formats import Format, TensorSpec
 from ksana_jax.loading.quantised.tensor import QuantisedStack, QuantisedTensor
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.loading.views import sources_of
@@ -45,11 +45,11 @@ def with_quantised(
     return tensors
 
 
-def _stores(stored: StoredTensor | None, part: Part) -> bool:
+def _stores(stored: StoredTensor | None, part: TensorSpec) -> bool:
     return stored is not None and stored.dtype in part.dtypes
 
 
-def _problem(name: str, found: Mapping[str, StoredTensor], part: Part) -> str | None:
+def _problem(name: str, found: Mapping[str, StoredTensor], part: TensorSpec) -> str | None:
     """Returns what is wrong with a part of a matrix, or None."""
     if (stored := found.get(name)) is None:
         return f"{name} is missing" if part.required else None

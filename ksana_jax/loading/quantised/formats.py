@@ -25,7 +25,7 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word has its columns
 Parts = Mapping[str, StoredTensor]
 
 
-class Part(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of a matrix, with the shape and the dtypes that it may have."""
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Format(abc.ABC):
         return name.removesuffix("weight") if len(shape) == 2 and name.endswith(".weight") else None
 
     @abc.abstractmethod
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         """Returns the tensors of a matrix [out, in] by the last component of their names."""
 
     @abc.abstractmethod
@@ -104,16 +104,16 @@ class InFirst(Format):
     scale: str = "scales"
     group_of_column = "g_idx"
 
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         (num_out, num_in), (_, groups) = shape, self.blocks(shape)
         per_word, words = _WORD_BITS // self.bits, ("I32",)
         in_words, out_words = -(-num_in // per_word), -(-num_out // per_word)
         found = {
-            "qweight": Part((in_words, num_out) if self.along_in else (num_in, out_words), words),
-            "qzeros": Part((groups, out_words), words),
-            self.scale: Part((groups, num_out), FLOAT_SCALES),
+            "qweight": TensorSpec((in_words, num_out) if self.along_in else (num_in, out_words), words),
+            "qzeros": TensorSpec((groups, out_words), words),
+            self.scale: TensorSpec((groups, num_out), FLOAT_SCALES),
         }
-        of_columns = {self.group_of_column: Part((num_in,), words, required=self.sorts)}
+        of_columns = {self.group_of_column: TensorSpec((num_in,), words, required=self.sorts)}
         return found | (of_columns if self.along_in else {})
 
     def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
@@ -159,16 +159,18 @@ class OutFirst(Format):
     scale: str = "weight_scale"
     group_of_column = "weight_g_idx"
 
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         per_word, blocks = _WORD_BITS // self.bits, self.blocks(shape)
-        found = {self.scale: Part(blocks if self.rows or self.columns else (1,), FLOAT_SCALES)}
+        found = {self.scale: TensorSpec(blocks if self.rows or self.columns else (1,), FLOAT_SCALES)}
         if self.stored != "I32":
-            found["weight"] = Part(shape, (self.stored,))
-            return found | ({"weight_zero_point": Part(found[self.scale].shape, ("I8",))} if self.has_zeros else {})
-        found["weight_packed"] = Part((shape[0], -(-shape[1] // per_word)), ("I32",))
-        found["weight_shape"] = Part((2,), ("I64",))  # which the config gives too
-        found[self.group_of_column] = Part(shape[1:], ("I32",), required=self.sorts)
-        zeros = Part((-(-shape[0] // per_word), blocks[1]), ("I32",))
+            found["weight"] = TensorSpec(shape, (self.stored,))
+            return found | (
+                {"weight_zero_point": TensorSpec(found[self.scale].shape, ("I8",))} if self.has_zeros else {}
+            )
+        found["weight_packed"] = TensorSpec((shape[0], -(-shape[1] // per_word)), ("I32",))
+        found["weight_shape"] = TensorSpec((2,), ("I64",))  # which the config gives too
+        found[self.group_of_column] = TensorSpec(shape[1:], ("I32",), required=self.sorts)
+        zeros = TensorSpec((-(-shape[0] // per_word), blocks[1]), ("I32",))
         return found | ({"weight_zero_point": zeros} if self.has_zeros else {})
 
     def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
@@ -216,10 +218,10 @@ class MXFP4(Format):
     def stem(self, name: str, shape: tuple[int, ...]) -> str | None:
         return f"{name}_" if len(shape) == 3 else None
 
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         count, num_in, num_out = shape
         blocks = count, num_out, -(-num_in // BLOCK)
-        return {"blocks": Part((*blocks, BLOCK // 2), ("U8",)), self.scale: Part(blocks, ("U8",))}
+        return {"blocks": TensorSpec((*blocks, BLOCK // 2), ("U8",)), self.scale: TensorSpec(blocks, ("U8",))}
 
     def codes(self, parts: Parts, rows: slice, columns: slice) -> np.ndarray:
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))

@@ -1,1 +1,1 @@
-"""Codecs of keys and values: one file each; `kv.codecs` has the ports and the names."""
+"""Codecs of keys and values: one file each; `kv.codecs` has the interfaces and the names."""

@@ -1,1 +1,1 @@
-"""KV eviction methods: one file a paper; `kv.eviction` has the port and the names."""
+"""KV eviction methods: one file a paper; `kv.eviction` has the interface and the names."""

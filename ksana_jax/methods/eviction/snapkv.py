@@ -11,6 +11,9 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
+# Pooling is compiled as so many slices.
+MAX_KERNEL = 255
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(EvictionMethod):
@@ -23,7 +26,7 @@ class SnapKV(EvictionMethod):
 
     Args:
       recent: tokens of the observation window, which observe and are kept.
-      kernel: tokens over which weights are pooled; odd. The authors' code has 5, on LongBench 7.
+      kernel: tokens over which weights are pooled; odd, at most 255. The authors' code has 5, on LongBench 7.
       pooling: "avg" or "max"; the authors' code has "avg", on LongBench "max".
     """
 
@@ -39,7 +42,7 @@ class SnapKV(EvictionMethod):
         name = f"kv_eviction {type(self).__name__}"
         checks.require(
             checks.integer(f"{name}: recent", self.recent, 1),
-            checks.integer(f"{name}: kernel", self.kernel, 1),
+            checks.integer(f"{name}: kernel", self.kernel, 1, MAX_KERNEL),
             checks.one_of(f"{name}: pooling", self.pooling, ("avg", "max")),
             None if self.kernel % 2 else f"{name}: kernel is {self.kernel}, must be odd",
             error=ConfigError,

@@ -1,1 +1,1 @@
-"""Proposers of draft tokens that need no model; `scheduler.speculative` has the port and the names."""
+"""Proposers of draft tokens that need no model; `scheduler.speculative` has the interface and the names."""

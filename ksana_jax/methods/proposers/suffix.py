@@ -14,7 +14,7 @@ from typing import Literal
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.methods.proposers.draft_tree import DraftTree
-from ksana_jax.methods.proposers.trie_proposer import Ends, TrieProposer
+from ksana_jax.methods.proposers.trie_proposer import TrieMatch, TrieProposer
 from ksana_jax.methods.proposers.tries import Trie
 from ksana_jax.scheduler.speculative.base import ProposerContext, SpeculativeMethod
 
@@ -57,7 +57,9 @@ class Suffix(SpeculativeMethod):
         return TrieProposer(depth, depth - 1, self.max_nodes, own_outputs=True, shares=shares, continued=continued)
 
 
-def _continued(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree, *, factor: float, least: float) -> None:
+def _continued(
+    own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree, *, factor: float, least: float
+) -> None:
     """Drafts from the trie with more expected tokens."""
     expected, best = 0.0, []
     for ends in (own,) if outputs is own else (own, outputs):

@@ -14,7 +14,7 @@ from typing import Literal
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.methods.proposers.draft_tree import AFTER_TEXT, DraftTree
-from ksana_jax.methods.proposers.trie_proposer import Continue, Ends, TrieProposer
+from ksana_jax.methods.proposers.trie_proposer import Continue, TrieMatch, TrieProposer
 from ksana_jax.methods.proposers.tries import ROOT, Trie
 from ksana_jax.scheduler.speculative.base import ProposerContext, SpeculativeMethod
 
@@ -66,7 +66,7 @@ class TrieLookup(SpeculativeMethod):
         )
 
 
-def _matches(own: Ends, outputs: Ends) -> Iterator[tuple[Trie, int, int]]:
+def _matches(own: TrieMatch, outputs: TrieMatch) -> Iterator[tuple[Trie, int, int]]:
     """Yields the runs at the end of the text that have continuations, the longest first: tries, nodes and lengths."""
     # The authors weigh the own text ten thousand times as much as others: it decides as long as it continues.
     both = (own,) if outputs is own else (own, outputs)
@@ -76,14 +76,14 @@ def _matches(own: Ends, outputs: Ends) -> Iterator[tuple[Trie, int, int]]:
                 yield ends.trie, node, length
 
 
-def _best_branch(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+def _best_branch(own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree) -> None:
     """Drafts the most frequent continuation of the longest match."""
     for trie, node, length in _matches(own, outputs):
         draft.set_run(trie.best_branch(node, newest[-length:], draft.room))
         return
 
 
-def _branches(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+def _branches(own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree) -> None:
     """Drafts the most probable continuations of the longest match, then of shorter ones."""
     for trie, node, length in _matches(own, outputs):
         _grow(draft, trie, node, newest[-length:])

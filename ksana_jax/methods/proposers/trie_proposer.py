@@ -14,7 +14,7 @@ from ksana_jax.scheduler.speculative.base import Proposer, Texts
 from ksana_jax.scheduler.step.drafts import Drafts
 
 
-class Ends(NamedTuple):
+class TrieMatch(NamedTuple):
     """The runs at the end of a text that a trie has. nodes: of these runs, the longest first, the empty run last."""
 
     trie: Trie
@@ -27,7 +27,7 @@ class Ends(NamedTuple):
 
 
 # (ends in the trie of the row's own text, in the outputs' trie, newest tokens, empty draft) adds tokens to the draft.
-Continue: TypeAlias = Callable[[Ends, Ends, list[int], DraftTree], None]
+Continue: TypeAlias = Callable[[TrieMatch, TrieMatch, list[int], DraftTree], None]
 
 
 class _Row:
@@ -57,15 +57,15 @@ class _Row:
         self.newest = [*self.newest, *tokens][-self._most :]
         self.length += len(tokens)
 
-    def ends(self) -> tuple[Ends, Ends]:
+    def ends(self) -> tuple[TrieMatch, TrieMatch]:
         """Returns the ends of the text in its own trie and in the trie of outputs, which may be the same."""
         size = 1 + min(len(self.newest), self._most)
-        own = Ends(self._own.trie, self._own.nodes[-size:] if self._own_outputs else self._in_own)
+        own = TrieMatch(self._own.trie, self._own.nodes[-size:] if self._own_outputs else self._in_own)
         if self._outputs is None:
             return own, own
         nodes, trie = self._outputs.nodes[-size:], self._outputs.trie
         # A run that begins before the output may be in outputs of others.
-        return own, Ends(trie, nodes if len(nodes) == size else trie.follow([ROOT], self.newest, self._most))
+        return own, TrieMatch(trie, nodes if len(nodes) == size else trie.follow([ROOT], self.newest, self._most))
 
 
 class TrieProposer(Proposer):

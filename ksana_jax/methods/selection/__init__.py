@@ -1,1 +1,1 @@
-"""KV selection methods: one file a paper; `kv.selection` has the port and the names."""
+"""KV selection methods: one file a paper; `kv.selection` has the interface and the names."""

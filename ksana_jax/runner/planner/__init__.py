@@ -22,17 +22,17 @@ from ksana_jax.core.lazy import lazy_names
 if TYPE_CHECKING:
     from ksana_jax.runner.planner.devices import DEVICES, Device, find_device
     from ksana_jax.runner.planner.engine import PoolPlan, pool_size
-    from ksana_jax.runner.planner.solve import Change, Plan, plan
+    from ksana_jax.runner.planner.solve import Plan, WhatIf, plan
     from ksana_jax.runner.planner.step_memory import StepBytes, StepCost, measure_step, step_bytes
     from ksana_jax.runner.planner.terms import weights_bytes
 
 _PUBLIC = {
-    "ksana_jax.runner.planner.solve": "plan Plan Change",
+    "ksana_jax.runner.planner.solve": "plan Plan WhatIf",
     "ksana_jax.runner.planner.devices": "DEVICES Device find_device",
     "ksana_jax.runner.planner.terms": "weights_bytes",
     "ksana_jax.runner.planner.step_memory": "measure_step step_bytes StepCost StepBytes",
     "ksana_jax.runner.planner.engine": "pool_size PoolPlan",
 }
-__all__ = ["plan", "Plan", "Change", "DEVICES", "Device", "find_device", "weights_bytes", "measure_step"]
+__all__ = ["plan", "Plan", "WhatIf", "DEVICES", "Device", "find_device", "weights_bytes", "measure_step"]
 __all__ += ["step_bytes", "StepCost", "StepBytes", "pool_size", "PoolPlan"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -24,7 +24,7 @@ from ksana_jax.sharding.shares import local_model
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class WhatIf:
     """A what-if: the limits of a `Plan` with one setting changed."""
 
     name: str
@@ -77,7 +77,7 @@ class Plan:
     max_context: int
     max_window: int | None
     l2_tokens: int | None
-    changes: tuple[Change, ...]
+    changes: tuple[WhatIf, ...]
 
 
 def plan(
@@ -189,12 +189,12 @@ def _max_window(config: ModelConfig, memory: Memory, batch: int, context: int) -
     return largest(context, fits) or None
 
 
-def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> Iterator[Change]:
+def _changes(config: ModelConfig, memory: Memory, batch: int, context: int) -> Iterator[WhatIf]:
     """Returns the limits under other settings; the step's buffers are assumed unchanged."""
     for name, model, changed in _variants(config, memory.request, context):
         asked = dataclasses.replace(memory.request, **changed)
         other = Memory.of(model, asked, memory.budget, memory.step)
-        yield Change(
+        yield WhatIf(
             name,
             other.weights,
             other.beta,

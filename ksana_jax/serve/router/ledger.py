@@ -19,7 +19,7 @@ MEMORY = 0.95
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Live:
+class UnfinishedRequest:
     """An unfinished request.
 
     server: number of its server. matched: prompt tokens that the server was expected to have cached. work: tokens to
@@ -61,8 +61,8 @@ class Ledger:
         self._full = np.zeros(0)  # tokens held from which a pool counts as full
         # Seconds of work, rows and a full pool together, and of front: kept, so that a decision takes few operations.
         self._load_s, self._front_s = np.zeros(0), np.zeros(0)
-        self.live: dict[str, Live] = {}
-        self._waiting: list[dict[str, Live]] = []
+        self.live: dict[str, UnfinishedRequest] = {}
+        self._waiting: list[dict[str, UnfinishedRequest]] = []
         # Seconds of prefill measured and expected, over recent first tokens. One pace for all servers: with one for
         # each, noise would decide between idle servers, and one of them would get everything.
         self._measured_s, self._expected_s, self._pace = 1.0, 1.0, 1.0
@@ -90,7 +90,7 @@ class Ledger:
         self._full[server] = self._settings.full_pool * pool_tokens
         self._set_pace(self._pace)
 
-    def add(self, live: Live) -> None:
+    def add(self, live: UnfinishedRequest) -> None:
         """Adds a request that is being sent to live.server at live.sent_s."""
         server, waiting = live.server, self._waiting[live.server]
         if not waiting:
@@ -102,7 +102,7 @@ class Ledger:
         self.held[server] += live.held
         self._settle(server)
 
-    def first_token(self, request_id: str, now: float) -> Live | None:
+    def first_token(self, request_id: str, now: float) -> UnfinishedRequest | None:
         """Moves a request from prefill to decode; returns it, or None if it is not in prefill."""
         live = self.live.get(request_id)
         if live is None or live.decoding:
@@ -124,7 +124,7 @@ class Ledger:
             self.held[live.server] += num_tokens
             self._settle(live.server)
 
-    def end(self, request_id: str, now: float) -> Live | None:
+    def end(self, request_id: str, now: float) -> UnfinishedRequest | None:
         """Removes a request; returns it, or None if it has ended before."""
         live = self.live.pop(request_id, None)
         if live is None:
@@ -138,7 +138,7 @@ class Ledger:
         self._settle(live.server)
         return live
 
-    def on(self, server: int) -> list[Live]:
+    def on(self, server: int) -> list[UnfinishedRequest]:
         """Returns the unfinished requests of a server."""
         return [live for live in self.live.values() if live.server == server]
 
@@ -175,7 +175,7 @@ class Ledger:
         self._load_s[at] = load_s + (self.held[at] > self._full[at]) * s.full_pool_s
         self._front_s[at] = self.front[at] * token_s
 
-    def _leave_queue(self, live: Live, now: float) -> None:
+    def _leave_queue(self, live: UnfinishedRequest, now: float) -> None:
         server, waiting = live.server, self._waiting[live.server]
         del waiting[live.request.request_id]
         self.work[server] -= live.work

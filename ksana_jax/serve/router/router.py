@@ -13,12 +13,12 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.router.events import EventBatch
 from ksana_jax.serve.router.index import CacheIndex
-from ksana_jax.serve.router.ledger import Ledger, Live
+from ksana_jax.serve.router.ledger import Ledger, UnfinishedRequest
 from ksana_jax.serve.router.policies import Policy, read_policy
 from ksana_jax.serve.router.policies.prefix_table import PrefixTablePolicy
 from ksana_jax.serve.router.request import Hash, RoutedRequest
 from ksana_jax.serve.router.settings import RouterSettings
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 ServerId = Hashable
 
@@ -203,12 +203,12 @@ class Router:
             raise ValueError(f"request {request.request_id!r} is under way")
         ready, closed = self._open(exclude)
         self.index.sweep(now)
-        view = View(request, now, ready, closed, self.ledger, self.index, self.settings, self.random)
+        view = FleetView(request, now, ready, closed, self.ledger, self.index, self.settings, self.random)
         number = self.policy.choose(request, view)
         if not 0 <= number < len(closed) or closed[number]:
             raise ValueError(f"policy {type(self.policy).__name__} chose server {number!r}, which is not ready")
         matched = view.matched_of(number)
-        self.ledger.add(Live(request, number, matched, view.work_of(number, matched), now))
+        self.ledger.add(UnfinishedRequest(request, number, matched, view.work_of(number, matched), now))
         self.index.expect(number, request.hashes, now)
         self.policy.sent(request, number, view)
         server, counts = self._ids[number], self.counts
@@ -259,7 +259,7 @@ class Router:
             self.counts.reported_of += live.matched
         return live is not None
 
-    def _end(self, request_id: str, now: float) -> Live | None:
+    def _end(self, request_id: str, now: float) -> UnfinishedRequest | None:
         live = self.ledger.end(request_id, now)
         if live is not None:
             self.policy.ended(live, now)

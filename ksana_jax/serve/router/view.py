@@ -28,7 +28,7 @@ class _computed_once:
         return value
 
 
-class View:
+class FleetView:
     """The servers as one request finds them, numbered from 0; arrays are [S] and must not be changed.
 
     Attributes:

@@ -14,7 +14,7 @@ from ksana_jax.serve.server.generation import Usage, submit
 from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.logprobs import chat_logprobs, prompt_logprobs
 from ksana_jax.serve.server.model import ServedModel
-from ksana_jax.serve.server.prompts import Prompt, chat_prompt, check_length, check_model
+from ksana_jax.serve.server.prompts import PromptIds, chat_prompt, check_length, check_model
 from ksana_jax.serve.server.replies import head_of, reply, streams_usage
 from ksana_jax.serve.server.request_models import ChatRequest
 from ksana_jax.serve.server.state import cache_salt, serving_of
@@ -50,7 +50,7 @@ async def create(request: Request) -> Response:
 
 
 def _answer(
-    output: RequestOutput, prompt: Prompt, model: ServedModel, num_top: int | None, with_ids: bool
+    output: RequestOutput, prompt: PromptIds, model: ServedModel, num_top: int | None, with_ids: bool
 ) -> dict[str, Any]:
     """Returns choices and usage of a whole output."""
 

@@ -15,7 +15,7 @@ from ksana_jax.serve.server.generation import Usage, submit
 from ksana_jax.serve.server.json_body import read_request
 from ksana_jax.serve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from ksana_jax.serve.server.model import ServedModel
-from ksana_jax.serve.server.prompts import Prompt, check_length, check_model, completion_prompts
+from ksana_jax.serve.server.prompts import PromptIds, check_length, check_model, completion_prompts
 from ksana_jax.serve.server.replies import head_of, reply, streams_usage
 from ksana_jax.serve.server.request_models import CompletionRequest
 from ksana_jax.serve.server.state import cache_salt, serving_of
@@ -50,7 +50,7 @@ class _Answer:
       params: max_tokens 0 with echo scores the prompt; the engine then samples a token, which is dropped.
     """
 
-    def __init__(self, asked: CompletionRequest, model: ServedModel, prompts: list[Prompt]):
+    def __init__(self, asked: CompletionRequest, model: ServedModel, prompts: list[PromptIds]):
         self.asked, self.model, self.prompts = asked, model, prompts
         more: dict[str, Any] = {"logprobs": asked.logprobs, "detokenize": model.tokenizer is not None}
         if asked.max_tokens is not None:
@@ -79,7 +79,7 @@ class _Answer:
             for index in range(self.params.n)
         ]
 
-    def _writers(self, prompt: Prompt) -> tuple[CompletionLogprobs | None, Echo | None]:
+    def _writers(self, prompt: PromptIds) -> tuple[CompletionLogprobs | None, Echo | None]:
         """Returns the writers of log-probabilities and echo for a completion of this prompt."""
         model, skip, ids = self.model, self.params.skip_special_tokens, prompt.ids.tolist()
         logprobs = echo = text = None

@@ -18,7 +18,7 @@ from ksana_jax.engine.async_llm import NotServing
 from ksana_jax.engine.request_stream import RequestStream
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.limits import QueueFull
-from ksana_jax.serve.server.prompts import TOO_LONG, Prompt
+from ksana_jax.serve.server.prompts import TOO_LONG, PromptIds
 from ksana_jax.serve.server.request_models import ChatRequest, Generation
 from ksana_jax.serve.server.state import RETRY_DRAINING_S, Serving
 
@@ -44,7 +44,7 @@ class Usage:
 
 async def submit(
     serving: Serving,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptIds],
     params: SamplingParams,
     asked: Generation,
     *,

@@ -39,7 +39,7 @@ LOOK_S = 0.5
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 
 
-class Change(NamedTuple):
+class BlockEvent(NamedTuple):
     """A block that a tier stored, with the key of the block before it, or dropped."""
 
     level: int
@@ -74,7 +74,7 @@ class KVEventLog:
         self._blocks: dict[int, dict[bytes, bytes | None]] = {DEVICE: {}, HOST: {}}
         self._news = asyncio.Event()
 
-    def add(self, changes: Iterable[Change | None]) -> None:
+    def add(self, changes: Iterable[BlockEvent | None]) -> None:
         """Adds a batch and wakes the readers."""
         events: list[dict[str, Any]] = []
         for change in changes:
@@ -155,7 +155,7 @@ class Listener:
 
     def __init__(self, log: KVEventLog, loop: asyncio.AbstractEventLoop):
         self._log, self._loop = log, loop
-        self._changes: list[Change | None] = []  # None: all blocks were dropped
+        self._changes: list[BlockEvent | None] = []  # None: all blocks were dropped
 
     def attach(self, engine: Engine) -> None:
         """Reports all blocks that the engine caches now, and every later change; call it on the engine's thread."""
@@ -171,11 +171,11 @@ class Listener:
     def stored(self, node: Node, level: int) -> None:
         """See `kv.tier.CacheListener`."""
         assert node.parent is not None
-        self._changes.append(Change(level, node.key, node.parent.key if node.depth else None, True))
+        self._changes.append(BlockEvent(level, node.key, node.parent.key if node.depth else None, True))
 
     def dropped(self, node: Node, level: int) -> None:
         """See `kv.tier.CacheListener`."""
-        self._changes.append(Change(level, node.key, None, False))
+        self._changes.append(BlockEvent(level, node.key, None, False))
 
     def used(self, node: Node) -> None:
         """See `kv.tier.CacheListener`. Routers do not ask."""

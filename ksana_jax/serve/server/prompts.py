@@ -26,15 +26,15 @@ CHARS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
 
 
-class Prompt(NamedTuple):
+class PromptIds(NamedTuple):
     """A prompt: token ids int32 [n], and its text, if it came as one."""
 
     ids: np.ndarray
     text: str | None
 
-    def last(self, count: int | None) -> Prompt:
+    def last(self, count: int | None) -> PromptIds:
         """Returns the last `count` tokens as a prompt; all for None."""
-        return self if count is None or count >= len(self.ids) else Prompt(self.ids[len(self.ids) - count :], None)
+        return self if count is None or count >= len(self.ids) else PromptIds(self.ids[len(self.ids) - count :], None)
 
 
 def check_model(model: ServedModel, given: str | None) -> None:
@@ -50,38 +50,38 @@ def unknown_model(given: str, names: Sequence[str]) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
-async def completion_prompts(serving: Serving, asked: CompletionRequest) -> list[Prompt]:
+async def completion_prompts(serving: Serving, asked: CompletionRequest) -> list[PromptIds]:
     """Returns the prompts of a request for completions.
 
     Raises:
       APIError: status 400: a text is too long to be tokenized, or there is no tokenizer.
     """
-    prompts: list[Prompt] = []
+    prompts: list[PromptIds] = []
     for given in asked.prompts():
         if isinstance(given, str):
             prompt = await text_prompt(serving, given, asked.add_special_tokens)
         else:
-            prompt = Prompt(given, None)
+            prompt = PromptIds(given, None)
         prompts.append(prompt.last(_num_kept(serving.model, asked, asked.max_tokens)))
     return prompts
 
 
-async def one_prompt(serving: Serving, asked: OnePrompt) -> Prompt:
+async def one_prompt(serving: Serving, asked: OnePrompt) -> PromptIds:
     """Returns a text or a conversation as a prompt; raises APIError as `completion_prompts` and `chat_prompt`."""
     if asked.prompt is not None:
         return await text_prompt(serving, asked.prompt, asked.add_special_tokens is not False)
     return await chat_prompt(serving, asked)
 
 
-async def text_prompt(serving: Serving, text: str, add_special_tokens: bool) -> Prompt:
+async def text_prompt(serving: Serving, text: str, add_special_tokens: bool) -> PromptIds:
     """Returns a text as a prompt; raises APIError as `completion_prompts`."""
     tokenizer = _tokenizer(serving.model, "prompt")
     _check_chars(serving.model, len(text), "prompt")
     ids = await serving.in_thread(_encode, tokenizer, text, add_special_tokens, "prompt")
-    return Prompt(ids, text)
+    return PromptIds(ids, text)
 
 
-async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Prompt:
+async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> PromptIds:
     """Returns a conversation as a prompt, formatted by the chat template of the model.
 
     Raises:
@@ -101,7 +101,7 @@ async def chat_prompt(serving: Serving, asked: ChatRequest | OnePrompt) -> Promp
     text = await serving.in_thread(_render, tokenizer, messages, options)
     _check_chars(model, len(text), "messages")
     # A template writes the special tokens itself.
-    prompt = Prompt(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
+    prompt = PromptIds(await serving.in_thread(_encode, tokenizer, text, False, "messages"), text)
     if isinstance(asked, OnePrompt):
         return prompt
     return prompt.last(_num_kept(model, asked, asked.max_completion_tokens or asked.max_tokens))
@@ -145,7 +145,7 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str
         raise bad_request(str(error), field if field in options else "messages") from None
 
 
-def check_length(model: ServedModel, prompts: Sequence[Prompt], max_tokens: int | None, field: str) -> None:
+def check_length(model: ServedModel, prompts: Sequence[PromptIds], max_tokens: int | None, field: str) -> None:
     """Checks that prompt and output fit into a sequence.
 
     Args:

@@ -79,7 +79,7 @@ LogitBias = Annotated[
 ]
 
 
-class Part(Body):
+class TextPart(Body):
     """A part of a message's content. Other services read cache_control; here prefixes are cached without it."""
 
     type: Literal["text"]
@@ -105,7 +105,7 @@ class ToolCall(BaseModel):
 
 
 Parts = Annotated[
-    list[Part],
+    list[TextPart],
     Field(min_length=1, fail_fast=True),
     AfterValidator(lambda parts: "\n".join(part.text for part in parts)),
 ]

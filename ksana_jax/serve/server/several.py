@@ -1,4 +1,4 @@
-"""Several models behind one door: the model of a request chooses the application that answers it.
+"""Several models behind one address: the model of a request chooses the application that answers it.
 
 Each model has the application of a server of its own; the door has the checks of keys and headers, and what concerns
 all models. Requests without a body name their model in the query: GET /kv_events?model=NAME.
@@ -41,7 +41,7 @@ _LOAD_ADAPTER, _UNLOAD_ADAPTER = ADAPTER_PATHS
 _STATES = ("dead", "stalled", "draining", "loading")
 
 
-class Several:
+class ServedModels:
     """The models of a server and their state, with the names of `Serving`.
 
     Args:
@@ -135,7 +135,7 @@ class Several:
 
 
 def make_several_app(names: Sequence[str], settings: ServerSettings) -> Starlette:
-    """Returns the application that serves several models, which are still loading; see `Several`.
+    """Returns the application that serves several models, which are still loading; see `ServedModels`.
 
     Raises:
       ConfigError: settings are of one model, or two models have one name.
@@ -145,7 +145,7 @@ def make_several_app(names: Sequence[str], settings: ServerSettings) -> Starlett
         raise ConfigError(f"{option} is of one model, {len(names)} are given")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models have the name {twice!r:.120}, by which requests choose: rename a folder")
-    several = Several(names, settings)
+    several = ServedModels(names, settings)
     routes = [
         Route("/health", app.health),
         Route("/ready", app.ready),
@@ -187,7 +187,7 @@ def _app(name: str, settings: ServerSettings) -> Starlette:
 class _Door:
     """Passes requests of one path to the application of their model."""
 
-    def __init__(self, several: Several):
+    def __init__(self, several: ServedModels):
         self._several = several
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

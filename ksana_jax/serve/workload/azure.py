@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.workload.trace import Trace, TraceRow, csv_rows, tokens_of
+from ksana_jax.serve.workload.trace import TraceRow, TraceWorkload, csv_rows, tokens_of
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Azure(Trace):
+class Azure(TraceWorkload):
     """An Azure trace. Its prompts share nothing: the trace has lengths only.
 
     Source: Splitwise, arXiv:2311.18677; DynamoLLM, arXiv:2408.00741 (2024).

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.workload.trace import Trace, TraceRow, csv_rows, tokens_of
+from ksana_jax.serve.workload.trace import TraceRow, TraceWorkload, csv_rows, tokens_of
 
 _COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BurstGPT(Trace):
+class BurstGPT(TraceWorkload):
     """A BurstGPT trace. Rows with 0 response tokens are requests that failed, and are left out.
 
     Args:

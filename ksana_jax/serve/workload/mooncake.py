@@ -13,13 +13,13 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.workload.tokens import key_of, stream, streams
-from ksana_jax.serve.workload.trace import Trace, TraceRow, tokens_of
+from ksana_jax.serve.workload.trace import TraceRow, TraceWorkload, tokens_of
 
 BLOCK_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mooncake(Trace):
+class Mooncake(TraceWorkload):
     """A Mooncake trace. A hash id names a block of 512 tokens; requests whose chains of ids begin alike share a prefix.
 
     The tokens of a block are a function of its id and the seed of texts. The last block of a prompt, if it is not full,

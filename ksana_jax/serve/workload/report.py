@@ -71,7 +71,7 @@ class RequestTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """Limits in seconds that a good request meets; None sets no limit. Answers of one token meet any tpot_s.
 
     Source: goodput as in DistServe, arXiv:2401.09670.
@@ -82,7 +82,7 @@ class Limits:
     e2e_s: float | None = None
 
     @classmethod
-    def read(cls, text: str) -> Limits | None:
+    def read(cls, text: str) -> LatencyLimits | None:
         """Reads "ttft=2,tpot=0.1", in seconds; an empty text gives None.
 
         Raises:
@@ -110,7 +110,7 @@ class Limits:
         return request.finished and not any(limit is not None and value > limit for limit, value in pairs)
 
 
-def summarise(requests: Sequence[RequestTimes], limits: Limits | None = None) -> dict[str, Any]:
+def summarise(requests: Sequence[RequestTimes], limits: LatencyLimits | None = None) -> dict[str, Any]:
     """Returns the figures of a run as plain values, None for those without a value; times in seconds.
 
     seconds: from the first request sent to the last event. requests_per_s, output_tokens_per_s and prompt_tokens_per_s

@@ -32,7 +32,7 @@ class TraceRow(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trace(WorkloadSettings):
+class TraceWorkload(WorkloadSettings):
     """A trace with one request a row. Base of the readers.
 
     Args:

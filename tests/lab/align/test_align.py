@@ -9,14 +9,14 @@ import pytest
 
 from ksana_jax import LLM
 from ksana_jax.lab.align import command
-from ksana_jax.lab.align.command import Texts, align, align_and_show
+from ksana_jax.lab.align.command import TextSet, align, align_and_show
 from ksana_jax.lab.align.operators import compare_operators
 from ksana_jax.lab.align.scores import Scores
 from tests.engine.small import SMALL, make_llm, model
 from tests.machine import native_products
 from tests.reference import reference_logprobs
 
-TEXTS = Texts(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0)
+TEXTS = TextSet(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0)
 TOKENS = list(range(2, 20))
 
 

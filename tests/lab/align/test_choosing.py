@@ -17,7 +17,7 @@ from ksana_jax.engine import verdict
 from ksana_jax.engine.verdict import Pair, conditions_of, read_verdict
 from ksana_jax.lab.align import choosing
 from ksana_jax.lab.align.choosing import _texts_of, dense_reference, measure, stored_reference
-from ksana_jax.lab.align.command import Texts
+from ksana_jax.lab.align.command import TextSet
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.loading.load import open_model
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
@@ -114,7 +114,7 @@ def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, m
 def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch):
     seen: dict[Pair, Any] = {}
     monkeypatch.setattr(choosing, "measure", lambda engines, *_: seen.update(engines) or [])
-    found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
+    found = choosing.choose("dtype=bf16 operators.attention=xla", "ksana-tiny", TextSet(2, 8, 8, 0), None, "float32")
     linear = [i.name for i in LINEAR_IMPLEMENTATIONS if i.why_not(platform_of(), "bfloat16") is None]
     assert list(seen) == [Pair("xla", name) for name in linear]
     for pair, llm in seen.items():
@@ -138,4 +138,4 @@ def test_what_does_not_go_with_choose_is_refused(capsys, words, message):
 
 def test_verdicts_are_not_measured_on_several_devices():
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, must be 1: verdicts hold for one device"):
-        choosing.choose("tensor_parallel_size=2", "ksana-tiny", Texts(2, 8, 8, 0), None, "float32")
+        choosing.choose("tensor_parallel_size=2", "ksana-tiny", TextSet(2, 8, 8, 0), None, "float32")

@@ -5,7 +5,7 @@ import pytest
 
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.lab.evaluation import scoring
-from ksana_jax.lab.evaluation.scoring import Part, fitted, groups, max_part_tokens, score, windows
+from ksana_jax.lab.evaluation.scoring import ScoredIds, fitted, groups, max_part_tokens, score, windows
 from tests.engine.small import VOCAB, make_llm, model
 from tests.reference import reference_logprobs
 
@@ -36,7 +36,13 @@ def test_scores_are_those_of_the_float64_model_under_the_pattern(llm, pattern):
     for _ in range(3):
         config, params = model()
         best.append(int(reference_logprobs(params, config, best, pattern)[-1].argmax()))
-    parts = [Part(ids(60, 1), 59), Part(ids(9, 2), 2), Part(ids(3, 3), 0), Part(ids(33, 4), 1), Part(best, 3)]
+    parts = [
+        ScoredIds(ids(60, 1), 59),
+        ScoredIds(ids(9, 2), 2),
+        ScoredIds(ids(3, 3), 0),
+        ScoredIds(ids(33, 4), 1),
+        ScoredIds(best, 3),
+    ]
     found = score(llm, parts)
     for part, (total, greedy) in zip(parts, found, strict=True):
         wanted, best_of_all = expected(part, pattern)
@@ -46,7 +52,7 @@ def test_scores_are_those_of_the_float64_model_under_the_pattern(llm, pattern):
 
 
 def test_the_pattern_acts_on_a_whole_text(llm):
-    whole = Part(ids(60, 1), 59)
+    whole = ScoredIds(ids(60, 1), 59)
     totals = []
     for pattern in (None, SINKS):
         llm.set_pattern(pattern)
@@ -56,7 +62,7 @@ def test_the_pattern_acts_on_a_whole_text(llm):
 
 def test_groups_do_not_change_scores(llm, monkeypatch):
     llm.set_pattern(None)
-    parts = [Part(ids(n, n), n - 1) for n in (5, 20, 11, 2)]
+    parts = [ScoredIds(ids(n, n), n - 1) for n in (5, 20, 11, 2)]
     at_once, counts = score(llm, parts), []
     monkeypatch.setattr(scoring, "GROUP_TOKENS", 16)
     assert score(llm, parts, counts.append) == at_once
@@ -69,37 +75,41 @@ def test_groups_have_the_longest_first_and_hold_a_limit():
 
 
 def test_a_text_that_fits_is_one_part():
-    assert list(windows(range(5), 5)) == [Part(range(5), 4)]
-    assert list(windows([7], 5)) == [Part([7], 0)]
+    assert list(windows(range(5), 5)) == [ScoredIds(range(5), 4)]
+    assert list(windows([7], 5)) == [ScoredIds([7], 0)]
 
 
 def test_windows_of_a_longer_text_score_each_token_once():
     # The example of the harness: prefix 99 and tokens 0 to 9, at most 4 tokens of input, of which each predicts one.
     found = list(windows([99, *range(10)], 5))
-    assert found == [Part([99, 0, 1, 2, 3], 4), Part([3, 4, 5, 6, 7], 4), Part([5, 6, 7, 8, 9], 2)]
+    assert found == [
+        ScoredIds([99, 0, 1, 2, 3], 4),
+        ScoredIds([3, 4, 5, 6, 7], 4),
+        ScoredIds([5, 6, 7, 8, 9], 2),
+    ]
     for size in range(2, 12):
         parts = list(windows([99, *range(10)], size))
         assert [t for part in parts for t in part.ids[-part.num_scored :]] == list(range(10))
 
 
 def test_a_long_context_loses_its_beginning():
-    assert fitted([1, 2, 3], [4, 5], 4) == Part([2, 3, 4, 5], 2)
-    assert fitted([1, 2, 3], [4, 5], 9) == Part([1, 2, 3, 4, 5], 2)
-    assert fitted([1, 2, 3], [4, 5], 3) == Part([3, 4, 5], 2)
+    assert fitted([1, 2, 3], [4, 5], 4) == ScoredIds([2, 3, 4, 5], 2)
+    assert fitted([1, 2, 3], [4, 5], 9) == ScoredIds([1, 2, 3, 4, 5], 2)
+    assert fitted([1, 2, 3], [4, 5], 3) == ScoredIds([3, 4, 5], 2)
     with pytest.raises(ValueError, match=r"a continuation has 2 tokens; .* needs max_model_len 4, which is 3"):
         fitted([1], [4, 5], 2)
 
 
 def test_the_longest_part_can_be_scored(llm):
     llm.set_pattern(None)
-    longest = Part(ids(max_part_tokens(llm)), 1)
+    longest = ScoredIds(ids(max_part_tokens(llm)), 1)
     assert np.isfinite(score(llm, [longest])[0].logprob)
     with pytest.raises(ValueError, match="prompt has 64 tokens, max_model_len is 64"):
-        score(llm, [Part(ids(64), 1)])
+        score(llm, [ScoredIds(ids(64), 1)])
 
 
 def test_eviction_acts_on_scores_or_is_refused(llm):
-    whole, method = Part(ids(60, 1), 59), {"method": "window", "budget": 16, "interval": 1}
+    whole, method = ScoredIds(ids(60, 1), 59), {"method": "window", "budget": 16, "interval": 1}
     with pytest.raises(ValueError, match="set prompts to 'streamed'"):
         score(make_llm(max_model_len=64, kv_eviction=method), [whole])
     llm.set_pattern(None)

@@ -69,7 +69,7 @@ def test_a_bundle_is_shown_as_a_table_and_imported_beside_other_runs(written, tm
     assert ksana("report", folder, import_bundle(other), "--out", tmp_path / "both") == 0
     table = (tmp_path / "both" / "table.md").read_text()
     assert f"{folder.name}: hopper_decode" in table and f"{other.stem}: hopper_decode" in table
-    assert ksana("export", folder) == 0
+    assert ksana("report", folder, "--csv") == 0
 
 
 def test_the_fastest_right_candidate_of_each_side_counts(written):

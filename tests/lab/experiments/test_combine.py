@@ -72,7 +72,7 @@ def test_runs_of_different_tasks_are_refused(make_run, fake, model, tmp_path):
         combine([make_run("a"), tmp_path / "fake"])
 
 
-def test_an_export_has_a_row_for_each_finished_trial(make_run, tmp_path, capsys):
+def test_an_export_has_a_row_for_each_finished_trial(make_run, capsys):
     folder = make_run("a", grid={"pattern.window": [4, 8]}, variants=[{"name": "=x"}])
     rows = list(csv.DictReader(io.StringIO(export(folder))))
     assert [(r["row"], r["pattern.window"], r["seed"]) for r in rows] == [
@@ -82,10 +82,8 @@ def test_an_export_has_a_row_for_each_finished_trial(make_run, tmp_path, capsys)
     (first, *_) = combine([folder, make_run("b")]).rows
     assert {float(r["ppl_32_64"]) for r in rows[:2]} == set(first.values["ppl_32_64"])
     assert all(float(r["tokens_per_s"]) > 0 for r in rows)
-    ksana("export", folder)
+    ksana("report", folder, "--csv")
     assert capsys.readouterr().out == export(folder)
-    ksana("export", folder, "--out", tmp_path / "all.csv")
-    assert (tmp_path / "all.csv").read_text() == export(folder)
 
 
 def test_an_export_leaves_out_what_is_not_finished(make_run):

@@ -8,7 +8,7 @@ import pytest
 from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import comparison_tables, noise
-from ksana_jax.lab.experiments.compare import compare
+from ksana_jax.lab.experiments.compare import _differing, compare
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.run import run
 
@@ -134,3 +134,9 @@ def test_the_command_writes_markdown_and_json(make_fake, tmp_path, capsys):
     table = (tmp_path / "c" / "compare.md").read_text()
     assert "| this configuration | mean | 11.500 ± 1.000 | **11.250 ± 1.000** | -0.250 ± 0.000 | 3 | <0.001 |" in table
     assert not (a / "table.md").exists()
+
+
+def test_settings_that_differ_only_in_the_order_of_their_fields_are_equal():
+    one = {"layer_patterns": [{"window": 4, "num_sinks": 2}], "x": math.nan, "y": 1}
+    other = {"layer_patterns": [{"num_sinks": 2, "window": 4}], "x": math.nan, "y": 2}
+    assert _differing(one, other) == {"y": (1, 2)}

@@ -1,4 +1,4 @@
-"""`ksana inspect`: numbers that agree with each other, files that can be read, and one line for an error."""
+"""`ksana trace pool`: numbers that agree with each other, files that can be read, and one line for an error."""
 
 import json
 
@@ -9,7 +9,7 @@ import yaml
 from ksana_jax import cli
 from ksana_jax.engine.inspect.pool_trace import CACHED, FREE, PoolTrace
 from ksana_jax.lab.experiments import figures, pool_figure
-from ksana_jax.lab.experiments.inspection import Moment
+from ksana_jax.lab.experiments.inspection import SnapshotChooser
 from tests.fakes import asking, make_engine, prompt_of, step
 
 ENGINE = {
@@ -43,7 +43,7 @@ def experiment(tmp_path_factory, one_layer):
 def ksana(capsys, *args):
     """Exit code, output and error of a command."""
     with pytest.raises(SystemExit) as raised:
-        cli.main(["inspect", *map(str, args)])
+        cli.main(["trace", "pool", *map(str, args)])
     shown = capsys.readouterr()
     return raised.value.code, shown.out, shown.err
 
@@ -103,7 +103,7 @@ def test_bad_inputs_give_one_clear_line(experiment, tmp_path, capsys, args, mess
 
 def test_a_file_that_is_missing_is_named(tmp_path, capsys):
     code, _, err = ksana(capsys, tmp_path / "none.yaml")
-    assert code == 2 and err.startswith(f"ksana: error: {tmp_path / 'none.yaml'}: no such experiment file; shipped")
+    assert code == 2 and err.startswith(f"ksana: error: {tmp_path / 'none.yaml'}: no such experiment file; `ksana list")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_the_same_trace_gives_the_same_bytes(trace):
 def test_the_fullest_moment_is_found_to_within_a_tenth():
     engine = make_engine(num_blocks=40, max_model_len=40)
     trace = PoolTrace(engine)
-    moment = Moment(trace)
+    moment = SnapshotChooser(trace)
     engine.observers.append(moment.observe)
     for seed in range(4):
         engine.add_request(prompt_of(12, seed), asking(16))

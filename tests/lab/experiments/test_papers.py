@@ -80,7 +80,7 @@ def test_our_numbers_are_in_the_unit_of_the_study(tmp_path, capsys, monkeypatch)
 
 
 def test_all_papers_are_listed(capsys):
-    assert ksana("reproduce") == 0
+    assert ksana("list", "papers") == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in papers.names())
 
@@ -88,7 +88,7 @@ def test_all_papers_are_listed(capsys):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["nosuch"], f"there is no paper 'nosuch'; `ksana reproduce` knows {', '.join(papers.names())}"),
+        (["nosuch"], f"there is no paper 'nosuch'; the papers are {', '.join(papers.names())}"),
         (["orca", "--full"], "orca has no longer study: `ksana reproduce orca` is all of it"),
     ],
 )

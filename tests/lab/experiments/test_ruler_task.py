@@ -14,7 +14,7 @@ from ksana_jax.lab.experiments.config import load, plan
 from ksana_jax.lab.experiments.report import read_report
 from ksana_jax.lab.experiments.run import run
 from ksana_jax.lab.experiments.tasks.ruler import Ruler, wilson
-from ksana_jax.lab.recall.question import Given
+from ksana_jax.lab.recall.question import QuestionSpec
 from ksana_jax.lab.recall.ruler import RULER_TASKS, make_prompt
 from tests.lab.experiments.runs import Engines, reported
 
@@ -100,7 +100,7 @@ def test_records_have_the_answers_to_the_prompts_of_the_seed(tmp_path, model, ma
     made = measured(tmp_path, settings=settings, model=model)
     answers = [m for trial in made.rows[0].trials for m in trial if m["metric"] == "answer"]
     prompts = [
-        make_prompt("niah_single_1", ByteTokenizer(), Given(1500), seed=(seed << 32) + n)  # pyright: ignore[reportArgumentType]
+        make_prompt("niah_single_1", ByteTokenizer(), QuestionSpec(1500), seed=(seed << 32) + n)  # pyright: ignore[reportArgumentType]
         for seed in (0, 1)
         for n in (0, 1)
     ]
@@ -121,7 +121,7 @@ def test_the_beginning_of_the_files_in_sorted_order_is_the_haystack(tmp_path, mo
     words = ("It was a dark night. " * 30 + "Nobody came. " * 30).split() + ["unseen"] * 3000
     settings = {"tasks": ["niah_single_2"], "num_tokens": 3000, "num_examples": 1, "haystack": [f"{story}/*.txt"]}
     answers = [m for m in measured(tmp_path, settings=settings, model=model).rows[0].trials[0] if "digest" in m]
-    prompt = make_prompt("niah_single_2", ByteTokenizer(), Given(3000, words), seed=0)  # pyright: ignore[reportArgumentType]
+    prompt = make_prompt("niah_single_2", ByteTokenizer(), QuestionSpec(3000, words), seed=0)  # pyright: ignore[reportArgumentType]
     assert answers[0]["num_prompt_tokens"] == len(prompt.ids) and "unseen" in prompt.text
 
 
@@ -220,7 +220,7 @@ def test_a_real_engine_is_asked_and_its_text_is_scored(tmp_path, one_layer):
     (row,) = reported(plan(given), tmp_path, make_llm=engines).rows
     *answers, _ = row.trials[0]
     for seed, answer in enumerate(answers):
-        prompt = make_prompt("fwe", engines[0].tokenizer, Given(650), seed=seed)
+        prompt = make_prompt("fwe", engines[0].tokenizer, QuestionSpec(650), seed=seed)
         (output,) = engines[0].generate(
             [{"prompt_token_ids": prompt.ids}], SamplingParams(max_tokens=50, temperature=0)
         )

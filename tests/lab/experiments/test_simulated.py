@@ -8,7 +8,7 @@ import pytest
 import runs
 
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.lab.bench.scheduling import PADDED, Job, serve
+from ksana_jax.lab.bench.scheduling import PADDED, SimulatedRequest, serve
 from ksana_jax.lab.experiments.config import plan
 from ksana_jax.lab.experiments.report import read_report
 from ksana_jax.lab.experiments.tasks.simulated import SimulatedSettings, Simulation
@@ -216,7 +216,7 @@ def test_batching_by_request_takes_the_time_that_the_engine_takes_with_padded_re
     engine: dict[str, Any] = ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "async_scheduling": False}
     config = EngineConfig(**engine)
     sim = SimEngine(ModelConfig(vocab_size=1000, eos_ids=(2,)), config, clock, cost)
-    jobs = [Job(item.tokens(), item.num_output, item.arrival_s) for item in items]
+    jobs = [SimulatedRequest(item.tokens(), item.num_output, item.arrival_s) for item in items]
     ended = serve(Told(sim), jobs, PADDED, 4, sim.clock)  # pyright: ignore[reportArgumentType]
     found = request_level.serve(items, cost, 4)
     assert [r.finished_s for r in found] == pytest.approx(ended)

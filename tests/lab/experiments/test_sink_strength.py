@@ -34,7 +34,7 @@ def test_numbers_are_those_that_training_logs(measured, one_layer):
     from ksana_jax.loading import load_model
 
     config, params = load_model(one_layer, load_format="dummy")
-    excerpts = texts.draw_excerpts([], tokenizer_of(one_layer), 4, texts.Cut(64), 0)
+    excerpts = texts.draw_excerpts([], tokenizer_of(one_layer), 4, texts.ExcerptSpec(64), 0)
     inputs = np.array([e.ids for e in excerpts], np.int32)
     logged = evaluate(params, inputs, np.roll(inputs, -1, axis=1), config=config, batch_size=4)
     (row,) = measured.rows

@@ -1,10 +1,10 @@
-"""Excerpts are cut as `Cut` says: with or without BOS, disjoint, side by side or overlapping."""
+"""Excerpts are cut as `ExcerptSpec` says: with or without BOS, disjoint, side by side or overlapping."""
 
 import pytest
 from fake_llm import ByteTokenizer
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.texts import Cut, cut_prompts, draw_excerpts
+from ksana_jax.lab.experiments.texts import ExcerptSpec, cut_prompts, draw_excerpts
 
 TEXT = "".join(chr(32 + i % 90) for i in range(100))
 
@@ -35,18 +35,18 @@ def test_bos_comes_if_the_tokenizer_adds_it_or_if_it_is_asked_for(files):
         (Without(), None, []),
         (Without(), True, bos),
     ]:
-        assert drawn(files[:1], tokenizer, 1, Cut(20, asked)) == [head + body[: 20 - len(head)]]
+        assert drawn(files[:1], tokenizer, 1, ExcerptSpec(20, asked)) == [head + body[: 20 - len(head)]]
     without = Without()
     without.bos_id = None
-    assert drawn(files[:1], without, 1, Cut(20)) == [body[:20]]
+    assert drawn(files[:1], without, 1, ExcerptSpec(20)) == [body[:20]]
     with pytest.raises(ConfigError, match=r"settings\.bos is true, but the model's tokenizer has no BOS"):
-        drawn(files, without, 1, Cut(20, True))
+        drawn(files, without, 1, ExcerptSpec(20, True))
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Without()])
 @pytest.mark.parametrize("stride", [1, 7, 20])
 def test_with_a_stride_each_token_that_has_one_before_it_is_scored_once(files, tokenizer, stride):
-    cut = Cut(20, stride=stride)
+    cut = ExcerptSpec(20, stride=stride)
     head, step = len(cut.head(tokenizer)), min(stride, cut.room(tokenizer))
     per_text = (100 - cut.room(tokenizer)) // step + 1
     excerpts = draw_excerpts(files, tokenizer, 2 * per_text, cut, 0)
@@ -62,7 +62,7 @@ def test_with_a_stride_each_token_that_has_one_before_it_is_scored_once(files, t
 
 
 def test_seeds_share_no_excerpts_of_a_stride(files):
-    cut = Cut(20, False, stride=20)
+    cut = ExcerptSpec(20, False, stride=20)
     seeds = [drawn(files, Without(), 3, cut, seed) for seed in (0, 1, 2)]
     texts = [list(text.encode()) for text in (TEXT, TEXT[::-1])]
     listed = [text[at : at + 20] for text in texts for at in range(0, 100, 20)]

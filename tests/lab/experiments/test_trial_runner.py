@@ -8,14 +8,14 @@ import pytest
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.experiments import trial_runner
 from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.trial_runner import Assignment, Sender, TrialRunner
+from ksana_jax.lab.experiments.trial_runner import Assignment, TrialRunner, TrialSender
 
 pytestmark = pytest.mark.usefixtures("fake")
 
 
 @pytest.fixture
 def runner():
-    return TrialRunner(Sender.here())
+    return TrialRunner(TrialSender.here())
 
 
 def trial_of(model, **settings):
@@ -65,7 +65,7 @@ def test_measurements_that_cannot_be_written_are_an_error_of_the_trial(runner, m
 
 def test_a_model_that_is_not_here_is_named_with_both_folders(model, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    runner = TrialRunner(Sender.here())
+    runner = TrialRunner(TrialSender.here())
     trial = trial_of("model")
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError, match=rf"^there is no model 'model';.*\(in /; the command's folder is {tmp_path}"):
@@ -74,7 +74,7 @@ def test_a_model_that_is_not_here_is_named_with_both_folders(model, monkeypatch,
 
 def test_another_version_is_refused():
     with pytest.raises(ConfigError, match=r"ksana_jax here is \S+, that of the command is 0\.0\.0"):
-        TrialRunner(Sender("0.0.0", "/")).begin()
+        TrialRunner(TrialSender("0.0.0", "/")).begin()
 
 
 @pytest.mark.parametrize("hides, given, platforms", [(True, None, "cpu"), (True, "cuda", "cuda"), (False, None, None)])
@@ -87,7 +87,7 @@ def test_a_worker_leaves_gpus_to_others(monkeypatch, hides, given, platforms):
         monkeypatch.setenv("JAX_PLATFORMS", given)
     before = os.environ.get("JAX_PLATFORMS")
     try:
-        TrialRunner(Sender.here(), hides_gpus=hides).begin()
+        TrialRunner(TrialSender.here(), hides_gpus=hides).begin()
         assert os.environ.get("JAX_PLATFORMS") == platforms
     finally:
         if before is None:

@@ -54,7 +54,7 @@ def test_perplexity_is_that_of_the_log_probabilities_of_one_request(measured):
     from ksana_jax import SamplingParams
 
     rows, (engine,) = measured
-    (excerpt,) = texts.draw_excerpts([], engine.tokenizer, 1, texts.Cut(256), 0)
+    (excerpt,) = texts.draw_excerpts([], engine.tokenizer, 1, texts.ExcerptSpec(256), 0)
     ids = excerpt.ids
     assert excerpt.name == next(m["text"] for m in rows["full"].trials[0] if m["metric"] == "nll")
     engine.set_pattern(None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.recall import Draft, make_example
+from ksana_jax.lab.recall import UntokenizedExample, make_example
 from ksana_jax.lab.recall.kinds import KINDS
 
 ASSIGNED = re.compile(r"(\w+) = ('?)(\w+)\2")
@@ -163,7 +163,7 @@ def colours(rng):
     colour = rng.choice(["red", "green", "blue"])
 
     def write(num_filler):
-        return Draft([f"sky = '{colour}'\n"], 0, "sky = '", colour, 3)
+        return UntokenizedExample([f"sky = '{colour}'\n"], 0, "sky = '", colour, 3)
 
     return write
 

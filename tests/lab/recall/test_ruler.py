@@ -12,7 +12,7 @@ import pytest
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.recall.english import ADJECTIVES, NOUNS, pairs
 from ksana_jax.lab.recall.needles import NOISE, _distinct, sentences
-from ksana_jax.lab.recall.question import Given
+from ksana_jax.lab.recall.question import QuestionSpec
 from ksana_jax.lab.recall.ruler import RULER_TASKS, make_prompt, score
 from ksana_jax.tokenizers import find_tokenizer
 from ksana_jax.tokenizers.base import Tokenizer
@@ -61,7 +61,7 @@ PLAIN, CHAT = WordTokenizer(), WordTokenizer(TEMPLATE)
 
 
 def made(task, num_tokens=1500, seed=0, tokenizer=PLAIN, chat=None, words=STORY, depth=None):
-    return make_prompt(task, tokenizer, Given(num_tokens, words, depth), seed=seed, chat=chat)
+    return make_prompt(task, tokenizer, QuestionSpec(num_tokens, words, depth), seed=seed, chat=chat)
 
 
 @pytest.mark.parametrize("task", RULER_TASKS)

@@ -28,8 +28,6 @@ def test_a_fit_writes_costs_and_prints_errors_of_held_out_steps(tmp_path):
         (["fit", "nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
         (["fit", __file__], "is not a recording"),
         (["fit", __file__, "--method", "forest"], "--method is 'forest', must be one of affine, table"),
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["numerics"], "numerics: task is 'agreement', must be simulate, capacity or route"),
         (["capacity", "nowhere.yaml", "--slo", "ttft=1"], "nowhere.yaml: no such experiment file"),
         (["capacity", "capacity", "--slo", "ttft_p99"], "slo has 'ttft_p99', must be NAME=SECONDS"),
         (["capacity", "capacity", "--slo", "tftt=2"], "unknown metric 'tftt'; the nearest is 'ttft'"),

@@ -30,9 +30,14 @@ def test_an_experiment_is_run_into_the_folder():
     out = Path("here")
     words = ["quickstart", "engine.block_size=8"]
     assert command_line(words, ["run", "bench"], out) == ["run", *words, "--out", "here/run"]
-    assert command_line(["run", *words, "--shard", "1/2"], ["run"], out) == (
-        ["run", *words, "--shard", "1/2", "--out", "here/run"]
-    )
+    assert command_line([*words, "--shard", "1/2"], ["run"], out) == [
+        "run",
+        *words,
+        "--shard",
+        "1/2",
+        "--out",
+        "here/run",
+    ]
     assert command_line(["bench", "throughput", "--requests", "8"], ["bench"], out)[:2] == ["bench", "throughput"]
     with pytest.raises(ConfigError, match=r"unknown key 'engin.block_size'|unknown key 'engin'"):
         command_line(["quickstart", "engin.block_size=8"], [], out)
@@ -41,8 +46,8 @@ def test_an_experiment_is_run_into_the_folder():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere"], "nowhere: no such experiment file"),
-        (["doctor"], "ksana doctor builds no engine: trace an experiment or one of run, bench"),
+        (["run", "nowhere"], "nowhere: no such experiment file"),
+        (["doctor"], "ksana doctor builds no engine: trace an experiment or one of bench"),
         (["quickstart", "--profile-steps", "-1"], "--profile-steps is -1, must be"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.methods.proposers.draft_tree import AFTER_TEXT, DraftTree
 from ksana_jax.methods.proposers.shared_tries import MAX_SALTS, SharedTries
-from ksana_jax.methods.proposers.trie_proposer import Ends
+from ksana_jax.methods.proposers.trie_proposer import TrieMatch
 from ksana_jax.methods.proposers.tries import Cursor, Trie
 from ksana_jax.scheduler.speculative import read_speculative
 from ksana_jax.scheduler.speculative.base import Texts
@@ -195,7 +195,7 @@ def test_branches_follow_longer_matches_first_and_the_own_text_before_others():
     assert {run[0] for run in runs_in(proposed(proposer, prompt, 5))} == {40}
 
 
-def looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+def looked_up(own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree) -> None:
     """Drafts of "hier", by looking up each run in each trie, and following each path from its beginning."""
     for start in range(len(newest)):
         for trie in (own.trie, outputs.trie):
@@ -219,7 +219,7 @@ def looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> 
                     ways.append((place, run, -probability))
 
 
-def best_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+def best_looked_up(own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree) -> None:
     """Drafts of "one", in the same way."""
     for start in range(len(newest)):
         for trie in (own.trie, outputs.trie):
@@ -229,7 +229,7 @@ def best_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree
     return None
 
 
-def suffix_looked_up(own: Ends, outputs: Ends, newest: list[int], draft: DraftTree) -> None:
+def suffix_looked_up(own: TrieMatch, outputs: TrieMatch, newest: list[int], draft: DraftTree) -> None:
     """Drafts of `Suffix`, in the same way, with a factor of 1 and probabilities from 0.1 on."""
     best: tuple[float, list[int]] = 0.0, []
     for trie in (own.trie, outputs.trie):

@@ -1,4 +1,4 @@
-"""Random lives of a router: servers come and go, requests begin, progress and end in any order."""
+"""Random simulations of a router: servers come and go, requests begin, progress and end in any order."""
 
 import pytest
 from hypothesis import HealthCheck, settings

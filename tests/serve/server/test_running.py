@@ -1,4 +1,4 @@
-"""The server's life: loading, draining, signals, failures of the engine."""
+"""The server's lifetime: loading, draining, signals, failures of the engine."""
 
 import asyncio
 import functools

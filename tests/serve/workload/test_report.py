@@ -10,7 +10,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.serve.workload import read_workload
-from ksana_jax.serve.workload.report import Limits, RequestTimes, flat, spread, summarise, table
+from ksana_jax.serve.workload.report import LatencyLimits, RequestTimes, flat, spread, summarise, table
 
 # Answered in 1 s, then 3 tokens in 2 s; answered at once with one token; never answered; refused.
 ALL = [
@@ -30,7 +30,7 @@ def test_the_times_of_a_request():
 
 
 def test_a_summary_counts_what_has_finished_and_names_the_rest():
-    found = summarise(ALL, Limits(ttft_s=0.6))
+    found = summarise(ALL, LatencyLimits(ttft_s=0.6))
     assert (found["num_requests"], found["num_finished"], found["num_failed"]) == (4, 2, 1)
     assert found["errors"] == {"429 queue_full": 1} and found["seconds"] == 4.0
     assert (found["requests_per_s"], found["output_tokens_per_s"], found["prompt_tokens_per_s"]) == (0.5, 1.0, 10.0)
@@ -67,10 +67,10 @@ def test_a_growing_queue_is_a_failure():
 
 
 def test_all_limits_must_be_met():
-    limits = Limits.read("ttft=1, tpot=0.9,e2e=5")
-    assert limits == Limits(1.0, 0.9, 5.0) and Limits.read("") is None
+    limits = LatencyLimits.read("ttft=1, tpot=0.9,e2e=5")
+    assert limits == LatencyLimits(1.0, 0.9, 5.0) and LatencyLimits.read("") is None
     assert [limits.met_by(r) for r in ALL] == [False, True, False, False]
-    assert Limits(ttft_s=1.0, tpot_s=1.0).met_by(ALL[0])
+    assert LatencyLimits(ttft_s=1.0, tpot_s=1.0).met_by(ALL[0])
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def test_all_limits_must_be_met():
 )
 def test_a_wrong_limit_is_named(text, message):
     with pytest.raises(ConfigError, match=message):
-        Limits.read(text)
+        LatencyLimits.read(text)
 
 
 def test_numbers_have_one_key_each():
-    found = flat(summarise(ALL, Limits(ttft_s=0.6)))
+    found = flat(summarise(ALL, LatencyLimits(ttft_s=0.6)))
     assert found["ttft_p99_s"] == 0.995 and found["goodput_share"] == 0.25 and found["errors_429 queue_full"] == 1
     assert all(isinstance(value, (int, float)) for value in found.values())
 
 
 def test_the_table_has_the_figures_in_milliseconds():
-    text = table(summarise(ALL, Limits(ttft_s=0.6)))
+    text = table(summarise(ALL, LatencyLimits(ttft_s=0.6)))
     assert "2 of 4 finished in 4.00 s; 429 queue_full: 1" in text and "25.0% of the requests meet TTFT 0.6 s" in text
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
     assert rows["ms"] == ["mean", "p50", "p90", "p99", "max"]
@@ -110,7 +110,7 @@ def test_a_simulation_fills_the_report_of_a_benchmark():
     workload = read_workload("synthetic", num_requests=30, rate=20.0, prompt=[8, 40], output=[2, 9]).make(1000)
     config = EngineConfig(num_blocks=64, max_model_len=128, max_num_seqs=4)
     run = simulate(workload.items, ModelConfig(vocab_size=1000, eos_ids=(2,)), config, AffineCost(0.01, 1e-4))
-    limits = Limits(ttft_s=1.0)
+    limits = LatencyLimits(ttft_s=1.0)
     found = run.report(limits)
     assert found.keys() > summarise([], limits).keys() and found["errors"] == {}
     assert found["num_finished"] == 30 and found["goodput"]["share"] == 1.0

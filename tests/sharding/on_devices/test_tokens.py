@@ -8,7 +8,7 @@ import pytest
 
 from ksana_jax import LLM, AttentionPattern
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.lab.align.command import Texts, align, report
+from ksana_jax.lab.align.command import TextSet, align, report
 from ksana_jax.models.joined import separate
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.implementations import Implementation
@@ -164,7 +164,7 @@ def test_a_few_tokens():
 @pytest.mark.soak
 def test_two_engines_are_aligned_by_tokens_and_log_probabilities():
     """With scores of prompts alone, of which no most probable tokens are asked for."""
-    found = align(alone("GQA"), alone("GQA", 4), Texts(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0))
+    found = align(alone("GQA"), alone("GQA", 4), TextSet(num_prompts=2, prompt_tokens=5, num_tokens=6, seed=0))
     assert found["tokens"] == {} and found["operators"] == [] and found["divided"] == 4
     assert found["logprobs"]["quantiles"]["1"] < 2e-5  # as in test_log_probabilities
     assert report(found)[-1] == "operators are not compared one by one: 4 devices have a part of each"

@@ -75,7 +75,7 @@ class Agreement(PairedTask):
         check_against(config, settings.against)
         if config["engine"]["kv_eviction"] is not None:
             raise ConfigError("engine.kv_eviction is set, must be null: trials would change it in one engine alone")
-        texts.check_config(config, settings.num_texts, texts.Cut(settings.prompt_tokens), "settings.num_texts")
+        texts.check_config(config, settings.num_texts, texts.ExcerptSpec(settings.prompt_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = AgreementSettings(**trial.config["settings"]), trial.llm

@@ -117,7 +117,7 @@ class Compare(PairedTask):
         if any(settings.turns) and tokenizer_of(config["model"]) is None:
             raise ConfigError(f"settings.turns has text, {config['model']} has no tokenizer")
         check_against(config, settings.against)
-        cut = texts.Cut(settings.prompt_tokens)
+        cut = texts.ExcerptSpec(settings.prompt_tokens)
         texts.check_config(config, settings.num_prompts, cut, "settings.num_sequences / settings.width")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:

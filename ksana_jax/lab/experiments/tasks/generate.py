@@ -73,7 +73,9 @@ class Generate(BaseTask):
         settings = GenerateSettings(**config["settings"])
         if settings.random_prompts:
             return
-        texts.check_config(config, settings.num_prompts, texts.Cut(settings.prompt_tokens), "settings.num_prompts")
+        texts.check_config(
+            config, settings.num_prompts, texts.ExcerptSpec(settings.prompt_tokens), "settings.num_prompts"
+        )
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = GenerateSettings(**trial.config["settings"]), trial.llm

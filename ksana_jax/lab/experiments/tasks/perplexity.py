@@ -77,8 +77,8 @@ class PerplexitySettings:
     save_tokens: bool = False
 
     @property
-    def cut(self) -> texts.Cut:
-        return texts.Cut(self.num_tokens, self.bos, self.stride)
+    def cut(self) -> texts.ExcerptSpec:
+        return texts.ExcerptSpec(self.num_tokens, self.bos, self.stride)
 
 
 class Perplexity(PerplexityResults, BaseTask):

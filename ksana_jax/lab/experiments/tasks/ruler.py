@@ -21,8 +21,8 @@ from ksana_jax.lab.experiments.tasks.base import INPUT_FILES, AskingTask, TrialC
 from ksana_jax.lab.experiments.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, kib, percent
 from ksana_jax.lab.experiments.text_files import candidates, digest
-from ksana_jax.lab.recall.question import Given
-from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, Prompt, check_prompt, make_prompt, score
+from ksana_jax.lab.recall.question import QuestionSpec
+from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, RulerPrompt, check_prompt, make_prompt, score
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -175,7 +175,7 @@ def _reading(settings: RulerSettings) -> list[str]:
     return [task for task in settings.tasks if RULER_TASKS[task].reads_text]
 
 
-def _given(settings: RulerSettings) -> Given:
+def _given(settings: RulerSettings) -> QuestionSpec:
     """Returns the prompts' common part, with the first num_tokens words of the haystack: no more are needed."""
     words: list[str] = []
     if _reading(settings):
@@ -185,10 +185,10 @@ def _given(settings: RulerSettings) -> Given:
             words += text[: _WORD_CHARS * settings.num_tokens].split()
         if not words:
             raise ConfigError(f"settings.haystack: {', '.join(settings.haystack):.300}: no words in these files")
-    return Given(settings.num_tokens, words[: settings.num_tokens], settings.depth)
+    return QuestionSpec(settings.num_tokens, words[: settings.num_tokens], settings.depth)
 
 
-def _answers(llm: LLM, prompts: Sequence[Prompt], ask: str) -> list[str]:
+def _answers(llm: LLM, prompts: Sequence[RulerPrompt], ask: str) -> list[str]:
     from ksana_jax import SamplingParams
 
     params = [SamplingParams(max_tokens=prompt.num_answer_tokens, temperature=0.0) for prompt in prompts]
@@ -197,7 +197,7 @@ def _answers(llm: LLM, prompts: Sequence[Prompt], ask: str) -> list[str]:
     return [output.check().outputs[0].text for output in outputs]
 
 
-def _held_bytes(llm: LLM, prompt: Prompt, ask: str) -> int:
+def _held_bytes(llm: LLM, prompt: RulerPrompt, ask: str) -> int:
     llm.clear_records()
     params = forced(8, min_tokens=8, temperature=0.0)
     (output,) = llm.generate([asked_of(prompt.ids, prompt.num_question, ask)], params)

@@ -100,7 +100,7 @@ class Speculative(PairedTask):
         if (most := config["engine"]["max_num_seqs"]) < settings.batch_size:
             raise ConfigError(f"settings.batch_size is {settings.batch_size}, engine.max_num_seqs is {most}")
         needed = settings.num_requests + settings.traffic + settings.preloaded
-        texts.check_config(config, needed, texts.Cut(settings.prompt_tokens), "the number of requests")
+        texts.check_config(config, needed, texts.ExcerptSpec(settings.prompt_tokens), "the number of requests")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, plain = SpeculativeSettings(**trial.config["settings"]), trial.llm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ksana_jax.lab.experiments.texts import Cut, draw_excerpts
+from ksana_jax.lab.experiments.texts import ExcerptSpec, draw_excerpts
 from ksana_jax.tokenizers.chat import render_chat
 
 # Prompts `shared`: number of requests with the same text, and of private tokens before it.
@@ -14,14 +14,14 @@ _SHARING, _OWN_TOKENS = 8, 8
 
 def free(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Returns excerpts: what follows them is new."""
-    return [excerpt.ids for excerpt in draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens), seed)]
+    return [excerpt.ids for excerpt in draw_excerpts(files, tokenizer, num_prompts, ExcerptSpec(num_tokens), seed)]
 
 
 def edit(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Returns excerpts of three quarters of the tokens, each followed by its own beginning, as if it were written again
     with some changes: a model that has noticed it copies the rest."""
     again = num_tokens // 4
-    heads = draw_excerpts(files, tokenizer, num_prompts, Cut(num_tokens - again), seed)
+    heads = draw_excerpts(files, tokenizer, num_prompts, ExcerptSpec(num_tokens - again), seed)
     return [[*head.ids, *head.ids[1 : 1 + again]] for head in heads]
 
 
@@ -45,7 +45,7 @@ def chat(files: Sequence[str], tokenizer: Any, num_prompts: int, num_tokens: int
     head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after))
     if (room := num_tokens - len(head) - len(tail)) < 1:
         raise ValueError(f"{num_tokens} tokens, of which the chat template and the question take {num_tokens - room}")
-    excerpts = draw_excerpts(files, tokenizer, num_prompts, Cut(room, bos=False), seed)
+    excerpts = draw_excerpts(files, tokenizer, num_prompts, ExcerptSpec(room, bos=False), seed)
     return [[*head, *excerpt.ids, *tail] for excerpt in excerpts]
 
 

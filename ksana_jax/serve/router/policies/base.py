@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ksana_jax.serve.router.ledger import Live
+from ksana_jax.serve.router.ledger import UnfinishedRequest
 from ksana_jax.serve.router.request import RoutedRequest
 
 if TYPE_CHECKING:
-    from ksana_jax.serve.router.view import View
+    from ksana_jax.serve.router.view import FleetView
 
 
 class Policy:
@@ -18,17 +18,17 @@ class Policy:
     something overrides the callbacks for changes of requests and servers.
     """
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         """Returns the number of a server in view.ready."""
         raise NotImplementedError(f"{type(self).__name__} has no choose(request, view)")
 
-    def sent(self, request: RoutedRequest, server: int, view: View) -> None:
+    def sent(self, request: RoutedRequest, server: int, view: FleetView) -> None:
         """A request goes to the server that was chosen; ledger and index have it already."""
 
-    def first_token(self, live: Live, now: float) -> None:
+    def first_token(self, live: UnfinishedRequest, now: float) -> None:
         """A request's prefill has ended."""
 
-    def ended(self, live: Live, now: float) -> None:
+    def ended(self, live: UnfinishedRequest, now: float) -> None:
         """A request has ended."""
 
     def added(self, server: int) -> None:

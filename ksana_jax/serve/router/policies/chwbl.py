@@ -13,7 +13,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.router.policies.base import Policy
 from ksana_jax.serve.router.request import Hash, RoutedRequest
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class CHWBL(Policy):
         del self._of_server[server]
         self._points = []
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         requests, num_ready = view.ledger.requests, len(view.ready)
         if not request.hashes:
             return view.lowest(requests)

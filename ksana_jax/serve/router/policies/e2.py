@@ -9,10 +9,10 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.router.ledger import Live
+from ksana_jax.serve.router.ledger import UnfinishedRequest
 from ksana_jax.serve.router.policies.base import Policy
 from ksana_jax.serve.router.request import Hash, RoutedRequest
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 # Prefixes whose waits are remembered.
 MAX_PREFIXES = 4096
@@ -59,7 +59,7 @@ class E2(Policy):
         self._waits: collections.OrderedDict[Hash, tuple[float, float]] = collections.OrderedDict()
         self._outputs, self._ended = 0, 0
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         self._forget(view.now)
         load_s = self._load_s
         ready = load_s if view.all_ready else load_s[view.ready]
@@ -75,7 +75,7 @@ class E2(Policy):
         full = view.index.num_blocks >= view.index.capacity
         return view.lowest(load_s + view.prefill_s * (1 + self._hit_rate * full))
 
-    def _must_copy(self, request: RoutedRequest, view: View, server: int) -> bool:
+    def _must_copy(self, request: RoutedRequest, view: FleetView, server: int) -> bool:
         """True if the prefix's requests wait `copy` times as long as they used to; records the wait."""
         levels, hashes = view.match.levels, request.hashes
         everywhere = sum(servers.bit_count() for _, servers in levels) >= len(view.ready)
@@ -91,14 +91,14 @@ class E2(Policy):
             self._waits.popitem(last=False)
         return recent_s > self.copy * usual_s
 
-    def sent(self, request: RoutedRequest, server: int, view: View) -> None:
+    def sent(self, request: RoutedRequest, server: int, view: FleetView) -> None:
         live = view.ledger.live[request.request_id]
         decode_s = self.decode_token_s * self._outputs / max(self._ended, 1)
         load_s = live.work * float(view.ledger.token_s[server]) + decode_s
         self._window.append((view.now, server, load_s, request.num_prompt, live.matched))
         self._add(server, load_s, request.num_prompt, live.matched, 1)
 
-    def ended(self, live: Live, now: float) -> None:
+    def ended(self, live: UnfinishedRequest, now: float) -> None:
         self._outputs += live.num_output
         self._ended += 1
 

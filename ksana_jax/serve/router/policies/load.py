@@ -6,14 +6,14 @@ import dataclasses
 
 from ksana_jax.serve.router.policies.base import Policy
 from ksana_jax.serve.router.request import RoutedRequest
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 
 @dataclasses.dataclass
 class Random(Policy):
     """Chooses at random."""
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         return view.any_ready()
 
 
@@ -24,7 +24,7 @@ class RoundRobin(Policy):
     def __post_init__(self) -> None:
         self._last = -1
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         at = int(view.ready.searchsorted(self._last, side="right"))
         self._last = int(view.ready[at % len(view.ready)])
         return self._last
@@ -37,7 +37,7 @@ class LeastWork(Policy):
     The baseline to beat: counting tokens instead of requests halves the tail of round robin.
     """
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         return view.lowest(view.wait_s)
 
 
@@ -48,7 +48,7 @@ class PowerOfTwo(Policy):
     Source: Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001.
     """
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         if len(view.ready) == 1:
             return int(view.ready[0])
         one, other = (int(view.ready[at]) for at in view.random.sample(range(len(view.ready)), 2))

@@ -6,7 +6,7 @@ import dataclasses
 
 from ksana_jax.serve.router.policies.base import Policy
 from ksana_jax.serve.router.request import RoutedRequest
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 
 @dataclasses.dataclass
@@ -19,5 +19,5 @@ class MinTTFT(Policy):
     Source: the estimate by which Mooncake's conductor chooses a prefill instance, arXiv:2407.00079, algorithm 1.
     """
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         return view.lowest(view.wait_s + view.prefill_s)

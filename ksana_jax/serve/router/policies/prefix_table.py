@@ -10,11 +10,11 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.router.ledger import Live
+from ksana_jax.serve.router.ledger import UnfinishedRequest
 from ksana_jax.serve.router.policies.base import Policy
 from ksana_jax.serve.router.request import Hash, RoutedRequest
 from ksana_jax.serve.router.table import Prefix, PrefixTable, TableSettings
-from ksana_jax.serve.router.view import View
+from ksana_jax.serve.router.view import FleetView
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class PrefixTablePolicy(TableSettings, Policy):
         """Gives another server to a configured prefix, by the hash of its last block."""
         self.table.give(self.table.prefixes[key], server)
 
-    def choose(self, request: RoutedRequest, view: View) -> int:
+    def choose(self, request: RoutedRequest, view: FleetView) -> int:
         table, now = self.table, view.now
         prefix = self._prefix = table.find(request.hashes)
         if prefix is None:
@@ -86,7 +86,7 @@ class PrefixTablePolicy(TableSettings, Policy):
             return view.lowest(outside_s)
         return inside[view.least(total_s)]
 
-    def _is_crowded(self, prefix: Prefix, wait_s: Sequence[float], view: View) -> bool:
+    def _is_crowded(self, prefix: Prefix, wait_s: Sequence[float], view: FleetView) -> bool:
         """True if its servers' least wait exceeds another server's with the prefix's prefill added."""
         if not len(wait_s):
             return True
@@ -97,7 +97,7 @@ class PrefixTablePolicy(TableSettings, Policy):
         all_s = view.wait_s + prefix.num_tokens * ledger.token_s
         return inside_s > _least(all_s if view.all_ready else all_s[view.ready])
 
-    def sent(self, request: RoutedRequest, server: int, view: View) -> None:
+    def sent(self, request: RoutedRequest, server: int, view: FleetView) -> None:
         self.table.arrived(request.hashes, view.settings.block_size, view.now)
         if self._prefix is not None:
             live = view.ledger.live[request.request_id]
@@ -105,7 +105,7 @@ class PrefixTablePolicy(TableSettings, Policy):
             self._prefix.arrivals.add(1, view.now)
             self._prefix.work.add(live.work * float(view.ledger.token_s[server]) + decode_s, view.now)
 
-    def ended(self, live: Live, now: float) -> None:
+    def ended(self, live: UnfinishedRequest, now: float) -> None:
         self._outputs += live.num_output
         self._ended += 1
 

@@ -29,7 +29,7 @@ from ksana_jax.serve.router.proxy.launching import Keeper
 from ksana_jax.serve.router.proxy.metrics import exposition
 from ksana_jax.serve.router.proxy.prefixes import ConfiguredPrefixes
 from ksana_jax.serve.router.proxy.prompts import PromptReader
-from ksana_jax.serve.router.proxy.queueing import Turns
+from ksana_jax.serve.router.proxy.queueing import RequestQueue
 from ksana_jax.serve.router.proxy.reading import RequestReader, model_of
 from ksana_jax.serve.router.proxy.settings import EXACT
 from ksana_jax.serve.server.auth import salt_of_key
@@ -70,7 +70,7 @@ class Proxy:
     def __init__(self, fleet: Fleet, prompts: PromptReader | None = None):
         self.fleet, self.settings = fleet, fleet.settings
         self.reader = RequestReader(prompts, self._ask_tokens, fleet.router.settings.block_size)
-        self.turns = Turns(self.settings, lambda: fleet.num_ready)
+        self.turns = RequestQueue(self.settings, lambda: fleet.num_ready)
         fleet.on_room = self.turns.go_on
         if self.settings.num_queued:
             fleet.on_served = self.turns.queue.charge

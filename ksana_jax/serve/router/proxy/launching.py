@@ -18,7 +18,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S, LIVES_S = 1.0, 30.0, 60.0
 INVALID = 2
 
 
-class Ended(NamedTuple):
+class EndedServer(NamedTuple):
     """A server's end: in words, and the exit code, None if unknown."""
 
     why: str
@@ -32,7 +32,7 @@ class Launcher(Protocol):
         """Starts a server that is not running; returns its address, at which it may not answer yet."""
         ...
 
-    async def ended(self, index: int) -> Ended:
+    async def ended(self, index: int) -> EndedServer:
         """Waits for a server's end."""
         ...
 
@@ -96,7 +96,7 @@ class Keeper:
                 self._fleet.died(server, ended.why)
                 await self._fleet.remove(url)
             except ConfigError as error:
-                ended = Ended(str(error), INVALID)
+                ended = EndedServer(str(error), INVALID)
             if ended.code == INVALID and not cold:
                 if not self.failed.done():
                     self.failed.set_exception(ConfigError(f"servers do not start: {ended.why}"))

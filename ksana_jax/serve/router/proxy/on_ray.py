@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.engine.distributed.ray_connection import connected
-from ksana_jax.serve.router.proxy.launching import Ended
+from ksana_jax.serve.router.proxy.launching import EndedServer
 from ksana_jax.serve.router.proxy.spawning import STOP_S, die_with_parent, ended_with, free_port, serve_command
 
 # Seconds between looks whether a server still runs, and for a node to start an actor.
@@ -99,14 +99,14 @@ class RayLauncher:
         actor = self._actors[index] = self._actor.remote(*self._arguments)
         return await asyncio.wait_for(actor.url.remote(), START_S)
 
-    async def ended(self, index: int) -> Ended:
+    async def ended(self, index: int) -> EndedServer:
         """See `Launcher`. A server also ends when its actor or node dies."""
         last = ""
         while True:
             try:
                 code, lines = await self._actors[index].look.remote()
             except self._ray.exceptions.RayError as error:
-                return Ended(f"the actor has died: {type(error).__name__}")
+                return EndedServer(f"the actor has died: {type(error).__name__}")
             for last in lines:
                 self._show(f"[server {index}] {last}")
             if code is not None:

@@ -11,7 +11,7 @@ from ksana_jax.serve.router.proxy.settings import ProxySettings
 from ksana_jax.serve.server.errors import APIError
 
 
-class Turns:
+class RequestQueue:
     """Sends as many requests as the servers take at once; the rest wait, ordered by their clients' past service.
 
     Args:

@@ -37,7 +37,7 @@ AskTokens = Callable[[dict[str, Any]], Awaitable[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PromptFacts:
     """Facts about a request: tokens of the prompt, counted or estimated; a hash for each full block of it; output
     tokens asked for; the model, if it is known."""
 
@@ -78,7 +78,7 @@ class RequestReader:
         """Sets the tokenizer on this machine; None asks a server."""
         self._prompts = prompts
 
-    async def read(self, path: str, body: bytes, salt: str) -> Prompt:
+    async def read(self, path: str, body: bytes, salt: str) -> PromptFacts:
         """Returns the facts about a request; of an invalid one only its length, because the server will report
         the error.
 
@@ -107,7 +107,7 @@ class RequestReader:
             return _unread(body, asked)
         max_tokens = asked.get("max_completion_tokens") or asked.get("max_tokens")
         usable = type(max_tokens) is int and 0 <= max_tokens <= MAX_TOKENS
-        return Prompt(len(ids), hashes, max_tokens if usable else DEFAULT_MAX_TOKENS, _model(asked))
+        return PromptFacts(len(ids), hashes, max_tokens if usable else DEFAULT_MAX_TOKENS, _model(asked))
 
     async def token_ids(self, text: str) -> np.ndarray | None:
         """Returns the ids of the prompt of a completion, int32 [T]; None if no server can be asked now."""
@@ -178,5 +178,5 @@ def _model(asked: Any) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _unread(body: bytes, asked: Any) -> Prompt:
-    return Prompt(max(len(body) // CHARS_PER_TOKEN, 1), [], DEFAULT_MAX_TOKENS, _model(asked))
+def _unread(body: bytes, asked: Any) -> PromptFacts:
+    return PromptFacts(max(len(body) // CHARS_PER_TOKEN, 1), [], DEFAULT_MAX_TOKENS, _model(asked))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ksana_jax.serve.router.proxy.launching import INVALID, Ended
+from ksana_jax.serve.router.proxy.launching import INVALID, EndedServer
 
 STOP_S = 10.0  # beyond a server's own time for running requests
 LINE_BYTES = 2**16
@@ -56,13 +56,13 @@ class LocalLauncher:
         self._readers[index] = asyncio.create_task(self._read(index, process))
         return f"http://127.0.0.1:{port}"
 
-    async def ended(self, index: int) -> Ended:
+    async def ended(self, index: int) -> EndedServer:
         """See `Launcher`."""
         process = self.processes[index]
         code = await process.wait()
         last = await self._readers[index]
         if code < 0:
-            return Ended(f"killed by {signal.Signals(-code).name}", code)
+            return EndedServer(f"killed by {signal.Signals(-code).name}", code)
         return ended_with(code, last)
 
     async def stop(self, index: int) -> None:
@@ -98,11 +98,11 @@ class LocalLauncher:
                 self._show(f"[server {index}] {last}")
 
 
-def ended_with(code: int, last: str) -> Ended:
+def ended_with(code: int, last: str) -> EndedServer:
     """Describes a server's end, given its last line."""
     if code == INVALID and last.startswith(ERROR):
-        return Ended(last.removeprefix(ERROR), code)
-    return Ended(f"exit code {code}" + f": {last}" * bool(code and last), code)
+        return EndedServer(last.removeprefix(ERROR), code)
+    return EndedServer(f"exit code {code}" + f": {last}" * bool(code and last), code)
 
 
 def serve_command(

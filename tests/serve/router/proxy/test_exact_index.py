@@ -21,7 +21,7 @@ from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.following import EventFollower, read_event
 from ksana_jax.serve.router.proxy.models import SameModel
 from ksana_jax.serve.router.proxy.settings import ProxySettings
-from ksana_jax.serve.server.kv_events import KEPT, MEDIA, Change, KVEventLog
+from ksana_jax.serve.server.kv_events import KEPT, MEDIA, BlockEvent, KVEventLog
 from ksana_jax.serve.server.sse import DONE, PING
 from tests.engine import small
 from tests.engine import test_lora as lora
@@ -186,13 +186,13 @@ def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
         [first] = await read("", 1)
         assert '"sequence":-1,"events":[{"type":"AllBlocksCleared"}]' in first
         for number, key in enumerate(keys[:10]):
-            log.add([Change(DEVICE, key, keys[number - 1] if number else None, True)])
+            log.add([BlockEvent(DEVICE, key, keys[number - 1] if number else None, True)])
         late = await read(f"{log.epoch}-6", 3)
         assert [text.split("\n")[0] for text in late] == [f"id: {log.epoch}-{n}" for n in (7, 8, 9)]
         [other] = await read("0000-6", 1)  # of a process before this one
         assert other.startswith(f"id: {log.epoch}-9\n") and other.count('"type":"BlockStored"') == 1
         for key in keys[10:]:
-            log.add([Change(DEVICE, key, None, True), Change(DEVICE, key, None, False)])
+            log.add([BlockEvent(DEVICE, key, None, True), BlockEvent(DEVICE, key, None, False)])
         [everything] = await read(f"{log.epoch}-6", 1)
         router = Router(["s"])
         replayed(everything, router)
@@ -210,7 +210,7 @@ def test_a_reader_is_sent_comments_in_silence_and_the_end_when_the_server_ends()
         stream = log.stream("", lambda: bool(ended), 0.01)
         found = [await anext(stream) for _ in range(4)]
         assert found[2:] == [PING, PING]
-        log.add([Change(DEVICE, b"a", None, True)])
+        log.add([BlockEvent(DEVICE, b"a", None, True)])
         assert "BlockStored" in await anext(stream)
         ended.append(True)
         assert [text async for text in stream] == [DONE]

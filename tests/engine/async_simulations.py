@@ -1,7 +1,7 @@
-"""Random lives of an `AsyncLLM`: an engine of random shape on a fake device and disk, see `tests.simulation`, and
+"""Random simulations of an `AsyncLLM`: an engine of random shape on a fake device and disk, see `tests.simulation`, and
 clients that read, dawdle, leave and abort.
 
-python -m tests.engine.async_lives --examples 1000 --first 0
+python -m tests.engine.async_simulations --examples 1000 --first 0
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.simulation import Simulation
 TIMEOUT_S = 60.0
 
 
-class AsyncLife:
+class AsyncSimulation:
     """An AsyncLLM around a simulation's engine, and its clients.
 
     Args:
@@ -191,16 +191,16 @@ class AsyncLife:
         self.engine.scheduler.check()
 
 
-def live(seed: int, num_clients: int = 24) -> AsyncLife:
-    """Lives the life of a seed, with up to that many clients."""
+def live(seed: int, num_clients: int = 24) -> AsyncSimulation:
+    """Runs the simulation of a seed, with up to that many clients."""
     rng = random.Random(seed)
-    life = AsyncLife(rng)
-    asyncio.run(life.live(rng.randint(1, num_clients)))
-    return life
+    run = AsyncSimulation(rng)
+    asyncio.run(run.live(rng.randint(1, num_clients)))
+    return run
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine.async_lives")
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.async_simulations")
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--clients", type=int, default=24)
@@ -214,7 +214,7 @@ def _main() -> None:
             print(f"seed {seed}", flush=True)
             raise
     print(dict(seen))
-    print(f"{given.examples:,} lives in {time.perf_counter() - began:.1f} s")
+    print(f"{given.examples:,} simulations in {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":

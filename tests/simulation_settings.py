@@ -1,4 +1,4 @@
-"""Which settings simulated lives must meet together: every three that an engine takes."""
+"""Which settings random simulations must meet together: every three that an engine takes."""
 
 from __future__ import annotations
 

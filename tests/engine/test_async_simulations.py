@@ -1,4 +1,4 @@
-"""Random lives of an AsyncLLM, see `tests.engine.async_lives`: 25 by default, LIVES in the soak; no leak."""
+"""Random simulations of an AsyncLLM, 25 by default, SIMULATIONS in the soak: no leak."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import pytest
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.runner.planner.process import resident_bytes
-from tests.engine.async_lives import live
+from tests.engine.async_simulations import live
 from tests.fakes import asking, make_engine, prompt_of
 from tests.soak import soak_unless
 
 # About a minute of one core.
-LIVES = int(os.environ.get("KSANA_LIVES", 400))
+SIMULATIONS = int(os.environ.get("KSANA_SIMULATIONS", 400))
 
 
-@pytest.mark.parametrize("first", soak_unless(lambda first: first < 25, range(0, LIVES, 5)))
+@pytest.mark.parametrize("first", soak_unless(lambda first: first < 25, range(0, SIMULATIONS, 5)))
 def test_clients_that_come_and_go_get_what_their_prompts_give_alone(first, caplog):
     caplog.set_level(logging.CRITICAL)  # the steps that fail
     seen = collections.Counter()
     for seed in range(first, first + 5):
         seen.update(live(seed).seen)
-    assert seen["read"] or seen["result"]  # five lives need not have both
+    assert seen["read"] or seen["result"]  # five simulations need not have both
 
 
 @pytest.mark.parametrize("count", soak_unless(lambda count: count < 1000, [400, 10_000]))

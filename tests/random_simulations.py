@@ -1,7 +1,7 @@
-"""Lives of an engine: requests, steps and trouble in any order, see `tests.simulation`.
+"""Random simulations of an engine: requests, steps and trouble in any order, see `tests.simulation`.
 
-python -m tests.lives --seed 7                       replays one
-python -m tests.lives --examples 100000 --workers 2  looks for one that ends badly
+python -m tests.random_simulations --seed 7                       replays one
+python -m tests.random_simulations --examples 100000 --workers 2  looks for one that ends badly
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import random
 import time
 
 from tests.drawn_eviction import METHODS
-from tests.life_settings import TRIPLES, triples
 from tests.sealing_simulation import SealingSimulation
 from tests.selecting_simulation import SelectingSimulation
 from tests.simulation import Simulation
+from tests.simulation_settings import TRIPLES, triples
 from tests.speculating_simulation import (
     DraftModelSelectingSimulation,
     DraftModelSimulation,
@@ -28,14 +28,14 @@ from tests.speculating_simulation import (
 )
 from tests.storing_simulation import DRAWN, StoringSimulation
 
-# What a thousand lives must meet besides.
+# What a thousand simulations must meet besides.
 MET = {f"engines with {name}" for name in (*METHODS, *DRAWN, "whole", "once", "streamed", "pyramid")}
 MET |= {"evicted", "swapped_in", "preemptions", "changes of budget", "changes refused", "failed steps"}
 
 
 def kind_of(seed: int) -> type[Simulation]:
-    """Of six lives one is that of an engine that evicts tokens or stores codes, one of a block codec and one of an
-    engine that selects blocks; every seventh that of one that speculates, and another that of one with a draft model.
+    """Of six simulations, one has an engine that evicts tokens or stores codes, one a block codec and one selects
+    blocks; one of seven speculates, and another one does so with a draft model.
     """
     if seed % 7 == 2:
         return (DraftModelSimulation, DraftModelStoringSimulation, DraftModelSelectingSimulation)[seed % 3]
@@ -44,7 +44,7 @@ def kind_of(seed: int) -> type[Simulation]:
     return (StoringSimulation, Simulation, Simulation, SealingSimulation, Simulation, SelectingSimulation)[seed % 6]
 
 
-def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:
+def simulate(rng: random.Random, num_steps: int = 50, kind: type[Simulation] = Simulation) -> Simulation:
     """Requests, steps and trouble in any order, until so many steps are done; then to the end."""
     simulation = kind(rng)
     for _ in range(8 * num_steps):
@@ -76,7 +76,7 @@ def live_a_life(rng: random.Random, num_steps: int = 50, kind: type[Simulation] 
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.lives")
+    parser = argparse.ArgumentParser(prog="python -m tests.random_simulations")
     parser.add_argument("--seed", type=int, help="replay this one")
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
@@ -84,7 +84,7 @@ def _main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
     if given.seed is not None:
-        lived = live_a_life(random.Random(given.seed), given.steps, kind_of(given.seed))
+        lived = simulate(random.Random(given.seed), given.steps, kind_of(given.seed))
         print(f"{lived.num_steps} steps, and all is well")
         return
     began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
@@ -102,7 +102,7 @@ def _main() -> None:
                 print(f"seed {seed}: {error}", flush=True)
     seconds = time.perf_counter() - began
     print(", ".join(f"{count:,} {name}" for name, count in seen.items()))
-    print(f"{given.examples:,} lives, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
+    print(f"{given.examples:,} simulations, {failed} failed; {steps:,} steps, {steps / seconds:,.0f} a second")
     met &= TRIPLES
     missed = ", ".join(map(" + ".join, sorted(TRIPLES - met)[:9]))
     print(f"{len(met)} of {len(TRIPLES)} threes of settings met" + f", not {missed}" * bool(missed))
@@ -117,7 +117,7 @@ def _main() -> None:
 
 def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], set[str], str]:
     try:
-        simulation = live_a_life(random.Random(seed), num_steps, kind_of(seed))
+        simulation = simulate(random.Random(seed), num_steps, kind_of(seed))
         return seed, simulation.num_steps, dict(simulation.seen), simulation.drawn(), ""
     except Exception as error:
         return seed, 0, {}, set(), f"{type(error).__name__}: {str(error)[:200]}"
