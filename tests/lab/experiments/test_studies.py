@@ -25,7 +25,7 @@ MADE = (
 # Where a study names heads of layers, which the stand-in of its model does not have.
 SHAPES = {"pretrained_duo": ModelConfig(num_layers=30, num_heads=9, num_kv_heads=3)}
 # Rows that were measured with code that is gone, which their README says.
-GONE = {"routing": ("polled each 1 s", "light servers")}
+GONE = {"two_models": ("pools of 256 and 64",), "routing": ("polled each 1 s", "light servers")}
 STUDIES = sorted(records.parent for records in (ROOT / "experiments").glob("*/records.jsonl"))
 
 

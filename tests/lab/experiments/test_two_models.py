@@ -24,15 +24,14 @@ def measured(tmp_path_factory, one_layer):
         "load_format": "dummy",
         "engine": ENGINE,
         "settings": SETTINGS | LENGTHS,
-        "variants": [{"name": str(share), "settings.pool_share": share} for share in (0.25, 1.0)],
     }
-    return {row.label: row for row in reported(plan(given), tmp_path_factory.mktemp("out")).rows}
+    [row] = reported(plan(given), tmp_path_factory.mktemp("out")).rows
+    return row
 
 
-@pytest.mark.parametrize("share", ["0.25", "1.0"])
-def test_what_fits_the_whole_but_not_a_half_is_found_again_only_in_one_budget(measured, share):
+def test_what_fits_the_whole_but_not_a_half_is_found_again_only_in_one_budget(measured):
     """Four chats grow to 28 tokens: 28 blocks of the 40, of which a half has 20."""
-    runs = {m["side"]: m for m in measured[share].trials[0] if m["metric"] == "run"}
+    runs = {m["side"]: m for m in measured.trials[0] if m["metric"] == "run"}
     assert runs["with"]["num_output_tokens"] == runs["without"]["num_output_tokens"] == 2 * 4 * 2 * 4
     # Each second turn finds the first one's whole blocks: 16 tokens of 24, of 40 in both turns.
     assert runs["with"]["hit_rate"] == pytest.approx(16 / 40)
