@@ -21,7 +21,7 @@ from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.core.sources.catalogue import FETCHABLE
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine import family_table
-from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.runs.config import plan
 from ksana_jax.loading.tensor_files import SafetensorsTensor
 from tests.clients import CLIENTS
 from tests.reference import literal

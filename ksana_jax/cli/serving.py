@@ -112,7 +112,7 @@ def models_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, Any]
       ConfigError: a setting has no value, or cannot be read.
     """
     from ksana_jax.core.config import EngineConfig
-    from ksana_jax.lab.experiments.dotted import dotlist
+    from ksana_jax.lab.runs.dotted import dotlist
 
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     others = [word for word in words if "=" not in word and word.partition(".")[0] not in fields]

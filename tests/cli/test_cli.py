@@ -191,7 +191,7 @@ def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypa
         monkeypatch.setitem(sys.modules, "pallas_kernels", hiding)
         raise ModuleNotFoundError("No module named 'pallas_kernels.hopper'", name="pallas_kernels.hopper")
 
-    monkeypatch.setattr("ksana_jax.lab.experiments.command.run_and_report", run)
+    monkeypatch.setattr("ksana_jax.lab.runs.command.run_and_report", run)
     error = fails(capsys, "run", "quickstart")
     assert f"'pallas_kernels.hopper'; {tmp_path} shadows ksana_jax's package 'pallas_kernels'" in error
 

@@ -52,7 +52,7 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: the file does not exist, or is not YAML.
     """
-    from ksana_jax.lab.experiments.dotted import dotlist, from_yaml
+    from ksana_jax.lab.runs.dotted import dotlist, from_yaml
 
     if given.endswith((".yaml", ".yml")):
         settings = from_yaml(Path(given).read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
 
 def draw_prompts(llm: LLM, texts: TextSet) -> list[list[int]]:
     """Cuts held-out texts into prompts; draws random tokens for a model without a tokenizer."""
-    from ksana_jax.lab.experiments.texts import prompts_for
+    from ksana_jax.lab.runs.texts import prompts_for
 
     return prompts_for(llm, [], texts.num_prompts, texts.prompt_tokens, texts.seed)
 
@@ -151,7 +151,7 @@ def align_and_show(
     """Compares two sides, or writes the log-probabilities of one; returns the exit code, see `cli.aligning`."""
     from rich.console import Console
 
-    from ksana_jax.lab.experiments.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal_grid
 
     left = open_side(a, model)
     if b is None:

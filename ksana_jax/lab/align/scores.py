@@ -20,7 +20,7 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.experiments.asking import forced, token_scores
+from ksana_jax.lab.runs.asking import forced, token_scores
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
