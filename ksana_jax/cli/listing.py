@@ -74,8 +74,8 @@ def methods() -> None:
     """Lists the built-in methods by the setting that selects one."""
     import importlib
 
-    from ksana_jax.methods import SEAMS
+    from ksana_jax.methods import EXTENSION_POINTS
 
-    for seam in SEAMS:
-        module, _, registry = seam.registry.partition(":")
-        print(f"{seam.setting}: {', '.join(getattr(importlib.import_module(module), registry))}")
+    for point in EXTENSION_POINTS:
+        module, _, registry = point.registry.partition(":")
+        print(f"{point.setting}: {', '.join(getattr(importlib.import_module(module), registry))}")

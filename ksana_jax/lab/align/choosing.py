@@ -171,8 +171,8 @@ def _texts_of(stored: Scores) -> TextSet:
     counts = {len(ids) - n for ids, n in zip(stored.token_ids, stored.num_prompt_tokens, strict=True)}
     if len(counts) > 1 or 0 in counts:
         raise ConfigError(
-            f"texts of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs one "
-            "number above 0"
+            f"sequences of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs "
+            "one number above 0"
         )
     return TextSet(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
 

@@ -53,7 +53,7 @@ def test_tries_that_know_the_outputs_have_fewer_steps_and_the_same_texts(one_lay
 @native_products
 def test_texts_that_differ_are_an_error_of_the_trial(one_layer, tmp_path, monkeypatch):
     monkeypatch.setattr(speculative, "_same", lambda runs: 0.5)
-    with pytest.raises(AssertionError, match=r"50\.0% of the texts differ"):
+    with pytest.raises(AssertionError, match=r"50\.0% of the outputs differ"):
         reported(plan(given(one_layer, numerics="invariant")), tmp_path / "out", debug=True)
 
 

@@ -126,7 +126,7 @@ class Speculative(PairedTask):
             for side, outputs in written.items():
                 yield {"metric": "quality", "side": side, "nll": _nll(plain, asked, outputs)}
         elif plain.config.numerics == "invariant" and (same := _same(runs)) is not None and same < 1:
-            raise AssertionError(f"{1 - same:.1%} of the texts differ from those without speculation")
+            raise AssertionError(f"{1 - same:.1%} of the outputs differ from those without speculation")
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes gain, seconds without / seconds with, median over pairs, gain_least and gain_most among them;
