@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from typer.main import get_command
 
 import ksana_jax
 from ksana_jax import cli
@@ -249,3 +250,9 @@ def test_quantize_writes_a_file_and_replaces_none(capsys, tmp_path):
     before = out.read_bytes()
     assert f"{out} exists; give another --out" in fails(capsys, "quantize", "ksana-tiny", "--out", str(out))
     assert out.read_bytes() == before
+
+
+def test_visible_commands_are_within_their_limit():
+    limits = dict(line.split() for line in (ROOT / ".ci" / "size.limits").read_text().splitlines())
+    commands = get_command(cli.app).commands.values()
+    assert sum(not command.hidden for command in commands) <= int(limits["commands"])
