@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
     from ksana_jax.runner.example import StepFunction
-    from ksana_jax.scheduler.step.types import Part, StepShape
+    from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 __version__ = "0.1.0"
 
@@ -57,8 +57,8 @@ _PUBLIC = {
     "ksana_jax.core.config": "ModelConfig EngineConfig",
     "ksana_jax.loading.load": "load_model",
     "ksana_jax.runner.example": "StepFunction",
-    "ksana_jax.scheduler.step.types": "StepShape Part",
+    "ksana_jax.scheduler.step.types": "StepShape TileGroup",
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
-__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "Part"]
+__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "TileGroup"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

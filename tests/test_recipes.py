@@ -19,7 +19,7 @@ from ksana_jax import AttentionPattern
 from ksana_jax.core import patterns
 from ksana_jax.core.patterns import FAR, PatternArrays
 from ksana_jax.kv import replacement
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 from ksana_jax.scheduler import policies
 from tests import expected, fake_network, reference
 from tests.engine.small import VOCAB, expect_dense, make_llm, model
@@ -122,8 +122,8 @@ class Chunked(AttentionPattern):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedRange(LiveRange):
-    """`LiveRange` with what frees blocks: all of a span goes at once, when the next one begins."""
+class ChunkedRange(VisibleRange):
+    """`VisibleRange` with what frees blocks: all of a span goes at once, when the next one begins."""
 
     span: int = FAR
 
@@ -131,8 +131,8 @@ class ChunkedRange(LiveRange):
         return np.maximum(super().seen_from(next_position), next_position // self.span * self.span)
 
 
-def live_range(layers) -> LiveRange:
-    """`LiveRange.of`; here all layers have the same span, or none has one."""
+def live_range(layers) -> VisibleRange:
+    """`VisibleRange.of`; here all layers have the same span, or none has one."""
     span = getattr(layers[0], "span", FAR)
     if span == FAR:
         return live_range_of(layers)
@@ -145,14 +145,14 @@ def literal(pattern, i, j):
     return visible & (i // pattern.span == j // pattern.span), stands
 
 
-live_range_of, literal_of = LiveRange.of, reference.literal
+live_range_of, literal_of = VisibleRange.of, reference.literal
 
 
 @pytest.fixture
 def chunked(monkeypatch):
     """The lines of `Chunked` are in patterns.py and reference.py."""
     monkeypatch.setattr(patterns, "PatternArrays", ChunkedArrays)
-    monkeypatch.setattr(LiveRange, "of", live_range)
+    monkeypatch.setattr(VisibleRange, "of", live_range)
     for module in (reference, fake_network, expected):
         monkeypatch.setattr(module, "literal", literal)
 

@@ -18,7 +18,7 @@ from ksana_jax.kv.reading import read_bytes
 from ksana_jax.kv.selection import SELECTION_METHODS
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.step.types import Part, StepArrays, StepInput, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepShape, TileGroup
 
 LENGTHS, BLOCK, BUDGET, STEPS = (2048, 4096, 8000), 16, 1024, 40
 
@@ -54,7 +54,7 @@ def decode(length: int, selects: bool) -> StepInput:
     arrays = StepArrays(np.array([77], np.int32), newest, newest[None], slots, tables, starts, np.zeros(1, np.int32))
     if selects:
         arrays = arrays._replace(query_numbers=np.ones((1, 1), np.float32))
-    return StepInput(StepShape((Part(1, 1),), width, 1), arrays, 1, length)
+    return StepInput(StepShape((TileGroup(1, 1),), width, 1), arrays, 1, length)
 
 
 def main(model: str = "smollm2") -> None:

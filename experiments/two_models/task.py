@@ -1,7 +1,7 @@
 """Two models in one budget of device memory, compared with two fixed halves of it.
 
 Chats come in phases, and each phase favours one of the models. "with": pools move within the budget, see
-`engine.residents`. "without": each model has half of the blocks for itself. Only the sizes of the pools differ, so a
+`engine.model_memory`. "without": each model has half of the blocks for itself. Only the sizes of the pools differ, so a
 model's weights may be random, and both models may be the same.
 """
 
@@ -161,14 +161,14 @@ async def _serve(
 ) -> Measurement:
     """Serves all phases. shared: the models sleep for each other in one budget."""
     from ksana_jax.engine.async_llm import AsyncLLM
-    from ksana_jax.engine.residents import Residents, footprint
+    from ksana_jax.engine.model_memory import ModelMemoryManager, footprint
 
     compiled, engines = sum(llm.num_compilations for llm in llms), [AsyncLLM.around(llm) for llm in llms]
     residents = None
     if shared:
         sizes = [footprint(llm, 1) for llm in llms]
         num_bytes = max(sizes[0].awake + sizes[1].asleep, sizes[1].awake + sizes[0].asleep)
-        residents = Residents(num_bytes)
+        residents = ModelMemoryManager(num_bytes)
         for engine in engines:
             engine.sleep_when_idle(settings.sleep_after, 1, residents)
     try:

@@ -22,9 +22,9 @@ from ksana_jax.engine.engine_thread import EngineThread
 from ksana_jax.engine.idle_sleep import IdleSleep, NotServing
 from ksana_jax.engine.inflight import InflightRequests
 from ksana_jax.engine.llm import LLM
+from ksana_jax.engine.model_memory import ModelMemoryManager
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.request_stream import RequestStream
-from ksana_jax.engine.residents import Residents
 from ksana_jax.engine.sleeping import check
 from ksana_jax.engine.tokenizer_threads import TokenizerThreads
 
@@ -239,7 +239,9 @@ class AsyncLLM:
 
     # ------------------------------------------------------------------ state
 
-    def sleep_when_idle(self, after_s: float | None, level: int = 1, residents: Residents | None = None) -> None:
+    def sleep_when_idle(
+        self, after_s: float | None, level: int = 1, residents: ModelMemoryManager | None = None
+    ) -> None:
         """Lets the LLM sleep when it is idle; the next request wakes it up. On the event loop.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from ksana_jax.core.sources import display_name
-from ksana_jax.engine.residents import Residents, footprint
+from ksana_jax.engine.model_memory import ModelMemoryManager, footprint
 
 if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
@@ -23,7 +23,7 @@ class NotServing(RuntimeError):
 
 
 class IdleSleep:
-    """For the tasks of one event loop; a `residents.Resident`.
+    """For the tasks of one event loop; a `model_memory.ManagedModel`.
 
     Args:
       after_s: seconds without a request after which the LLM sleeps; at most as many more may pass. None keeps it awake.
@@ -43,7 +43,7 @@ class IdleSleep:
         after_s: float | None,
         level: int,
         is_busy: Callable[[], bool],
-        residents: Residents | None = None,
+        residents: ModelMemoryManager | None = None,
     ):
         self._llm, self._after_s, self._level, self._is_busy = llm, after_s, level, is_busy
         self._num_users, self._changing = 0, asyncio.Lock()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.codecs.sealing import Sealing
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 
 
 class KVGroup(NamedTuple):
@@ -19,7 +19,7 @@ class KVGroup(NamedTuple):
     """
 
     layers: tuple[int, ...]
-    live: LiveRange
+    live: VisibleRange
     share: float | None = None
     residual: tuple[str, ...] = ()
 
@@ -44,9 +44,9 @@ def group_layers(
       shares: of the budget of an eviction method, by layer; see `KVGroup`.
       layers: that have keys and values of their own; None for all.
     """
-    kinds: dict[tuple[LiveRange, float | None], list[int]] = {}
+    kinds: dict[tuple[VisibleRange, float | None], list[int]] = {}
     for layer in range(len(patterns)) if layers is None else layers:
-        kinds.setdefault((LiveRange.of([patterns[layer]]), shares[layer] if shares else None), []).append(layer)
+        kinds.setdefault((VisibleRange.of([patterns[layer]]), shares[layer] if shares else None), []).append(layer)
     size = max(
         size
         for size in range(1, sum(map(len, kinds.values())) + 1)
@@ -64,9 +64,9 @@ def residual_groups(
 ) -> tuple[KVGroup, ...]:
     """Returns the groups of exact tokens beside a block codec's codes, with as many sides of layers, "k" or "v", as a
     block holds."""
-    kinds: dict[LiveRange, list[tuple[int, str]]] = {}
+    kinds: dict[VisibleRange, list[tuple[int, str]]] = {}
     for layer in layers:
-        live = sealing.residual_live(LiveRange.of([patterns[layer]]))
+        live = sealing.residual_live(VisibleRange.of([patterns[layer]]))
         kinds.setdefault(live, []).extend([(layer, "k"), (layer, "v")])
     found = []
     for live, sides in kinds.items():

@@ -22,8 +22,8 @@ from ksana_jax.kv.codecs.sealing import Sealing
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import KVGroup
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.selection.base import SelectionMethod
+from ksana_jax.kv.visible_range import VisibleRange
 
 # Types that a pool may store as unsigned integers of the same bits.
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -89,8 +89,8 @@ class KVLayout:
         if any(patterns[layer] != FULL for layer in self.selecting):
             raise ConfigError("kv_selection selects in layers with full attention: their pattern cannot change")
 
-        def live(group: KVGroup) -> LiveRange:
-            found = LiveRange.of([patterns[layer] for layer in group.layers])
+        def live(group: KVGroup) -> VisibleRange:
+            found = VisibleRange.of([patterns[layer] for layer in group.layers])
             return self.sealed.sealing.residual_live(found) if self.sealed and group.residual else found
 
         return dataclasses.replace(self, groups=tuple(group._replace(live=live(group)) for group in self.groups))

@@ -13,11 +13,11 @@ from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.prefix_index import Link, PrefixIndex
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.state import HeldBlocks, KVState, Origin
 from ksana_jax.kv.tier import DEVICE, HOST, Node
+from ksana_jax.kv.visible_range import VisibleRange
 
 
 @dataclasses.dataclass
@@ -65,7 +65,7 @@ class PrefixCache:
         disk_reads: DiskReads | None,
         counters: Counters,
     ):
-        self.enabled, self.lives = enabled, [LiveRange.of([FULL])]
+        self.enabled, self.lives = enabled, [VisibleRange.of([FULL])]
         self._index, self._device, self._host = index, device, host
         self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, KVState] = {}
@@ -128,7 +128,7 @@ class PrefixCache:
         """Returns the link of a sequence's block number `depth` in one group."""
         return self._links(state, token_ids, group, depth + 1)[depth]
 
-    def _needed(self, live: LiveRange, num_blocks: int) -> list[int]:
+    def _needed(self, live: VisibleRange, num_blocks: int) -> list[int]:
         """Returns the indices of those first blocks of a text that later queries see."""
         size = self._index.block_size
         if live.window is None:
@@ -200,7 +200,7 @@ class PrefixCache:
             return 0
         return self.usable([np.array([node.is_stored for node in nodes], bool) for nodes in found])
 
-    def _usable(self, live: LiveRange, there: np.ndarray) -> int:
+    def _usable(self, live: VisibleRange, there: np.ndarray) -> int:
         """Length in blocks of the longest prefix for which one group has the blocks that later queries see."""
         size = self._index.block_size
         if live.window is None:

@@ -28,7 +28,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.metrics import StepRecord
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 FORMAT = 2
 NAME = "recording.jsonl"
@@ -205,4 +205,4 @@ def plain_shape(shape: StepShape) -> list[Any]:
 def read_shape(given: Sequence[Any]) -> StepShape:
     """Returns the shape of `plain_shape`."""
     parts, *others = given
-    return StepShape(tuple(Part(*part) for part in parts), *others)
+    return StepShape(tuple(TileGroup(*part) for part in parts), *others)

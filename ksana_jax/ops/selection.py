@@ -15,7 +15,7 @@ from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 
 def summarise(method: SelectionMethod, cache: KVCache, context: AttentionContext) -> KVCache:
@@ -53,7 +53,9 @@ def attend_selected(
     return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
 
 
-def _attend_part(method, implementation, queries: Queries, cache, context: AttentionContext, part: Part, tokens, tiles):
+def _attend_part(
+    method, implementation, queries: Queries, cache, context: AttentionContext, part: TileGroup, tokens, tiles
+):
     """Attends the tokens of one part of a step: [count * width, N, H]."""
     batch, num_tokens = context.batch, part.count * part.width
     q, tables, starts = queries.q[tokens], batch.block_tables[tiles], batch.block_starts[tiles]
@@ -65,14 +67,14 @@ def _attend_part(method, implementation, queries: Queries, cache, context: Atten
         query_numbers=None,
     )
 
-    def attend(part: Part, batch):
+    def attend(part: TileGroup, batch):
         shape = StepShape((part,), batch.block_tables.shape[-1], num_tokens)
         where = context._replace(batch=batch, shape=shape, num_repositioned_sinks=0)
         return implementation.attend(Queries(q, None), cache, where, None).out
 
     def selected():
         found = select(method, q, cache, of_part, context.layer, part)
-        return attend(Part(num_tokens, 1), of_part._replace(block_tables=found[0], block_starts=found[1]))
+        return attend(TileGroup(num_tokens, 1), of_part._replace(block_tables=found[0], block_starts=found[1]))
 
     if batch.query_numbers is None:
         return selected()
@@ -88,7 +90,7 @@ def _where_any(needed: jax.Array, compute: Any) -> jax.Array:
     return jax.lax.cond(jnp.any(needed), compute, lambda: jnp.zeros(shape.shape, shape.dtype))
 
 
-def select(method: SelectionMethod, q: jax.Array, cache: KVCache, batch: Any, layer: Any, part: Part):
+def select(method: SelectionMethod, q: jax.Array, cache: KVCache, batch: Any, layer: Any, part: TileGroup):
     """Returns the blocks that the queries q [T, N, H] of a part read in each kv head, and their starts: [T, K, P'], by
     rising position."""
     tables, starts = batch.block_tables, batch.block_starts

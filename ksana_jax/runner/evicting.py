@@ -17,7 +17,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache
 from ksana_jax.runner.compiling import compiled, lower
-from ksana_jax.runner.informed import facts_of, with_state
+from ksana_jax.runner.statistics_eviction import facts_of, with_state
 
 # Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
 BLOCKS_AT_ONCE = 64

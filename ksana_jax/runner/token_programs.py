@@ -21,7 +21,7 @@ from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
-from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepInput, StepShape, TokenScores
+from ksana_jax.scheduler.step.types import SamplingArrays, StepInput, StepShape, TileGroup, TokenScores
 from ksana_jax.sharding.placement import Placement
 
 # Maximum number of prompt tokens whose scores over the whole vocabulary are computed at a time.
@@ -179,7 +179,7 @@ class VerificationKey(NamedTuple):
     """
 
     count: int
-    part: Part | None
+    part: TileGroup | None
     samples: bool
     dense: bool
     num_top: int | None

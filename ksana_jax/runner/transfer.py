@@ -15,7 +15,7 @@ import numpy as np
 
 from ksana_jax.core.request import MAX_LOGPROBS
 from ksana_jax.sampling.acceptance import num_before
-from ksana_jax.scheduler.step.types import NO_TOKENS, Part, StepOutput
+from ksana_jax.scheduler.step.types import NO_TOKENS, StepOutput, TileGroup
 
 
 class Packing:
@@ -84,7 +84,7 @@ class FetchedVerification(NamedTuple):
     """The result of `verify_tokens`, on its way to the host. part: the tiles of the step's rows."""
 
     report: Fetched
-    part: Part
+    part: TileGroup
 
     def result(self) -> Any:
         """Waits for it; returns (tokens, num_accepted, sampled, scores) of `StepOutput`."""

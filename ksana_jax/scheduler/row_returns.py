@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.state import Origin
+from ksana_jax.kv.visible_range import VisibleRange
 from ksana_jax.scheduler.row_blocks import RowBlocks
 
 
@@ -16,7 +16,7 @@ def return_invisible(blocks: RowBlocks, rows: np.ndarray) -> None:
         _return_invisible(blocks, live, groups, rows)
 
 
-def _return_invisible(blocks: RowBlocks, live: LiveRange, groups: np.ndarray, rows: np.ndarray) -> None:
+def _return_invisible(blocks: RowBlocks, live: VisibleRange, groups: np.ndarray, rows: np.ndarray) -> None:
     r, size, first = blocks.rows, blocks.memory.block_size, groups[0]
     # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 the window of query 11.
     computed = r.num_computed[rows] - r.num_evicted[first, rows]

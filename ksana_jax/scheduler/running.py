@@ -14,7 +14,7 @@ import numpy as np
 
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.scheduler.row_blocks import RowBlocks
-from ksana_jax.scheduler.step.types import NewBlocks, Part
+from ksana_jax.scheduler.step.types import NewBlocks, TileGroup
 
 
 class Running:
@@ -70,7 +70,7 @@ class StepBudget:
     """
 
     tokens: int
-    tiles: list[Part]
+    tiles: list[TileGroup]
 
     def most(self, left: int) -> int:
         """Returns how many of a row's `left` tokens fit."""
@@ -86,7 +86,7 @@ class StepBudget:
         """Deducts the tokens and tiles of a row that computes `count` tokens."""
         self.tokens -= count
         if count > 1:
-            self.tiles = [Part(free - -(-count // width), width) for free, width in self.tiles]
+            self.tiles = [TileGroup(free - -(-count // width), width) for free, width in self.tiles]
 
 
 @dataclasses.dataclass(frozen=True)

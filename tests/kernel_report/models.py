@@ -6,7 +6,7 @@ import dataclasses
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.kernel_report.steps import BLOCK_SIZE
 
 LLAMA_8B = ModelConfig(
@@ -42,7 +42,7 @@ MODELS = {"Llama-8B": LLAMA_8B, "Llama-70B": LLAMA_70B}
 TABLE_WIDTH = LLAMA_8B.max_position // BLOCK_SIZE
 SHAPES = tuple(
     StepShape(parts, TABLE_WIDTH, max_sampled=parts[0].count)
-    for parts in ((Part(1, 1),), (Part(64, 1),), (Part(32, 1), Part(8, 64)), (Part(8, 1),))
+    for parts in ((TileGroup(1, 1),), (TileGroup(64, 1),), (TileGroup(32, 1), TileGroup(8, 64)), (TileGroup(8, 1),))
 )
 
 

@@ -6,10 +6,10 @@ import pytest
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.disk.tier import BlockFacts
 from ksana_jax.kv.layout import KVGroup, KVLayout
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
+from ksana_jax.kv.visible_range import VisibleRange
 from tests.fakes import prompt_of
 from tests.kv.disk.double import DiskDouble
 from tests.kv.prefixes import claim, pin, sequence
@@ -38,7 +38,7 @@ class Setup:
             clock=self.clock,
             read_timeout_s=10.0,
         )
-        layout = KVLayout((KVGroup(tuple(range(len(patterns))), LiveRange.of(patterns)),), SIZE)
+        layout = KVLayout((KVGroup(tuple(range(len(patterns))), VisibleRange.of(patterns)),), SIZE)
         self.memory.set_layout(layout, Scope("m", repr(patterns), min(p.full_until for p in patterns)))
         self.reads, self.prefixes = self.memory.disk_reads, self.memory.prefixes
         self.host = self.memory.host and self.memory.host.pool

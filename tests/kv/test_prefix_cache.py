@@ -8,10 +8,10 @@ import pytest
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.groups import KVGroup, group_layers
 from ksana_jax.kv.layout import KVLayout
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE
+from ksana_jax.kv.visible_range import VisibleRange
 from tests.fakes import asking, make_engine, prompt_of, reference_tokens, run, step, two_layers
 from tests.kv.prefixes import cache, claim, pin, sequence
 from tests.reference import literal
@@ -32,7 +32,7 @@ PATTERNS = {
 
 def one_group(patterns) -> KVLayout:
     """All layers share their blocks, whatever their patterns."""
-    return KVLayout((KVGroup(tuple(range(len(patterns))), LiveRange.of(patterns)),), SIZE)
+    return KVLayout((KVGroup(tuple(range(len(patterns))), VisibleRange.of(patterns)),), SIZE)
 
 
 def memory_of(

@@ -28,7 +28,7 @@ from ksana_jax.ops.native_kernels import NATIVE
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape, TileGroup
 from pallas_kernels import reference
 from pallas_kernels.contract import Kernel, Result, check_options
 from pallas_kernels.registry import KERNELS, KV_WRITES
@@ -149,7 +149,7 @@ def make_step(seed: int, shared: bool, tile: int = 4, codec: str = "bf16"):
     batch = StepArrays(zeros, positions, positions, zeros + 64 * B, tables, starts, zeros[:7])
     if shared:
         batch = batch._replace(shared_tables=shared_tables, shared_starts=shared_starts)
-    shape = StepShape((Part(5, 1), Part(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
+    shape = StepShape((TileGroup(5, 1), TileGroup(2, tile)), width, max_sampled=7, shared_rows=3 if shared else 0)
     q = jnp.asarray(rng.standard_normal((len(positions), N, H)) * 2 * H**-0.5, jnp.bfloat16)
     cache = KVCache(find_codec(codec).encode(jnp.asarray(pool, jnp.bfloat16), jnp), codec)
     return q, cache, jax.tree.map(jnp.asarray, batch), shape
@@ -307,7 +307,7 @@ def test_the_fused_write_stores_and_rotates_as_the_reference_does(codec):
     positions = jnp.array([40, 3, -1])
     batch = StepArrays(None, positions, positions, jnp.array([17, 63, 4 * B]), None, None, None)
     pattern = jax.tree.map(jnp.asarray, PATTERNS["StreamingLLM"].arrays())
-    context = AttentionContext(1, batch, StepShape((Part(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
+    context = AttentionContext(1, batch, StepShape((TileGroup(3, 1),), 1, 3), pattern, make_rope(RopeConfig(), H), 2)
     angles = context.rope.angles(positions)
     expected, expected_pool = write(q, k, v, pool, context, angles, 0.125)
     with interpreting():

@@ -14,7 +14,7 @@ from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import verification_arrays
 from tests.reference import literal
 
@@ -58,7 +58,7 @@ def test_each_node_sees_the_text_and_its_own_way(size):
     rows: Rows = rows_with_blocks(rng, size)  # pyright: ignore[reportAssignmentType]
     n = len(COMPUTED)
     drafts = Drafts(np.zeros((n, WIDTH - 1), np.int32), COUNTS, parents=PARENTS)
-    shape = StepShape((Part(n, WIDTH),), rows.block_tables.shape[2], n * WIDTH, tree=True)
+    shape = StepShape((TileGroup(n, WIDTH),), rows.block_tables.shape[2], n * WIDTH, tree=True)
     batch = verification_arrays(shape, np.arange(n), drafts, rows, size, NUM_BLOCKS)
     assert batch.ancestors is not None
     # Slots that nobody sees hold no numbers.

@@ -14,7 +14,7 @@ from ksana_jax.devices import tuning
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.weight_packing import unpacked
 from ksana_jax.runner.step_runs import compiled_programs
-from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
+from ksana_jax.scheduler.step.types import StepArrays, StepShape, TileGroup
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 from tests.soak import soak_unless
@@ -96,7 +96,7 @@ def test_nothing_is_compiled_after_the_warm_up_whatever_is_asked_for(compilation
 POOL_BYTES = 64 * 2**20
 # Blocks [M, L, 2, K, B, H] of 2 layers, 2 heads, 16 tokens, 8 numbers.
 BLOCK_NUMBERS = 2 * 2 * 2 * 16 * 8
-SHAPES = [StepShape((Part(8, 1), *tiles), 4, max_sampled=8) for tiles in ((), (Part(1, 16),))]
+SHAPES = [StepShape((TileGroup(8, 1), *tiles), 4, max_sampled=8) for tiles in ((), (TileGroup(1, 16),))]
 
 
 @pytest.fixture(

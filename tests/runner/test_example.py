@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ksana_jax import Part, StepShape
+from ksana_jax import StepShape, TileGroup
 from ksana_jax.models.dense import dense_attend
 from ksana_jax.models.transformer import forward
 from tests.engine.small import make_llm, model
@@ -13,7 +13,7 @@ from tests.engine.small import make_llm, model
 
 def test_the_step_function_computes_the_model_on_its_example():
     llm, (config, params) = make_llm(), model()
-    step = llm.step_function(StepShape((Part(1, 16),), table_width=4, max_sampled=4), context=16)
+    step = llm.step_function(StepShape((TileGroup(1, 16),), table_width=4, max_sampled=4), context=16)
     tokens = np.random.default_rng(0).integers(2, 64, 16).astype(np.int32)
     weights, cache, arrays, patterns = step.arguments
     # XLA writes keys and values into a copy of the pool: the function is pure.
@@ -41,14 +41,14 @@ def test_the_example_of_every_shape_is_one_that_the_engine_could_be_given():
 
 def test_a_decode_of_all_rows_is_the_default_and_jax_traces_it():
     step = make_llm().step_function()
-    assert step.shape.parts == (Part(4, 1),)
+    assert step.shape.parts == (TileGroup(4, 1),)
     assert len(jax.make_jaxpr(step.function)(*step.arguments).jaxpr.eqns) > 10
 
 
 @pytest.mark.parametrize("context", [0, 65])
 def test_rows_that_block_tables_do_not_hold_are_refused(context):
     with pytest.raises(ValueError, match=f"context is {context} tokens, must be from 1, a tile, to 64, a block table"):
-        make_llm().step_function(StepShape((Part(2, 1),), 4, 2), context=context)
+        make_llm().step_function(StepShape((TileGroup(2, 1),), 4, 2), context=context)
 
 
 def test_rows_beyond_max_model_len_are_refused_where_the_shape_is_chosen():

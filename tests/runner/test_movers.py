@@ -6,15 +6,15 @@ import pytest
 
 from ksana_jax.core.patterns import FULL
 from ksana_jax.kv.layout import KVGroup, KVLayout, Leaf
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.moves import Moves
+from ksana_jax.kv.visible_range import VisibleRange
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.movers import NUM_TIMED, SIZES, BlockMover
 
 # Keys and values [L, 2, K, B, H] of a block with scales [L, 2, K]: whatever else a block has moves along.
 LEAVES = (Leaf("kv", (2, 2, 1, 4, 2), "float32"), Leaf("scale", (2, 2, 1), "float16"))
-LAYOUT = KVLayout((KVGroup((0, 1), LiveRange.of([FULL] * 2)),), 4, LEAVES)
+LAYOUT = KVLayout((KVGroup((0, 1), VisibleRange.of([FULL] * 2)),), 4, LEAVES)
 NUM_BLOCKS, NUM_SLOTS = 150, 140
 COUNTS = sorted({0, 1, 2, *(s + d for s in SIZES for d in (-1, 0, 1)), 2 * SIZES[-1], 2 * SIZES[-1] + 3})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ksana_jax.scheduler.step.types import Part
+from ksana_jax.scheduler.step.types import TileGroup
 from tests.expected import expect_reference
 from tests.fakes import FULLY, SINKS, make_engine, run, step
 from tests.scheduler.requests import add, watch_batches
@@ -50,7 +50,7 @@ def test_a_step_of_short_prompts_is_limited_by_its_tokens():
     batches = watch_batches(engine)
     step(engine)
     assert list(batches[0].values()) == [8] * 64
-    assert engine.executor.steps[0].shape.parts == (Part(80, 1), Part(64, 8))
+    assert engine.executor.steps[0].shape.parts == (TileGroup(80, 1), TileGroup(64, 8))
     run(engine)
     expect_reference(requests)
 
@@ -62,10 +62,10 @@ def test_long_prompts_fill_wide_tiles_and_short_ones_what_is_left():
     step(engine)
     # In tiles of 32 there is no room for 6 beside 33, in tiles of 8 there is; 30 would be cut to 16.
     assert list(batches[0].values()) == [33, 6]
-    assert engine.executor.steps[0].shape.parts[-1] == Part(8, 8)
+    assert engine.executor.steps[0].shape.parts[-1] == TileGroup(8, 8)
     step(engine)
     assert list(batches[1].values()) == [1, 1, 30]
-    assert engine.executor.steps[1].shape.parts[-1] == Part(1, 32)
+    assert engine.executor.steps[1].shape.parts[-1] == TileGroup(1, 32)
     run(engine)
     expect_reference(requests)
 

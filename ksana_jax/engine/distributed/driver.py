@@ -25,10 +25,10 @@ from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
+from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TileGroup
 
 # Types of the messages between the processes of a job.
-OF_STEPS = (StepInput, StepArrays, SamplingArrays, StepShape, Part, Drafts, Moves, Evictions)
+OF_STEPS = (StepInput, StepArrays, SamplingArrays, StepShape, TileGroup, Drafts, Moves, Evictions)
 KINDS = (*OF_STEPS, LoopKey, AttentionPattern)
 # Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")

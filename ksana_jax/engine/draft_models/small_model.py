@@ -11,7 +11,7 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR, AttentionPattern
 from ksana_jax.engine.draft_models.held_keys import HeldKeys
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 from ksana_jax.runner.decode_loop import LoopKey, Stop, only_decodes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.running import StepBudget
@@ -19,7 +19,7 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import Part, SamplingArrays, ScheduledBatch, StepInput, StepShape
+from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput, StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import verification_arrays
 
 _NO_ROWS = np.zeros(0, np.intp)
@@ -54,7 +54,7 @@ class SmallModel:
 
     def set_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         """Takes over the patterns of the target's layers."""
-        windows = [LiveRange.of([pattern]).window for pattern in patterns]
+        windows = [VisibleRange.of([pattern]).window for pattern in patterns]
         layer = max(range(len(patterns)), key=lambda at: windows[at] or FAR)
         self._group, self.resets_scores = self._places[layer][0], windows[layer] is not None
         self.runner.set_patterns((patterns[layer],) * self.runner.config.num_layers)
@@ -196,7 +196,7 @@ class SmallModel:
         n, width = len(which), int(view.num_blocks[:, which].max())
         shape = self._buckets.shape(n, (), width)
         num_tiles = shape.num_tiles
-        wide = StepShape((Part(num_tiles, count),), shape.table_width, shape.max_sampled)
+        wide = StepShape((TileGroup(num_tiles, count),), shape.table_width, shape.max_sampled)
         drafts = Drafts(np.zeros((n, count - 1), np.int32), most)
         whole = verification_arrays(wide, which, drafts, view, self._size, self._num_blocks)
         num_sampled = self._buckets.num_sampled(n)

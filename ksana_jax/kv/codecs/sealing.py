@@ -18,7 +18,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.dtypes import DTYPES
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.codecs.base import BlockCodec
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 
 Arrays = dict[str, tuple[tuple[int, ...], str]]
 
@@ -55,7 +55,7 @@ class Sealing:
         earlier ones as codes, except the first ones of the text."""
         return block_size * (xp.maximum(positions + 1 - self.residual, 0) // block_size)
 
-    def residual_live(self, live: LiveRange) -> LiveRange:
+    def residual_live(self, live: VisibleRange) -> VisibleRange:
         """Returns the positions that later queries of layers with some live range read exactly.
 
         A window of R tokens keeps the whole blocks that it touches, because queries read whole blocks.
@@ -65,7 +65,7 @@ class Sealing:
         window = max(self.residual, 1)
         if live.window is not None and not (live.num_sinks or live.globals_every):
             window = min(window, live.window)
-        return LiveRange(window, self.first, ())
+        return VisibleRange(window, self.first, ())
 
     def _arrays(self, block_size: int, head_dim: int) -> tuple[tuple[str, Arrays], ...]:
         return tuple((side, getattr(self, side).arrays(block_size, head_dim)) for side in ("k", "v"))

@@ -23,7 +23,7 @@ from ksana_jax.models.transformer import logits
 from ksana_jax.ops.implementations import Implementation
 from ksana_jax.runner.example import step_function
 from ksana_jax.runner.runner import Runner
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 
 class Calls(NamedTuple):
@@ -81,7 +81,7 @@ def run_operators(runner: Runner, tokens: Sequence[int], recorded: Calls | None 
       recorded: calls of another engine, whose inputs and outputs take the place of its own.
     """
     count, size = len(tokens), runner.layout.block_size
-    shape = StepShape((Part(1, count),), -(-count // size), max_sampled=1)
+    shape = StepShape((TileGroup(1, count),), -(-count // size), max_sampled=1)
     given, cache, arrays, patterns = step_function(runner, shape, context=count).arguments
     ids = np.asarray(tokens, np.int32)
     arrays = arrays._replace(tokens=runner.params.embed[ids] if runner.embeds_on_host else ids)

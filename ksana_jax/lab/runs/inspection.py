@@ -16,7 +16,7 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine.inspect.pool_trace import PoolTrace
 from ksana_jax.engine.inspect.snapshot import Snapshot, take_snapshot
-from ksana_jax.engine.residents import resident_bytes
+from ksana_jax.engine.model_memory import resident_bytes
 from ksana_jax.lab.runs import figures, plain_json, pool_figure
 from ksana_jax.lab.runs.config import Plan, Trial, load
 from ksana_jax.lab.runs.environment import environment
@@ -98,7 +98,7 @@ def inspect(
 def numbers_of(llm: LLM, trace: PoolTrace) -> dict[str, Any]:
     """Summarises a trace as plain values; means are over steps.
 
-    memory_bytes: of weights with adapters and pool, as in `engine.residents`, and of the host tier.
+    memory_bytes: of weights with adapters and pool, as in `engine.model_memory`, and of the host tier.
     utilisation, peak_utilisation: fraction of the device's blocks held, mean after steps and maximum during a step.
     host_utilisation: fraction of the host's slots held.
     fragmentation: fraction of the held slots without a token (unused space in last blocks).

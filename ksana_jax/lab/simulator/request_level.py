@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.simulator.cost import Cost
 from ksana_jax.lab.simulator.step_size import StepSize
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.serve.workload.items import WorkItem
 from ksana_jax.serve.workload.report import RequestTimes
 
@@ -49,14 +49,14 @@ def serve(items: Sequence[WorkItem], cost: Cost, max_num_seqs: int) -> list[Requ
 def seconds(rows: int, num_prompt: int, num_output: int, cost: Cost) -> tuple[float, float]:
     """Returns the seconds that `rows` equal requests take to compute their prompts in one step, and then decode."""
     prompts = StepSize(
-        StepShape((Part(rows, num_prompt),), num_prompt, rows),
+        StepShape((TileGroup(rows, num_prompt),), num_prompt, rows),
         num_sampled=rows,
         num_tokens=rows * num_prompt,
         num_chunked=rows * num_prompt,
         num_attended=rows * num_prompt * (num_prompt + 1) // 2,
         num_rows=rows,
     )
-    decode = StepSize(StepShape((Part(rows, 1),), num_prompt + num_output, rows), rows, rows, 0, 0, rows)
+    decode = StepSize(StepShape((TileGroup(rows, 1),), num_prompt + num_output, rows), rows, rows, 0, 0, rows)
     sizes = (decode._replace(num_attended=rows * (num_prompt + done + 1)) for done in range(num_output - 1))
     return _of_step(cost, prompts), sum(_of_step(cost, size) for size in sizes)
 

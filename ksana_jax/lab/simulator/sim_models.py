@@ -1,8 +1,8 @@
 """A simulated server of several models, of which one is awake: each client that has a name asks a model of its own.
 
 All have the size of the engine's model. A change waits until the requests of the one that is awake have ended, drops
-its prefixes, and takes some seconds, in which nothing else is computed; as in `engine.residents`, new requests wait too
-once another model has waited for TURN_S.
+its prefixes, and takes some seconds, in which nothing else is computed. As in `engine.model_memory`, new requests wait
+too once another model has waited for TURN_S.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ksana_jax.engine.completion import Request
-from ksana_jax.engine.residents import TURN_S
+from ksana_jax.engine.model_memory import TURN_S
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
 
 

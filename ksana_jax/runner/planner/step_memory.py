@@ -32,7 +32,7 @@ from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.step_runs import compiled_programs
-from ksana_jax.scheduler.step.types import Part, StepShape, most_tiles
+from ksana_jax.scheduler.step.types import StepShape, TileGroup, most_tiles
 from ksana_jax.sharding.absent import place_on_absent
 from ksana_jax.sharding.placement import Placement
 from pallas_kernels import aot
@@ -302,7 +302,7 @@ def measure_step(
     (r1, p1), (r2, _), (_, p2) = points = ((32, 64), (64, 64), (64, 128))
     measured = step_bytes(
         config,
-        [StepShape((Part(rows, 1), tiles), width, rows) for rows, width in points],
+        [StepShape((TileGroup(rows, 1), tiles), width, rows) for rows, width in points],
         dtype=dtype,
         quantization=quantization,
         kv_dtype=kv_dtype,

@@ -17,7 +17,7 @@ from ksana_jax.scheduler.step.ladders import (
     verified_sizes,
 )
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
 # Rows up to which a draft model has as many numbers of rows as its target.
 FEW_ROWS = 16
@@ -39,10 +39,10 @@ class Buckets:
     """
 
     decodes: tuple[int, ...]
-    tiles: tuple[Part, ...]
+    tiles: tuple[TileGroup, ...]
     widths: tuple[int, ...]
     shared_rows: int = 0
-    verifications: tuple[Part, ...] = ()
+    verifications: tuple[TileGroup, ...] = ()
     trees: bool = False
     joins: bool = True
 
@@ -96,10 +96,10 @@ class Buckets:
           shares: True if groups of decodes share leading blocks.
         """
         if not (counts := list(counts)):
-            parts = (Part(_at_least(self.decodes, num_decodes), 1),)
+            parts = (TileGroup(_at_least(self.decodes, num_decodes), 1),)
         else:
             tiles = next(p for p in self.tiles if sum(-(-c // p.width) for c in counts) <= p.count)
-            parts = (Part(self.decodes[-1], 1), tiles) if num_decodes or self._joined(tiles) else (tiles,)
+            parts = (TileGroup(self.decodes[-1], 1), tiles) if num_decodes or self._joined(tiles) else (tiles,)
         return self._shape(parts, _at_least(self.widths, width), self.shared_rows if shares else 0)
 
     def most_drafts(self, num_rows: int) -> int:
@@ -115,7 +115,7 @@ class Buckets:
         part = next(p for p in self.verifications if p.count >= num_rows and p.width > most_drafts)
         return self._verification(part, _at_least(self.widths, width), tree)
 
-    def _verification(self, part: Part, width: int, tree: bool) -> StepShape:
+    def _verification(self, part: TileGroup, width: int, tree: bool) -> StepShape:
         size = part.count * part.width
         return StepShape((part,), width, max_sampled=size if self.trees else self._verified[size], tree=tree)
 
@@ -123,10 +123,10 @@ class Buckets:
     def _verified(self) -> dict[int, int]:
         return verified_sizes(self.verifications)
 
-    def _shape(self, parts: tuple[Part, ...], width: int, shared_rows: int = 0) -> StepShape:
+    def _shape(self, parts: tuple[TileGroup, ...], width: int, shared_rows: int = 0) -> StepShape:
         return StepShape(parts, width, max_sampled=self.decodes[-1], shared_rows=shared_rows)
 
-    def _joined(self, tiles: Part) -> bool:
+    def _joined(self, tiles: TileGroup) -> bool:
         """True if tiles are compiled only together with decodes: if decodes are at most an eighth of the tokens, or if
         tiles are narrow, because these serve many rows, some of which usually decode."""
         if not self.joins:
@@ -139,7 +139,7 @@ class Buckets:
         return _at_least(self.decodes, count) if count else 0
 
     @property
-    def largest_tiles(self) -> list[Part]:
+    def largest_tiles(self) -> list[TileGroup]:
         """The largest part for chunks of each width of tiles, the widest first."""
         largest = {tiles.width: tiles for tiles in self.tiles}
         return sorted(largest.values(), key=lambda tiles: -tiles.width)
@@ -147,7 +147,7 @@ class Buckets:
     def largest(self) -> list[StepShape]:
         """Returns the largest shape for each width of tiles; one of them takes the most memory."""
         most = {tiles.width: tiles for tiles in self.tiles}
-        parts = [(Part(self.decodes[-1], 1), tiles) for tiles in most.values()]
+        parts = [(TileGroup(self.decodes[-1], 1), tiles) for tiles in most.values()]
         return [self._shape(p, self.widths[-1], self.shared_rows) for p in parts]
 
     def all_shapes(self, max_width: int | None = None) -> list[StepShape]:
@@ -170,8 +170,8 @@ class Buckets:
 
     def plain_shapes(self, max_width: int | None = None) -> list[StepShape]:
         """Returns the shapes of steps without drafts, as `all_shapes` does."""
-        most = Part(self.decodes[-1], 1)
-        found = [(Part(d, 1),) for d in self.decodes]
+        most = TileGroup(self.decodes[-1], 1)
+        found = [(TileGroup(d, 1),) for d in self.decodes]
         found += [(most, tiles) for tiles in self.tiles if self.joins]
         found += [(tiles,) for tiles in self.tiles if not self._joined(tiles)]
         shapes = [self._shape(parts, width) for width in self._widths(max_width) for parts in found]

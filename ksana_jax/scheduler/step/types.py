@@ -119,20 +119,20 @@ class ScheduledBatch:
         return self.new_tokens[nth, : self.num_new[nth]].tolist()
 
 
-class Part(NamedTuple):
+class TileGroup(NamedTuple):
     """`count` query tiles of `width` tokens each."""
 
     count: int
     width: int
 
 
-def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[Part, ...]:
+def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[TileGroup, ...]:
     """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
 
     Short chunks would leave most of a tile of query_tile tokens empty, so tiles of a quarter of it exist, too.
     """
     widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
-    return tuple(Part(-(-max_num_batched_tokens // width), width) for width in widths)
+    return tuple(TileGroup(-(-max_num_batched_tokens // width), width) for width in widths)
 
 
 class StepShape(NamedTuple):
@@ -143,7 +143,7 @@ class StepShape(NamedTuple):
     0 if none do. tree: True if the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TileGroup, ...]
     table_width: int
     max_sampled: int
     shared_rows: int = 0
@@ -169,7 +169,7 @@ class StepShape(NamedTuple):
         # A chunk of c tokens fills at most ceil(c / B) blocks, and a tile of w tokens has room for ceil(w / B) of them.
         return sum(part.count * -(-part.width // block_size) for part in self.parts)
 
-    def places(self) -> Iterator[tuple[Part, slice, slice]]:
+    def places(self) -> Iterator[tuple[TileGroup, slice, slice]]:
         """Yields each part with its slices of the T tokens and of the S tiles."""
         token = tile = 0
         for part in self.parts:

@@ -19,7 +19,7 @@ from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.inspect.snapshot import counts, moved_bytes
 from ksana_jax.engine.llm import LLM
-from ksana_jax.engine.residents import resident_bytes
+from ksana_jax.engine.model_memory import resident_bytes
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.serve.server.block_times import BlockTimes
 from ksana_jax.serve.server.histogram import Histogram

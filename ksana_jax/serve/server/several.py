@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import display_name
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.engine.residents import Residents, check_room, wake_first
+from ksana_jax.engine.model_memory import ModelMemoryManager, check_room, wake_first
 from ksana_jax.serve.server import app, page
 from ksana_jax.serve.server.auth import ADAPTER_PATHS
 from ksana_jax.serve.server.errors import bad_request, json_response
@@ -84,7 +84,7 @@ class ServedModels:
     def begin(self, llms: Sequence[AsyncLLM]) -> None:
         """Begins to serve models that are loaded, in the order of the names; on the event loop."""
         budget = self.settings.device_memory_bytes
-        residents = None if budget is None else Residents(budget)
+        residents = None if budget is None else ModelMemoryManager(budget)
         for serving, llm in zip(self.models, llms, strict=True):
             serving.lag, serving.residents = self.lag, residents
             serving.begin(llm)

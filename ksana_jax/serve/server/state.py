@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine_thread import StepNews
-from ksana_jax.engine.residents import Residents
+from ksana_jax.engine.model_memory import ModelMemoryManager
 from ksana_jax.serve.server.errors import APIError, bad_request
 from ksana_jax.serve.server.histogram import LoopLag
 from ksana_jax.serve.server.limits import QueueLimits
@@ -45,7 +45,7 @@ class Serving:
 
     metrics: ServingMetrics
     limits: QueueLimits
-    residents: Residents | None = None
+    residents: ModelMemoryManager | None = None
     _stepped_s = 0.0
 
     def __init__(self, settings: ServerSettings):

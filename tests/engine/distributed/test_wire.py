@@ -17,7 +17,7 @@ from ksana_jax.engine.distributed.driver import KINDS
 from ksana_jax.engine.distributed.wire import Channel, Closed, encoded
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.scheduler.step.types import Part, SamplingArrays, StepArrays, StepInput, StepShape
+from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepShape, TileGroup
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -67,7 +67,7 @@ def test_a_message_arrives_as_it_was_sent(message):
 
 
 def test_a_step_arrives_as_it_was_sent():
-    shape = StepShape((Part(4, 1), Part(2, 16)), 8, 6)
+    shape = StepShape((TileGroup(4, 1), TileGroup(2, 16)), 8, 6)
     pairs, ints = np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3, dtype=np.int32)
     moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 7)], [1])
     dense = (np.ones((2, 9), np.int32), np.zeros((2, 9), bool), np.ones((2, 9), np.float32))
@@ -75,7 +75,7 @@ def test_a_step_arrives_as_it_was_sent():
     step = StepInput(shape, StepArrays(*[pairs] * 7), 2, 6, sampling, moves=moves)
     found = arrived(("step", 3, step))[2]
     assert type(found) is StepInput and found.shape == shape and hash(found.shape) == hash(shape)
-    assert type(found.shape.parts[1]) is Part and type(found.moves.evictions[0]) is Evictions
+    assert type(found.shape.parts[1]) is TileGroup and type(found.moves.evictions[0]) is Evictions
     assert list(found.moves.num_early) == [1]
     assert same(tuple(found.arrays), tuple(step.arrays)) and same(tuple(found.sampling), tuple(sampling))
     assert (found.num_sampled, found.num_attended, found.targets, found.acceptance) == (2, 6, None, "sampled")
@@ -101,12 +101,12 @@ def test_what_is_not_plain_is_not_sent(message):
         json.dumps([{"array": 0}, [["int32", [-1]]]]).encode(),
         json.dumps([{"array": 0}, [["int32", [2**40]]]]).encode(),
         json.dumps([{"array": 5}, []]).encode(),
-        json.dumps([{"kind": "Part", "of": [1, 2, 3]}, []]).encode(),
+        json.dumps([{"kind": "TileGroup", "of": [1, 2, 3]}, []]).encode(),
         json.dumps([{"array": 0}, [["int32", [1] * 100_000]]]).encode(),
         json.dumps([{"array": 0}, [["int32", 4]]]).encode(),
         json.dumps([{"dict": [[[1], 2]]}, []]).encode(),
         json.dumps([{"tuple": 3}, []]).encode(),
-        json.dumps([{"kind": ["Part"], "of": []}, []]).encode(),
+        json.dumps([{"kind": ["TileGroup"], "of": []}, []]).encode(),
         b"[" * 60 + b"]" * 60,
         b"[" * 100_000,
         b'[{"dict":[[1,' * 5000,

@@ -13,8 +13,8 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.codecs.base import BlockCodec
 from ksana_jax.kv.codecs.registry import BLOCK_CODECS, find_block_codec, find_sealing
 from ksana_jax.kv.codecs.sealing import Sealing
-from ksana_jax.kv.live_range import LiveRange
 from ksana_jax.kv.model_layout import layout_of
+from ksana_jax.kv.visible_range import VisibleRange
 from ksana_jax.methods.codecs.gear import Gear
 from tests.kv.codecs.block_definitions import DEFINITIONS
 from tests.soak import soak_unless
@@ -160,7 +160,7 @@ def test_blocks_take_the_bytes_of_codes_scales_and_zeros():
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 def test_exact_blocks_are_kept_as_long_as_a_query_reads_them(size, residual, window):
     sealing, pattern = find_sealing({"k": "kivi2", "v": "kivi2", "residual": residual}), AttentionPattern(window=window)
-    live = sealing.residual_live(LiveRange.of([pattern]))
+    live = sealing.residual_live(VisibleRange.of([pattern]))
     starts = np.arange(0, 128, size)
     for position in range(100):
         first = int(sealing.exact_from(np.int32(position), size, np))
@@ -173,7 +173,7 @@ def test_exact_blocks_are_kept_as_long_as_a_query_reads_them(size, residual, win
 
 def test_first_tokens_stay_exact_as_long_as_a_window_sees_them():
     sealing = find_sealing({"k": "kvquant4", "v": "kvquant4", "first": 5})
-    live = sealing.residual_live(LiveRange.of([AttentionPattern(window=7)]))
+    live = sealing.residual_live(VisibleRange.of([AttentionPattern(window=7)]))
     starts = np.arange(0, 64, 4)
     for position in range(12):  # the query at 11 is the last one to see a token before 5
         assert set(starts[: 2 if position >= 5 else 1]) <= set(starts[~live.dead_blocks(starts, 4, position)])

@@ -10,7 +10,7 @@ from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from ksana_jax.core.patterns import FULL, AttentionPattern, per_layer
 from ksana_jax.core.request import SamplingParams
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 
 
 class ByteTokenizer:
@@ -104,7 +104,7 @@ class FakeLLM:
         size = self.config.block_size
         end = position + count
         held = sorted({*held, *range(position // size * size, end, size)})
-        dead = LiveRange.of(self._patterns).dead_blocks(np.array(held), size, end)
+        dead = VisibleRange.of(self._patterns).dead_blocks(np.array(held), size, end)
         return [start for start, gone in zip(held, dead, strict=True) if not gone], len(held)
 
     def _scores(self, ids):

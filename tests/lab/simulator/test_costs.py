@@ -15,7 +15,7 @@ from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.step_size import StepSize
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.lab.simulator.items import MODEL, config, drawn_items
 
 # 2 ms a step, and more for tokens and what they see; a host of 0.1 ms.
@@ -174,7 +174,7 @@ OF_LAYER = 2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1408
 
 def test_a_decode_on_a_machine_that_is_not_there_reads_all_weights():
     cost = read_cost(ROOFLINE)
-    size = StepSize(StepShape((Part(1, 1),), 4, 1), 1, 1, 0, 1, 1)
+    size = StepSize(StepShape((TileGroup(1, 1),), 4, 1), 1, 1, 0, 1, 1)
     weights = 2 * (8 * OF_LAYER + 8192 * 512)  # bytes in bf16, the head included
     assert cost.seconds(size) == pytest.approx(weights / 4.8e12, rel=0.01)
     assert cost.provenance["measured"] is False and cost.provenance["label"].startswith("not measured")
@@ -182,7 +182,7 @@ def test_a_decode_on_a_machine_that_is_not_there_reads_all_weights():
 
 def test_a_long_prompt_on_a_machine_that_is_not_there_takes_its_operations():
     cost = read_cost(ROOFLINE)
-    size = StepSize(StepShape((Part(64, 32),), 4, 1), 1, 2048, 2048, 2048 * 2049 // 2, 1)
+    size = StepSize(StepShape((TileGroup(64, 32),), 4, 1), 1, 2048, 2048, 2048 * 2049 // 2, 1)
     flops = 2 * 8 * OF_LAYER * 2048 + 4 * 8 * 512 * size.num_attended + 2 * 8192 * 512
     assert cost.seconds(size) == pytest.approx(flops / 989.5e12, rel=0.01)
 

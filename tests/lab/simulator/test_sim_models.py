@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.engine.residents import TURN_S
+from ksana_jax.engine.model_memory import TURN_S
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains

@@ -15,7 +15,7 @@ from ksana_jax.runner.planner.engine import Compared
 from ksana_jax.runner.planner.step_memory import StepBytes, step_bytes
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.engine.small import SMALL, model
 from tests.runner.planner.models import STEP
 
@@ -114,7 +114,7 @@ def test_a_plan_of_one_request_has_the_bytes_of_an_engines_pool(stored):
 
 def test_evictions_are_among_the_programs_of_a_step():
     wide = ModelConfig(vocab_size=8, d_model=8, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64, d_ff=8)
-    shape, settings = StepShape((Part(1, 1),), 4, 1), {"dtype": "f32", "block_size": 16, "max_model_len": 64}
+    shape, settings = StepShape((TileGroup(1, 1),), 4, 1), {"dtype": "f32", "block_size": 16, "max_model_len": 64}
     [plain] = step_bytes(wide, [shape], **settings)
     [evicting] = step_bytes(wide, [shape], kv_eviction={"method": "window", "budget": 32}, **settings)
     assert plain.evicting == 0
@@ -124,10 +124,10 @@ def test_evictions_are_among_the_programs_of_a_step():
 
 def test_the_shapes_looked_at_are_the_engines_largest_with_tiles_of_each_width(steps):
     sized(memory_fraction=0.9, max_num_seqs=16, max_num_batched_tokens=64)
-    assert steps == [StepShape((Part(16, 1), tiles), 4, 16) for tiles in (Part(4, 16), Part(16, 4))]
+    assert steps == [StepShape((TileGroup(16, 1), tiles), 4, 16) for tiles in (TileGroup(4, 16), TileGroup(16, 4))]
     steps.clear()
     sized(memory_fraction=0.9, max_num_seqs=16, shared_prefix_attention=True)
-    assert steps[-1] == StepShape((Part(16, 1), Part(1, 16)), 4, 16, SHARED_ROWS)
+    assert steps[-1] == StepShape((TileGroup(16, 1), TileGroup(1, 16)), 4, 16, SHARED_ROWS)
 
 
 @pytest.mark.soak

@@ -13,14 +13,14 @@ from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.runner.planner import step_memory
 from ksana_jax.runner.planner.step_memory import measure_step, program_bytes, step_bytes
 from ksana_jax.runner.step_runs import compiled_programs
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from pallas_kernels import aot
 from tests.engine.small import SMALL, Letters, make_llm, model
 
 WIDE = ModelConfig(
     vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32, d_ff=256, max_position=4096
 )
-SHAPE = StepShape((Part(8, 1), Part(1, 32)), 16, max_sampled=8)
+SHAPE = StepShape((TileGroup(8, 1), TileGroup(1, 32)), 16, max_sampled=8)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_steps_bytes_are_predicted_from_other_shapes():
     """Three shapes are compiled: other rows and widths follow."""
     cost = measure_step(WIDE, dtype="f32", max_num_batched_tokens=32)
     [compiled] = step_bytes(
-        WIDE, [StepShape((Part(96, 1), Part(1, 32)), 96, max_sampled=96)], dtype="f32", block_size=16
+        WIDE, [StepShape((TileGroup(96, 1), TileGroup(1, 32)), 96, max_sampled=96)], dtype="f32", block_size=16
     )
     # XLA assigns buffers to places of its own choice, so that sizes are not quite linear.
     assert cost.bytes(96, 96) == pytest.approx(compiled.peak, rel=0.02)

@@ -11,7 +11,7 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.scheduler.speculative import draft_lengths
 from ksana_jax.scheduler.speculative.draft_length import BLOCK, PROBE_SHARE, Goodput
 from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.scheduler.step.types import Part
+from ksana_jax.scheduler.step.types import TileGroup
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 7}
 
@@ -50,7 +50,7 @@ class Machine:
     def step(self, length: int) -> tuple[float, np.ndarray]:
         """Returns seconds of a step that asks for drafts of `length` tokens, and accepted tokens of each row."""
         drafted = length if self.rng.random() < self.found else 0
-        part = Part(self.buckets.num_sampled(self.rows), 1)
+        part = TileGroup(self.buckets.num_sampled(self.rows), 1)
         if drafted:
             part = next(p for p in self.buckets.verifications if p.count >= self.rows and p.width > drafted)
         device_s = self.device_s(part.count * part.width)

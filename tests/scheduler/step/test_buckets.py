@@ -13,7 +13,7 @@ from ksana_jax.scheduler.running import StepBudget
 from ksana_jax.scheduler.speculative.base import ANY_ROWS
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.ladders import FEW_TOKENS, ladder, least_rows, verified_sizes
-from ksana_jax.scheduler.step.types import Part
+from ksana_jax.scheduler.step.types import TileGroup
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 
 Q = 4
@@ -74,7 +74,7 @@ def test_drafts_have_a_bucket_whose_logits_hold_them_and_few_more(max_num_seqs, 
 
 
 def test_a_program_chooses_tokens_for_steps_of_almost_as_many():
-    parts = [Part(count, width) for width in (5, 3) for count in (1, 2, 4, 8, 16)]
+    parts = [TileGroup(count, width) for width in (5, 3) for count in (1, 2, 4, 8, 16)]
     expected = {80: 80, 48: 48, 40: 48, 24: 24, 20: 24} | dict.fromkeys((12, 10, 6, 5, 3), 12)
     assert verified_sizes(parts) == expected
 

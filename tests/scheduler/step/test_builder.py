@@ -6,7 +6,7 @@ from ksana_jax.core.patterns import FAR
 from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
-from ksana_jax.scheduler.step.types import Part, ScheduledBatch, StepShape
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape, TileGroup
 from tests.fakes import VOCAB, asking
 
 B, M, Q = 4, 50, 4
@@ -27,7 +27,7 @@ def rows_with(*sequences, **settings) -> Rows:
 
 
 def builder(decodes=(2, 4), tiles=(1, 2, 4), widths=(3, 6)) -> BatchBuilder:
-    return BatchBuilder(Buckets(decodes, tuple(Part(n, Q) for n in tiles), widths), B, M, VOCAB)
+    return BatchBuilder(Buckets(decodes, tuple(TileGroup(n, Q) for n in tiles), widths), B, M, VOCAB)
 
 
 def build(rows: Rows, decodes=(), maker: BatchBuilder | None = None, **chunks):
@@ -45,7 +45,7 @@ def test_singles_come_first_and_chunks_follow_in_tiles_of_one_row():
     )
     step, ends = build(rows, [0], row_1=6)
     a = step.arrays
-    assert step.shape == StepShape((Part(4, 1), Part(2, Q)), table_width=3, max_sampled=4)
+    assert step.shape == StepShape((TileGroup(4, 1), TileGroup(2, Q)), table_width=3, max_sampled=4)
     assert a.tokens.tolist() == [18, 0, 0, 0, 41, 42, 43, 44, 45, 46, 0, 0]
     assert a.positions.tolist() == [8, -1, -1, -1, 1, 2, 3, 4, 5, 6, -1, -1]
     assert a.slots[0].tolist() == [32 * B, *[NOWHERE] * 3, 81, 82, 83, 84, 85, 86, NOWHERE, NOWHERE]
@@ -67,7 +67,7 @@ def test_logits_are_wanted_of_the_last_tokens_of_texts_only():
 def test_a_full_step_of_singles_holds_no_padding():
     rows = rows_with(([1, 2, 3], 2, [5]), ([4, 5, 6, 7, 8], 4, [6, 7]))
     step, ends = build(rows, [1, 0])
-    assert step.shape == StepShape((Part(2, 1),), 3, 4)
+    assert step.shape == StepShape((TileGroup(2, 1),), 3, 4)
     assert step.arrays.tokens.tolist() == [8, 3] and step.arrays.positions.tolist() == [4, 2]
     assert step.arrays.slots[0].tolist() == [7 * B, 5 * B + 2]
     assert step.arrays.block_starts[0].tolist() == [[0, 4, FAR], [0, FAR, FAR]]

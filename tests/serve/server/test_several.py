@@ -10,7 +10,7 @@ import pytest
 from ksana_jax.cli.serving import models_and_settings
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.engine.residents import footprint, resident_bytes
+from ksana_jax.engine.model_memory import footprint, resident_bytes
 from ksana_jax.serve.server.settings import ServerSettings, read_lora_modules
 from ksana_jax.serve.server.several import make_several_app, names_of
 from tests.engine import small

@@ -14,7 +14,7 @@ from ksana_jax.loading import load as loading
 from ksana_jax.loading import load_model
 from ksana_jax.loading.stored_tensor import StoredTensor
 from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.sharding.placing import place_on
 from ksana_jax.sharding.shares import local_model
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
@@ -80,7 +80,7 @@ def test_a_checkpoint_gives_the_same_tokens(tmp_path):
 @pytest.mark.parametrize(("name", "num_devices"), [("GQA", 2), ("MQA", 8)])
 def test_memory_of_each_device_is_planned(name, num_devices):
     model, llm = MODELS[name], make_llm(name, num_devices)
-    shape = StepShape((Part(16, 1), Part(2, 16)), 8, 16)
+    shape = StepShape((TileGroup(16, 1), TileGroup(2, 16)), 8, 16)
     measured = program_bytes(llm.runner.compile_step(shape))
     settings = {
         "block_size": llm.config.block_size,

@@ -17,11 +17,11 @@ from ksana_jax.models.int8_matrix import rounded_rows
 from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.runner.token_programs import OutputHead
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
-from ksana_jax.scheduler.step.types import Part, StepShape
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.sharding.specs import AXIS
 from tests.sharding.on_devices.engines import MODELS, make_llm
 
-SHAPE = StepShape((Part(4, 1),), 4, 4)
+SHAPE = StepShape((TileGroup(4, 1),), 4, 4)
 
 
 def collectives(program) -> list[tuple[str, int]]:

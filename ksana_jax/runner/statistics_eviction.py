@@ -57,7 +57,7 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
     return Facts(constants, jnp.stack(outputs)[layers])
 
 
-class Informed:
+class StatisticsEviction:
     """An eviction method whose `priority` also sees facts about the layers, and the states of rows.
 
     state: [n, Lg, K, *state_shape], or None.
@@ -95,13 +95,13 @@ def with_state(evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, me
     leaves = dict(cache.leaves)
     leaf = leaves.pop(STATE, None)
     if leaf is None:
-        return evict(cache, asked, method=Informed(method, facts, None))
+        return evict(cache, asked, method=StatisticsEviction(method, facts, None))
     parts = leaf[asked.tables][:, :, :, 0]
     starts = jnp.arange(parts.shape[1]) * cache.block_size
     num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
     used = starts < num_before[:, None]
     state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
-    moved = evict(KVCache(leaves, cache.codec), asked, method=Informed(method, facts, state))
+    moved = evict(KVCache(leaves, cache.codec), asked, method=StatisticsEviction(method, facts, state))
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")

@@ -28,7 +28,7 @@ TIMEOUT_S = 120.0
 LOOK_S = 0.02
 
 
-class NoRoom(RuntimeError):
+class ModelMemoryFull(RuntimeError):
     """Others did not make room for a model in time; the message has the numbers."""
 
 
@@ -90,7 +90,7 @@ def wake_first(llms: Sequence[LLM], num_bytes: int, level: int) -> None:
             free -= taken
 
 
-class Resident(Protocol):
+class ManagedModel(Protocol):
     """A model in a budget; `idle_sleep.IdleSleep` is one.
 
     name: for messages. size: its bytes. is_idle: no request uses it or waits for it. has_ended: its server ends.
@@ -111,7 +111,7 @@ class Resident(Protocol):
         ...
 
 
-class Residents:
+class ModelMemoryManager:
     """One budget for several models. For the tasks of one event loop.
 
     Args:
@@ -121,9 +121,9 @@ class Residents:
 
     def __init__(self, num_bytes: int, *, turn_s: float = TURN_S, timeout_s: float = TIMEOUT_S):
         self.num_bytes, self._turn_s, self._timeout_s = num_bytes, turn_s, timeout_s
-        self._by_use: dict[Resident, None] = {}  # the least recently used first
+        self._by_use: dict[ManagedModel, None] = {}  # the least recently used first
         self._moving = asyncio.Lock()
-        self._yielding: Sequence[Resident] = ()
+        self._yielding: Sequence[ManagedModel] = ()
         self._has_moved = asyncio.Event()
 
     @property
@@ -134,22 +134,22 @@ class Residents:
     def moves_s(self) -> float:
         return sum(resident.moves_s for resident in self._by_use)
 
-    def used(self, resident: Resident) -> None:
+    def used(self, resident: ManagedModel) -> None:
         """Records that a model is new, or that a request has asked for it."""
         self._by_use.pop(resident, None)
         self._by_use[resident] = None
 
-    async def turn(self, resident: Resident) -> None:
+    async def turn(self, resident: ManagedModel) -> None:
         """Waits while a model must become idle to make room for another one."""
         while resident in self._yielding:
             await self._has_moved.wait()
 
     @contextlib.asynccontextmanager
-    async def room(self, resident: Resident) -> AsyncIterator[None]:
+    async def room(self, resident: ManagedModel) -> AsyncIterator[None]:
         """Makes room for a sleeping model, which has to wake up inside.
 
         Raises:
-          NoRoom: the others were busy for too long, or the server ends.
+          ModelMemoryFull: the others were busy for too long, or the server ends.
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -160,7 +160,7 @@ class Residents:
             except TimeoutError:
                 busy = ", ".join(r.name for r in self._by_use if not (r.is_asleep or r.is_idle))
                 needed = resident.size.awake - _bytes(resident)
-                raise NoRoom(
+                raise ModelMemoryFull(
                     f"it needs {byte_size(needed)} more, {byte_size(self.used_bytes)} of "
                     f"{byte_size(self.num_bytes)} are in use, and {busy or 'others'} had requests for "
                     f"{self._timeout_s:g} seconds"
@@ -172,11 +172,11 @@ class Residents:
         self._has_moved.set()
         self._has_moved = asyncio.Event()
 
-    async def _make_room(self, resident: Resident) -> None:
+    async def _make_room(self, resident: ManagedModel) -> None:
         began = time.monotonic()
         while (short := self.used_bytes + resident.size.awake - _bytes(resident) - self.num_bytes) > 0:
             if resident.has_ended:
-                raise NoRoom("the server is shutting down")
+                raise ModelMemoryFull("the server is shutting down")
             awake = [r for r in self._by_use if not r.is_asleep]
             if time.monotonic() - began >= self._turn_s:
                 self._yielding = _first(awake, short)
@@ -185,12 +185,12 @@ class Residents:
                 await asyncio.sleep(LOOK_S)
 
 
-def _bytes(resident: Resident) -> int:
+def _bytes(resident: ManagedModel) -> int:
     """Returns the bytes that a model has now."""
     return resident.size.asleep if resident.is_asleep else resident.size.awake
 
 
-def _first(residents: Sequence[Resident], num_bytes: int) -> Sequence[Resident]:
+def _first(residents: Sequence[ManagedModel], num_bytes: int) -> Sequence[ManagedModel]:
     """Returns the first residents that free so many bytes; none if all of them do not."""
     freed = [r.size.awake - r.size.asleep for r in residents]
     count = next((at for at, total in enumerate(itertools.accumulate(freed), 1) if total >= num_bytes), 0)

@@ -11,7 +11,7 @@ from ksana_jax.core.patterns import AttentionPattern
 
 
 @dataclasses.dataclass(frozen=True)
-class LiveRange:
+class VisibleRange:
     """Positions that at least one layer can still see, the union of the layers' patterns; decides what may be freed.
 
     window is None where some layer sees everything. globals_every holds the distinct strides of global positions.
@@ -22,7 +22,7 @@ class LiveRange:
     globals_every: tuple[int, ...]
 
     @classmethod
-    def of(cls, patterns: Sequence[AttentionPattern]) -> LiveRange:
+    def of(cls, patterns: Sequence[AttentionPattern]) -> VisibleRange:
         # Window 8, stride 3: the farthest distance seen is 6, so 7 positions are enough.
         windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.bounded and p.window is not None]
         everything = len(windows) < len(patterns)

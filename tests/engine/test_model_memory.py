@@ -10,10 +10,10 @@ import pytest
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
-from ksana_jax.engine.residents import (
+from ksana_jax.engine.model_memory import (
     Footprint,
-    NoRoom,
-    Residents,
+    ModelMemoryFull,
+    ModelMemoryManager,
     check_room,
     footprint,
     resident_bytes,
@@ -36,7 +36,7 @@ class Fake:
         return self.is_asleep
 
 
-async def ask(residents: Residents, one: Fake) -> None:
+async def ask(residents: ModelMemoryManager, one: Fake) -> None:
     """What `IdleSleep` does for a request that ends at once."""
     await residents.turn(one)
     if one.is_asleep:
@@ -45,8 +45,8 @@ async def ask(residents: Residents, one: Fake) -> None:
     residents.used(one)
 
 
-def in_budget(num_bytes: int, *models: Fake, **settings) -> Residents:
-    residents = Residents(num_bytes, **settings)
+def in_budget(num_bytes: int, *models: Fake, **settings) -> ModelMemoryManager:
+    residents = ModelMemoryManager(num_bytes, **settings)
     for one in models:
         residents.used(one)
     return residents
@@ -98,10 +98,10 @@ def test_a_request_does_not_wait_for_ever():
         a.is_idle = False
         found = await asyncio.gather(ask(residents, b), ask(residents, c), return_exceptions=True)
         message = "it needs 1.0 MiB more, 1.0 MiB of 1.0 MiB are in use, and a had requests for 0.2 seconds"
-        assert [(type(error), str(error)) for error in found] == [(NoRoom, message)] * 2
+        assert [(type(error), str(error)) for error in found] == [(ModelMemoryFull, message)] * 2
         await ask(residents, a)  # nobody waits for its place any more
         b.has_ended = True
-        with pytest.raises(NoRoom, match="the server is shutting down"):
+        with pytest.raises(ModelMemoryFull, match="the server is shutting down"):
             await ask(residents, b)
 
     asyncio.run(run())
@@ -143,7 +143,7 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
     alone = [llm.generate(one, GREEDY)[0].outputs[0].token_ids for llm, one in zip(two, asked, strict=True)]
 
     async def run():
-        residents = Residents(one_pool(two))
+        residents = ModelMemoryManager(one_pool(two))
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
                 served.sleep_when_idle(None, 1, residents)
@@ -160,7 +160,7 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
 
 def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
     async def run():
-        residents = Residents(one_pool(two), turn_s=0.05, timeout_s=0.2)
+        residents = ModelMemoryManager(one_pool(two), turn_s=0.05, timeout_s=0.2)
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
                 served.sleep_when_idle(None, 1, residents)
@@ -176,7 +176,7 @@ def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
 
 def test_a_client_that_leaves_while_a_model_wakes_does_not_free_its_room(two, monkeypatch):
     async def run():
-        residents = Residents(one_pool(two))
+        residents = ModelMemoryManager(one_pool(two))
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
                 served.sleep_when_idle(None, 1, residents)
@@ -221,7 +221,7 @@ def test_a_budget_must_hold_each_model_while_the_others_sleep(two):
 
 async def live(llms, num_requests: int, seed: int) -> int:
     """Requests for two models that share the room of one, some of them left unread; returns the number of changes."""
-    rng, residents = random.Random(seed), Residents(one_pool(llms), turn_s=0.05)
+    rng, residents = random.Random(seed), ModelMemoryManager(one_pool(llms), turn_s=0.05)
     changes, num_left = [0], num_requests
     prompts = [(model, seed, length) for model in (0, 1) for seed in range(4) for length in (7, 18, 33)]
     expected = {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ksana_jax.core.patterns import FAR, FULL, AttentionPattern
-from ksana_jax.kv.live_range import LiveRange
+from ksana_jax.kv.visible_range import VisibleRange
 from tests.patterns import PATTERNS
 from tests.reference import literal
 
@@ -34,7 +34,7 @@ def seen_later(layers, next_position: int) -> np.ndarray:
 
 @given(layers=patterns, block_size=st.sampled_from([1, 2, 3, 4, 8]), next_position=st.integers(1, LENGTH))
 def test_a_block_is_dead_exactly_when_no_later_query_of_any_layer_sees_it(layers, block_size, next_position):
-    live = LiveRange.of(layers)
+    live = VisibleRange.of(layers)
     starts = np.arange(0, LENGTH - block_size + 1, block_size)
     seen = seen_later(layers, next_position)
     expected = [not seen[s : s + block_size].any() for s in starts]
@@ -47,14 +47,14 @@ def test_a_block_is_dead_exactly_when_no_later_query_of_any_layer_sees_it(layers
     num_tokens=st.integers(1, LENGTH),
 )
 def test_live_blocks_are_counted_as_they_are_found(layers, block_size, num_tokens):
-    live, starts = LiveRange.of(layers), np.arange(0, num_tokens, block_size)
+    live, starts = VisibleRange.of(layers), np.arange(0, num_tokens, block_size)
     found = np.count_nonzero(~live.dead_blocks(starts, block_size, num_tokens))
     assert live.num_live_blocks(block_size, num_tokens) == found
 
 
 def test_the_live_blocks_of_a_text_of_any_length_are_counted_at_once():
-    assert LiveRange.of([FULL]).num_live_blocks(1, 2**30) == 2**30
-    assert LiveRange.of([AttentionPattern(window=9, num_sinks=4)]).num_live_blocks(1, 2**30) == 12
+    assert VisibleRange.of([FULL]).num_live_blocks(1, 2**30) == 2**30
+    assert VisibleRange.of([AttentionPattern(window=9, num_sinks=4)]).num_live_blocks(1, 2**30) == 12
 
 
 @given(
@@ -64,7 +64,7 @@ def test_the_live_blocks_of_a_text_of_any_length_are_counted_at_once():
     max_tokens=st.integers(1, LENGTH),
 )
 def test_blocks_held_never_exceed_the_bound(layers, block_size, chunk, max_tokens):
-    live = LiveRange.of(layers)
+    live = VisibleRange.of(layers)
     bound = live.max_live_blocks(block_size, max_tokens, chunk)
     starts = np.arange(0, max_tokens, block_size)
     for position in range(max_tokens):
@@ -77,7 +77,7 @@ def test_blocks_held_never_exceed_the_bound(layers, block_size, chunk, max_token
 @pytest.mark.parametrize("name", PATTERNS)
 def test_every_pattern_keeps_what_is_seen_within_its_bound_and_is_full_as_long_as_it_says(name, block_size):
     pattern = PATTERNS[name]
-    live, starts = LiveRange.of([pattern]), np.arange(0, LENGTH, block_size)
+    live, starts = VisibleRange.of([pattern]), np.arange(0, LENGTH, block_size)
     for position in range(1, LENGTH):
         dead = live.dead_blocks(starts, block_size, position)
         seen = seen_later([pattern], position).reshape(-1, block_size).any(axis=1)
@@ -91,14 +91,14 @@ def test_every_pattern_keeps_what_is_seen_within_its_bound_and_is_full_as_long_a
 @pytest.mark.parametrize("window", range(1, 18))
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
 def test_the_bound_of_a_plain_window_is_reached(window, block_size):
-    live = LiveRange.of([AttentionPattern(window=window)])
+    live = VisibleRange.of([AttentionPattern(window=window)])
     starts = np.arange(0, 64, block_size)
     held = [(~live.dead_blocks(starts, block_size, p) & (starts <= p)).sum() for p in range(64)]
     assert max(held) == live.max_live_blocks(block_size, 64)
 
 
 def test_everything_lives_when_one_layer_sees_everything():
-    live = LiveRange.of([AttentionPattern(window=2), FULL])
+    live = VisibleRange.of([AttentionPattern(window=2), FULL])
     assert live.window is None
     assert not live.dead_blocks(np.arange(0, 40, 4), 4, 1000).any()
     assert live.max_live_blocks(4, 41) == 11
@@ -106,7 +106,7 @@ def test_everything_lives_when_one_layer_sees_everything():
 
 def test_a_dilated_window_ends_at_the_farthest_position_that_its_stride_meets():
     # Window 8, stride 3 sees distances 0, 3 and 6; the window's last position, at distance 7, is never seen again.
-    assert LiveRange.of([AttentionPattern(window=8, stride=3)]).window == 7
+    assert VisibleRange.of([AttentionPattern(window=8, stride=3)]).window == 7
 
 
 def test_below_full_until_a_pattern_is_full_attention():
