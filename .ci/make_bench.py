@@ -70,7 +70,12 @@ SUITE = (
         peers=True,
         table=True,
     ),
-    Entry("scheduling", "scheduling", 3, {"requests": 24, "loads": (0.05, 0.15, 0.3, 0.6, 1.0)}),
+    Entry(
+        "scheduling",
+        "experiments.benches.scheduling:Scheduling",
+        3,
+        {"requests": 24, "loads": (0.05, 0.15, 0.3, 0.6, 1.0)},
+    ),
     Entry("tokens-in-forward", "experiments.benches.tokens_in_forward:TokensInForward", 2, {}, 2),
     Entry("latency", "latency", 1.5, {}, 2),
     _throughput("bench-m", "bf16", 3, 1, FASTEST),

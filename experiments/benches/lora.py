@@ -52,8 +52,8 @@ class Lora(Bench):
         return [Case(label, {"rows": count}) for count in self.rows for label in (WITHOUT, NONE, ADAPTED)]
 
     def start(self) -> None:
+        from experiments.training.adapter_export import export_adapter, random_adapter
         from ksana_jax import LoRARequest
-        from ksana_jax.loading.adapter_export import export_adapter, random_adapter
 
         settings: dict[str, Any] = {
             "dtype": self.dtype,

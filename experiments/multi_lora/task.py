@@ -140,8 +140,8 @@ class MultiLora(PairedTask):
 
 def _adapters(llm: LLM, folder: Path, count: int) -> list[LoRARequest]:
     """Writes random adapters, and reads them into host memory."""
+    from experiments.training.adapter_export import export_adapter, random_adapter
     from ksana_jax import LoRARequest
-    from ksana_jax.loading.adapter_export import export_adapter, random_adapter
 
     found, rank = [], llm.config.max_lora_rank
     for number_ in range(count):

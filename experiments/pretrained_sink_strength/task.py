@@ -76,7 +76,7 @@ class SinkStrength(BaseTask):
         texts.check_config(config, settings.num_texts, texts.ExcerptSpec(settings.num_tokens), "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
-        from ksana_jax.models.sinks import sink_measures, sink_strength
+        from experiments.training.sink_measures import sink_measures, sink_strength
 
         settings, name = SinkStrengthSettings(**trial.config["settings"]), trial.config["model"]
         tokenizer, (model, params) = tokenizer_of(name), _loaded(name, trial.config["load_format"])

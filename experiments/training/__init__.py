@@ -2,8 +2,8 @@
 
 Reading order: `settings` (configuration of a run), `corpus` (training and held-out files), `tokenizer`, `batches`
 (files as sequences), `recall_mix` (recall examples among them), `start` (weights before the first step), `optimizer`
-(one step), `sinks` (the metric that the model is made for), `checkpoints`, `loop` (a run, from corpus to exported
-model).
+(one step), `sinks` (the metric that the model is made for), `steps` and `checkpoints` (what is saved), `loop` (a run,
+from corpus to exported model).
 """
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from experiments.training.recall_mix import KINDS
 from experiments.training.settings import TrainConfig
+from experiments.training.sink_measures import EPSILON, SPAN
 from ksana_jax.models.params import num_params
-from ksana_jax.models.sinks import EPSILON, SPAN
 
 _ROWS = 12
 _SINKS = {

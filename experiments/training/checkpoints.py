@@ -1,4 +1,4 @@
-"""Saves and restores the state and progress of a training run, through `loading.checkpoint`."""
+"""Saves and restores the state and progress of a training run, through `steps`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.training.optimizer import TrainState
 from experiments.training.resume import check_same, read_fields
+from experiments.training.steps import latest_step, restore_tree, save_checkpoint
 from ksana_jax.core.files import write_atomic
-from ksana_jax.loading.checkpoint import latest_step, restore_tree, save_checkpoint
 
 FIELDS = "config.json"
 

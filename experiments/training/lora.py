@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.training.adapter_export import Pair, export_adapter
 from experiments.training.settings import LoraSettings, TrainConfig
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.loading.adapter import modules_of
-from ksana_jax.loading.adapter_export import Pair, export_adapter
 from ksana_jax.models.params import Params
 
 # An adapter by the names of its modules.

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 from experiments.training.batches import IGNORED
+from experiments.training.sink_measures import SPAN, received_attention, sink_strength
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import Params
-from ksana_jax.models.sinks import SPAN, received_attention, sink_strength
 
 
 def resting_attention(params: Params, inputs, *, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

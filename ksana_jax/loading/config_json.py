@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
     Raises:
-      ConfigError: the file is missing, too large, not a JSON object, or holds NaN or an infinity.
+      ConfigError: the file is missing, too large or not a JSON object.
     """
     if not path.is_file():
         raise ConfigError(f"{path} is missing or not a file")
@@ -42,25 +40,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has {size:,} bytes; supported: at most {MAX_JSON_BYTES:,}")
     try:
         values = json.loads(path.read_bytes())
-        problems = list(_not_finite(values))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}; must be a JSON object")
-    if problems:
-        raise ConfigError(f"{path}: " + "; ".join(f"{name} is {value}, must be finite" for name, value in problems))
     return values
-
-
-def _not_finite(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield name or "the value", value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _not_finite(item, f"{name}.{key}" if name else key)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _not_finite(item, f"{name}[{index}]")
 
 
 def load_config(model: str | os.PathLike[str]) -> ModelConfig:

@@ -59,13 +59,13 @@ def duoattention(params: Params, config: Any, tokens: np.ndarray) -> dict[str, n
     return {"scores": scores}
 
 
-def with_passkeys(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
+def with_passkeys(tokens: np.ndarray) -> np.ndarray:
     """Returns texts [n, T] with passkeys outside the window of the end, where they are repeated in another order.
 
     Raises:
       ConfigError: they have no room.
     """
-    rng, found, length = np.random.default_rng(seed), np.array(tokens), tokens.shape[1]
+    rng, found, length = np.random.default_rng(0), np.array(tokens), tokens.shape[1]
     least = STREAMING.num_sinks + (STREAMING.window or 0) + 2 * NUM_PASSKEYS * PASSKEY
     if length < least:
         raise ConfigError(f"texts of {length:,} tokens are too short for passkeys, {least:,} are enough")

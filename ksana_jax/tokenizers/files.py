@@ -20,16 +20,6 @@ def one_line(error: object, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def check_ids(source: str, num_ids: int, num_bytes: int) -> None:
-    """Checks the number of a vocabulary's ids against the size of its file: callers go through all ids.
-
-    Raises:
-      TokenizerError: the file cannot have so many tokens.
-    """
-    if num_ids > num_bytes:
-        raise TokenizerError(f"{source}: a token has id {num_ids - 1:,}, too large for a file of {num_bytes:,} bytes")
-
-
 def read_bytes(path: Path) -> bytes:
     """Reads a tokenizer's file completely.
 

@@ -20,7 +20,6 @@ from ksana_jax.tokenizers.gguf_splits import SPLITS
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPECIAL = (UNKNOWN, CONTROL)
-_WHOLE = "iu"
 # Keys of tokens that only chat templates use, by their names there; the spelling is llama.cpp's.
 NAMED_IDS = {
     "unk_token": "unknown_token_id",
@@ -68,8 +67,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
       TokenizerError: the metadata is damaged or describes a tokenizer that is not supported.
     """
     fields = _Fields(metadata, source)
-    model = fields.string("model")
-    if model is None or model not in _MODELS:
+    model = fields.get("model")
+    if not isinstance(model, str) or model not in _MODELS:
         raise TokenizerError(f"{source}: tokenizer.ggml.model is {model!r:.60}; supported: {', '.join(_MODELS)}")
     tokenizer = _MODELS[model](fields)
     tokenizer.more_eos_ids = ends = fields.special_ids().eos
@@ -84,7 +83,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 
 class _Fields:
-    """Metadata of a tokenizer, with its types checked."""
+    """Metadata of a tokenizer."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str):
         self._metadata, self.source = metadata, source
@@ -94,25 +93,19 @@ class _Fields:
     def error(self, name: str, problem: str) -> TokenizerError:
         return TokenizerError(f"{self.source}: tokenizer.ggml.{name} {problem}")
 
-    def string(self, name: str, prefix: str = "tokenizer.ggml.") -> str | None:
-        value = self._metadata.get(prefix + name)
-        if value is not None and not isinstance(value, str):
-            raise TokenizerError(f"{self.source}: {prefix}{name} is {type(value).__name__}, must be a string")
-        return value
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
 
     def chat_templates(self) -> dict[str, str]:
         """Reads tokenizer.chat_template, the default, and the templates that have names after it."""
         prefix = "tokenizer.chat_template"
         keys = [key for key in self._metadata if key == prefix or key.startswith(f"{prefix}.")]
-        return {key[len(prefix) + 1 :] or "default": self.string(key, "") or "" for key in keys}
+        return {key[len(prefix) + 1 :] or "default": self._metadata[key] for key in keys}
 
     def strings(self, name: str) -> list[str]:
-        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        values = self.get(name)
         if not isinstance(values, list) or not values:
             raise self.error(name, "is missing" if values is None else "must be a list of strings, at least one")
-        for index, value in enumerate(values):
-            if not isinstance(value, str):
-                raise self.error(name, f"holds {type(value).__name__} at index {index:,}, must be strings")
         return values
 
     def _ids(self) -> dict[str, int]:
@@ -121,31 +114,17 @@ class _Fields:
             token = token or f"[EMPTY_{index}]"  # llama.cpp names empty tokens so too
             if (first := ids.setdefault(token, index)) != index:
                 raise self.error("tokens", f"has {token!r:.60} twice, at {first:,} and {index:,}")
-        try:
-            "".join(ids).encode()
-        except UnicodeEncodeError:
-            raise self.error("tokens", "hold half of a surrogate pair") from None
         return ids
 
-    def numbers(self, name: str, kinds: str) -> np.ndarray | None:
-        """Reads an array with a number for each token; kinds: NumPy's dtype kinds."""
-        value = self._metadata.get(f"tokenizer.ggml.{name}")
-        if value is None:
-            return None
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or not np.isfinite(value).all():
-            raise self.error(name, f"must be an array of {'whole ' * (kinds == _WHOLE)}numbers")
-        if value.shape != (len(self.tokens),):
-            raise self.error(name, f"has {value.size:,} values, the vocabulary has {len(self.tokens):,} tokens")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
-        if not isinstance(value, bool):
-            raise self.error(name, f"is {value!r:.60}, must be true or false")
+    def numbers(self, name: str) -> np.ndarray | None:
+        """Reads an array with a number for each token."""
+        value = self.get(name)
+        if value is not None and np.shape(value) != (len(self.tokens),):
+            raise self.error(name, f"has {np.size(value):,} values, the vocabulary has {len(self.tokens):,} tokens")
         return value
 
     def id(self, name: str, default: int | None = None) -> int | None:
-        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        value = self.get(name, default)
         if value is None or (type(value) is int and value in _NO_ID):
             return None
         if name == "bos_token_id" and type(value) is int and value >= len(self.tokens):
@@ -156,7 +135,7 @@ class _Fields:
 
     def types(self) -> np.ndarray:
         """Reads the type of each token; one that llama.cpp knows by its text is a control token whatever its type."""
-        given = self.numbers("token_type", _WHOLE)
+        given = self.numbers("token_type")
         types = np.full(len(self.tokens), NORMAL) if given is None else given.copy()
         known = [self._infill(key) for key in INFILL if self.id(key) is None]
         known += [self.ids.get(text) for text in TURN_ENDS]
@@ -169,7 +148,7 @@ class _Fields:
 
     def _bos_and_eos(self) -> tuple[int | None, int | None]:
         # SentencePiece's own ids, which the first files left out.
-        bos, eos = (1, 2) if self.string("model") == "llama" and len(self.tokens) > 2 else (None, None)
+        bos, eos = (1, 2) if self.get("model") == "llama" and len(self.tokens) > 2 else (None, None)
         return self.id("bos_token_id", bos), self.id("eos_token_id", eos)
 
     def special_ids(self) -> SpecialIds:
@@ -183,14 +162,14 @@ class _Fields:
         return SpecialTokens(*(None if index is None else self.tokens[index] for index in self._bos_and_eos()))
 
     def named_tokens(self) -> dict[str, str]:
-        ids = {name: self._metadata.get(f"tokenizer.ggml.{key}") for name, key in NAMED_IDS.items()}
+        ids = {name: self.get(key) for name, key in NAMED_IDS.items()}
         return {n: self.tokens[i] for n, i in ids.items() if type(i) is int and 0 <= i < len(self.tokens)}
 
     def added(self, add_bos: bool) -> tuple[str | None, str | None]:
         """Texts of the tokens that begin and end every text; None for no such token."""
         texts = []
         for name, text, default in zip(("bos", "eos"), self.special_tokens(), (add_bos, False)):
-            wanted = self.flag(f"add_{name}_token", default)
+            wanted = self.get(f"add_{name}_token", default)
             if wanted and text is None:
                 raise self.error(f"add_{name}_token", f"is true, but {name}_token_id names no token")
             texts.append(text if wanted else None)
@@ -200,7 +179,7 @@ class _Fields:
 def _byte_level(fields: _Fields) -> Tokenizer:
     from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
-    pre = fields.string("pre")
+    pre = fields.get("pre")
     if pre is None or pre not in SPLITS:
         # llama.cpp takes "default" if there is none, with a warning; it is right for no model.
         problem = "is missing: convert the model again" if pre is None else f"is {pre!r:.60}"
@@ -268,8 +247,8 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     from ksana_jax.tokenizers.added_tokens import AddedToken
     from ksana_jax.tokenizers.sentencepiece_model import MARK, SentencePieceTokenizer
 
-    scores, types = fields.numbers("scores", _WHOLE + "f"), fields.types()
-    for name, values in (("scores", scores), ("token_type", fields.numbers("token_type", _WHOLE))):
+    scores, types = fields.numbers("scores"), fields.types()
+    for name, values in (("scores", scores), ("token_type", fields.numbers("token_type"))):
         if values is None:
             raise fields.error(name, "is missing")
     assert scores is not None
@@ -277,7 +256,7 @@ def _sentencepiece(fields: _Fields) -> Tokenizer:
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
     proto.trainer_spec.byte_fallback = bool((types == BYTE).any())
     proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = fields.flag("add_space_prefix", True)
+    proto.normalizer_spec.add_dummy_prefix = fields.get("add_space_prefix", True)
     proto.normalizer_spec.remove_extra_whitespaces = False
     added: dict[int, AddedToken] = {}
     for index, (token, score, kind) in enumerate(zip(fields.tokens, scores.tolist(), types.tolist())):

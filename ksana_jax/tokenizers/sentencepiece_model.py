@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2 as model_pb2
 from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, check_ids, one_line
+from ksana_jax.tokenizers.files import TokenizerError, one_line
 
 MARK = "\u2581"  # stands for a space in pieces
 
@@ -69,7 +69,6 @@ class SentencePieceTokenizer(Tokenizer):
         self._written_out = _any_of(self._tokens)
         self.added_ids = tuple(sorted(token.id for token in self._tokens.values()))
         self.vocab_size = max(self._num_pieces, 1 + max(self._added, default=-1))
-        check_ids(source, self.vocab_size, len(data))
         self._pieces: dict[int, Piece] = {}
 
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos, self._model.bos_id())

@@ -13,7 +13,7 @@ import tokenizers
 from ksana_jax.tokenizers.added_tokens import AddedToken
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
-from ksana_jax.tokenizers.files import TokenizerError, check_ids, one_line
+from ksana_jax.tokenizers.files import TokenizerError, one_line
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,7 +48,6 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise TokenizerError(f"{source} has an empty vocabulary")
         self.vocab_size = 1 + max(vocabulary.values())
-        check_ids(source, self.vocab_size, len(text))
         # By id; True for special ones.
         self._added = {i: token.special for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = tuple(sorted(self._added))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"--max-num-seqs": 2, "--max-model-len": 128, "--max-num-batched-tokens": 32, "--rounds": 4}
 
 
@@ -19,7 +19,7 @@ IN_PROC = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="res
 def measure():
     args = [str(part) for pair in SETTINGS.items() for part in pair]
     done = subprocess.run(
-        [sys.executable, "-m", "ksana_jax.lab.bench.peak_memory", "ksana-tiny", *args],
+        [sys.executable, "-m", "experiments.benches.peak_memory", "ksana-tiny", *args],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""`ksana bench scheduling`: two ways of batching, on an engine whose steps take a second."""
+"""Two ways of batching, on an engine whose steps take a second."""
 
 import dataclasses
 import types
@@ -6,10 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from ksana_jax.core.errors import ConfigError
-from ksana_jax.lab.bench import scheduling
-from ksana_jax.lab.bench.core import Case
-from ksana_jax.lab.bench.scheduling import (
+from experiments.benches import scheduling
+from experiments.benches.scheduling import (
     ALONE,
     AT_ONCE,
     ITERATION,
@@ -19,6 +17,8 @@ from ksana_jax.lab.bench.scheduling import (
     Scheduling,
     SimulatedRequest,
 )
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.lab.bench.core import Case
 from ksana_jax.lab.runs.tasks.results import ResultRow
 
 

@@ -9,7 +9,6 @@ import types
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.loading import LoadError, check_tokenizer, load_config, load_model
@@ -48,9 +47,7 @@ def test_missing_directory(tmp_path):
         (b"\xff\xfe", "not valid JSON"),
         (b"[1]", "must be a JSON object"),
         (b"[" * 100_000, "not valid JSON"),
-        (b'{"model_type": "llama", "rope_scaling": {"factor": NaN}}', "rope_scaling.factor is nan, must be finite"),
-        (b'{"model_type": "llama", "rope_theta": Infinity}', "rope_theta is inf, must be finite"),
-        (b'{"model_type": "llama", "rope_theta": 1e999}', "rope_theta is inf, must be finite"),
+        (b'{"model_type": "llama", "rope_theta": 1e999}', "rope_theta is inf, must be a finite number"),
         (b'{"model_type": "bert"}', "model_type is 'bert'; supported: llama"),
         (b" " * (16 * 2**20 + 1), "16,777,217 bytes; supported: at most 16,777,216"),
     ],
@@ -128,49 +125,6 @@ def test_directory_without_weights(tmp_path):
     assert "has no weights; supported: model.safetensors or model.safetensors.index.json" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "shard", ["../outside.safetensors", "x/../../outside.safetensors", "{absolute}", "link", "a\0b"]
-)
-def test_shard_that_leaves_the_directory(tmp_path, tensors, shard):
-    outside = tmp_path / "outside.safetensors"
-    safetensors.numpy.save_file(tensors, outside)
-    folder = write_shards(tmp_path / "model", tensors)
-    (folder / "x").mkdir()
-    (folder / "link").symlink_to(outside)
-    write_index(folder, dict.fromkeys(tensors, shard.format(absolute=outside)))
-    message = refusal(folder)
-    assert "leaves the directory" in message and "model.safetensors.index.json" in message
-
-
-def test_linked_directory_inside_the_model_that_leads_out(tmp_path, tensors):
-    (tmp_path / "out").mkdir()
-    safetensors.numpy.save_file(tensors, tmp_path / "out" / "a.safetensors")
-    write_config(tmp_path / "model")
-    (tmp_path / "model" / "sub").symlink_to(tmp_path / "out")
-    write_index(tmp_path / "model", dict.fromkeys(tensors, "sub/a.safetensors"))
-    assert "shard 'sub/a.safetensors' leaves the directory" in refusal(tmp_path / "model")
-
-
-def test_single_file_that_links_out_of_the_directory(tmp_path, tensors):
-    write_config(tmp_path / "model")
-    safetensors.numpy.save_file(tensors, tmp_path / "out.safetensors")
-    (tmp_path / "model" / "model.safetensors").symlink_to("../out.safetensors")
-    assert "shard 'model.safetensors' leaves the directory" in refusal(tmp_path / "model")
-
-
-def test_link_that_leads_to_itself(tmp_path):
-    write_config(tmp_path)
-    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
-    assert "'model.safetensors'" in refusal(tmp_path)
-
-
-def test_shard_with_a_name_longer_than_any(tmp_path, tensors):
-    folder = write_shards(tmp_path, tensors)
-    write_index(folder, dict.fromkeys(tensors, "x" * 5000))
-    message = refusal(folder)
-    assert "cannot be read: File name too long" in message and len(message) < 500
-
-
 def test_missing_shard(tmp_path, tensors):
     folder = write_shards(tmp_path, tensors)
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -183,11 +137,6 @@ def test_index_of_another_form(tmp_path, tensors, weight_map):
     assert "weight_map must be an object" in refusal(tmp_path)
 
 
-def test_index_of_thousands_of_shards(tmp_path, tensors):
-    write_index(write_shards(tmp_path, tensors), {f"t{i}": f"{i}.safetensors" for i in range(1001)})
-    assert "weight_map has 1,001 files; supported: at most 1,000" in refusal(tmp_path)
-
-
 def test_index_that_names_a_tensor_its_shard_lacks(tmp_path, tensors):
     folder = write_shards(tmp_path, tensors)
     write_index(
@@ -198,14 +147,6 @@ def test_index_that_names_a_tensor_its_shard_lacks(tmp_path, tensors):
     message = refusal(folder)
     assert "more in model-00001-of-00003.safetensors" in message
     assert "lm_head.weight in model-00001-of-00003.safetensors" in message
-
-
-def test_tensor_in_two_shards(tmp_path, tensors):
-    folder = write_shards(tmp_path, tensors)
-    name = next(name for name, shard in read_index(folder).items() if "00002" in shard)
-    shard = folder / "model-00001-of-00003.safetensors"
-    safetensors.numpy.save_file(safetensors.numpy.load_file(shard) | {name: tensors[name]}, shard)
-    assert f"{name} is in both model-00001-of-00003.safetensors and model-00002" in refusal(folder)
 
 
 def spoil(path, how):
@@ -278,33 +219,16 @@ def test_truncated_or_malformed_safetensors(tmp_path, tensors, how, sharded):
     spoil(path, how)
     message = refusal(folder)
     assert str(path) in message
-    assert "safetensors" in message and ("not a sound" in message or "truncated" in message or "header has" in message)
-
-
-def test_header_beyond_16_mib_is_refused_before_it_is_read(tmp_path):
-    write_config(tmp_path)
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 16 * 2**20 + 1))
-        os.truncate(file.fileno(), 20 * 2**20)
-    assert "header has 16,777,217 bytes; supported: at most 16,777,216" in refusal(tmp_path)
-
-
-def test_header_beyond_100_000_entries_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    write_config(tmp_path)
-    entries = ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(100_002))
-    header = f"{{{entries}}}".encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    monkeypatch.setattr("ksana_jax.loading.tensor_files.safe_open", None)
-    assert "supported: at most 100,000" in refusal(tmp_path)
+    assert "not a sound safetensors file, or truncated" in message
 
 
 def test_directory_or_pipe_in_place_of_the_weights(tmp_path):
     write_config(tmp_path)
     (tmp_path / "model.safetensors").mkdir()
-    assert "'model.safetensors' is missing or not a file" in refusal(tmp_path)
+    assert "model.safetensors is not a file" in refusal(tmp_path)
     (tmp_path / "model.safetensors").rmdir()
     os.mkfifo(tmp_path / "model.safetensors")
-    assert "'model.safetensors' is missing or not a file" in refusal(tmp_path)
+    assert "model.safetensors is not a file" in refusal(tmp_path)
 
 
 def test_tokenizer_of_another_model(caplog):

@@ -33,7 +33,7 @@ def test_gguf_file_has_its_own_tokenizer_or_none(directory, tmp_path):
         assert find_tokenizer(write_gguf(path, absent)) is None
         with pytest.raises(TokenizerError, match=r"model\.gguf has no tokenizer"):
             load_tokenizer(path)
-    for model, problem in (("bert", "is 'bert'"), ([1, 2], "is ndarray, must be a string")):
+    for model, problem in (("bert", "is 'bert'"), ([1, 2], "is array")):
         with pytest.raises(TokenizerError, match=rf"tokenizer\.ggml\.model {problem}"):
             find_tokenizer(write_gguf(path, values | {"tokenizer.ggml.model": model}))
     path.write_bytes(b"GGUF")
@@ -186,20 +186,6 @@ def test_a_regular_expression_that_gives_up_is_one_sentence(directory):
     with pytest.raises(TokenizerError, match=r"cannot encode: a regular expression .* gives up on the text$"):
         load_tokenizer(path).encode("x" * 40)
     assert load_tokenizer(path).encode("x")
-
-
-def test_an_id_that_no_file_of_its_size_reaches_is_refused(directory):
-    pieces, letters = directory("sentencepiece"), directory("byte-level")
-    (pieces / "added_tokens.json").write_text(json.dumps({"<x>": 2**31 - 1}))
-    values = json.loads((letters / "tokenizer.json").read_text())
-    values["model"]["vocab"]["far"] = 2**32 - 1
-    (letters / "tokenizer.json").write_text(json.dumps(values))
-    for path, said in (
-        (pieces, "model: a token has id 2,147,483,647"),
-        (letters, "json: a token has id 4,294,967,295"),
-    ):
-        with pytest.raises(TokenizerError, match=rf"tokenizer.{said}, too large for a file of [\d,]+ bytes$"):
-            load_tokenizer(path)
 
 
 def test_dropout_of_a_file_is_off(tmp_path):

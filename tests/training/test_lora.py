@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from experiments.training import train
 from experiments.training.adapted_model import adapted_model
+from experiments.training.adapter_export import Pair
 from experiments.training.lora import first_adapter, merged
 from experiments.training.optimizer import init_state, make_train_step, training_logits
 from experiments.training.settings import LoraSettings, load_config
@@ -16,7 +17,6 @@ from ksana_jax import LLM, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.loading import export_hf, load_model
-from ksana_jax.loading.adapter_export import Pair
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import init_params
 from ksana_jax.tokenizers.load import load_tokenizer

@@ -14,8 +14,8 @@ from experiments.training.optimizer import init_state
 from experiments.training.resume import MAY_CHANGE, fixed_fields
 from experiments.training.settings import TrainConfig, load_config
 from experiments.training.start import first_params
+from experiments.training.steps import latest_step, save_checkpoint
 from ksana_jax.core.config import ConfigError
-from ksana_jax.loading.checkpoint import latest_step, save_checkpoint
 
 
 @pytest.fixture

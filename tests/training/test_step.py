@@ -12,12 +12,12 @@ import pytest
 from experiments.training.batches import IGNORED
 from experiments.training.optimizer import init_state, learning_rate_scale, loss_fn, make_train_step, training_logits
 from experiments.training.settings import ModelShape, TrainConfig
+from experiments.training.sink_measures import EPSILON
 from experiments.training.sinks import evaluate, resting_attention
 from experiments.training.start import first_params
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models.dense import attention_weights, dense_logits
 from ksana_jax.models.params import init_params
-from ksana_jax.models.sinks import EPSILON
 from tests.soak import soak_unless
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

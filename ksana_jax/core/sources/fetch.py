@@ -25,7 +25,6 @@ from ksana_jax.core.sources.catalogue import FETCHABLE, Fetchable, fetched, fold
 from ksana_jax.core.units import byte_size
 
 _CHUNK_BYTES = 2**20
-_MAX_FILES = 10_000
 
 
 def fetch(name: str, accept_terms: bool = False) -> tuple[Path, bool]:
@@ -139,7 +138,7 @@ def _store(name: str, wanted: Fetchable, wheels: list[Path], folder: Path) -> No
     result, digest, total = folder / "result", hashlib.sha256(), 0
     result.mkdir()
     try:
-        for file_name, member in _members(name, wanted, wheels):
+        for file_name, member in _members(wanted, wheels):
             with open(result / (wanted.file or file_name), "ab") as out:
                 while total <= wanted.num_bytes and (chunk := member.read(_CHUNK_BYTES)):
                     total += len(chunk)
@@ -161,13 +160,10 @@ def _store(name: str, wanted: Fetchable, wheels: list[Path], folder: Path) -> No
     os.replace(result, target)
 
 
-def _members(name: str, wanted: Fetchable, wheels: list[Path]) -> Iterator[tuple[str, IO[bytes]]]:
+def _members(wanted: Fetchable, wheels: list[Path]) -> Iterator[tuple[str, IO[bytes]]]:
     """Yields name, without folders, and contents of each member, in order."""
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            names = sorted(fnmatch.filter(archive.namelist(), wanted.members))
-            if len(names) > _MAX_FILES:
-                raise LoadError(f"{name}: {wheel.name} has {len(names):,} files; supported: at most {_MAX_FILES:,}")
-            for member in names:
+            for member in sorted(fnmatch.filter(archive.namelist(), wanted.members)):
                 with archive.open(member) as file:
                     yield Path(member).name, file

@@ -28,7 +28,6 @@ OTHER_TEMPLATES = "additional_chat_templates"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files of an adapter that PEFT has saved.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-MAX_PARTS = 1000
 
 FORMS = "org/name, org/name@revision, org/name/file.gguf or org/name@revision/file.gguf"
 _WORD = r"\w[\w.+-]*"

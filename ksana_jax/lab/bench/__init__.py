@@ -1,4 +1,4 @@
-"""Measures speed on this machine: `ksana bench NAME` for each entry of BENCHES. `peak_memory` compares memory."""
+"""Measures speed on this machine: `ksana bench NAME` for each entry of BENCHES."""
 
 from __future__ import annotations
 
@@ -6,6 +6,5 @@ from __future__ import annotations
 BENCHES: dict[str, str] = {
     "throughput": "ksana_jax.lab.bench.throughput:Throughput",
     "latency": "ksana_jax.lab.bench.latency:Latency",
-    "scheduling": "ksana_jax.lab.bench.scheduling:Scheduling",
     "serving": "ksana_jax.lab.bench.serving:ServingBench",
 }

@@ -101,7 +101,7 @@ def _compared(here: list[Finding], cpu: list[Finding]) -> str | None:
     return None
 
 
-def show(setting: Any, as_json: bool = False, seconds: float = SECONDS) -> int:
+def show(setting: Any, as_json: bool = False) -> int:
     """Prints the report of a device as it is made; returns the exit code, 0 if the engine runs there."""
     from rich.console import Console
     from rich.markup import escape
@@ -113,7 +113,7 @@ def show(setting: Any, as_json: bool = False, seconds: float = SECONDS) -> int:
         for f in found:
             console.print(escape(_line(f)), style="red" if f.works is False else None)
 
-    report = probe(setting, seconds, group)
+    report = probe(setting, on_group=group)
     console.print(f"[bold]{escape(_verdict(report.verdict))}[/bold]")
     if as_json:
         print(json.dumps(report.plain()))

@@ -11,7 +11,6 @@ Numbers may be given as multiples of the model's training context: `window: ${co
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
+from ksana_jax.core.plugins import nearest
 from ksana_jax.core.shipped import experiment_path
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
@@ -375,8 +375,7 @@ def _only_trial_keys(where: str, changes: Mapping[str, Any]) -> None:
     for key in changes:
         if key not in TRIAL_KEYS or key == "task":
             names = [k for k in TRIAL_KEYS if k != "task"]
-            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest!r}")
+            raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest(key, names, cutoff=0.0)!r}")
 
 
 def _refuse_doubled(variants: Sequence[tuple[str, dict]], grid: Mapping[str, Sequence[Any]]) -> None:

@@ -64,15 +64,13 @@ class Inspection:
     moment: SnapshotChooser
 
 
-def inspect(
-    plan: Plan, row: int = 1, step: int | None = None, make_llm: Callable[..., LLM] | None = None
-) -> Inspection:
+def inspect(plan: Plan, row: int = 1, step: int | None = None) -> Inspection:
     """Runs the first trial of one row of a plan.
 
     A task that times several runs clears the engine's records before each, so the result shows the last run.
 
     Args:
-      row: counted from 1. step: see `SnapshotChooser`. make_llm: see `run.run`.
+      row: counted from 1. step: see `SnapshotChooser`.
 
     Raises:
       ConfigError: there is no such row or step, or the engine took no step.
@@ -81,7 +79,7 @@ def inspect(
         raise ConfigError(f"row is {row}, {plan.name} has rows 1 to {len(plan.rows)}")
     checks.require(checks.integer("step", step, optional=True), error=ConfigError)
     trial = plan.rows[row - 1].trials[0]
-    pool = EnginePool(plan.max_repositioned_sinks, make_llm)
+    pool = EnginePool(plan.max_repositioned_sinks)
     llm = pool.get(trial)
     trace = PoolTrace(llm.engine)
     moment = SnapshotChooser(trace, step)

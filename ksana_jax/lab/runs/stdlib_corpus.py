@@ -73,7 +73,7 @@ def heldout_names() -> frozenset[str]:
     return frozenset(listed.read_text(encoding="utf-8").splitlines()) if listed.is_file() else frozenset()
 
 
-def heldout_texts(min_chars: int = 0, root: Path | None = None) -> list[tuple[str, str]]:
+def heldout_texts(min_chars: int = 0) -> list[tuple[str, str]]:
     """Returns (relative name, text) of held-out files of at least min_chars characters, sorted by name.
 
     Files come from the running interpreter. In a Python version other than the training's, they may have another
@@ -81,5 +81,5 @@ def heldout_texts(min_chars: int = 0, root: Path | None = None) -> list[tuple[st
     another name.
     """
     names = heldout_names()
-    held_out = split_texts(source_texts(root, is_held_out))[1]
+    held_out = split_texts(source_texts(wanted=is_held_out))[1]
     return [(name, text) for name, text in held_out if len(text) >= min_chars and (not names or name in names)]

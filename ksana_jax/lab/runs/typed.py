@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.runs import dotted
 from ksana_jax.lab.runs.models import training_context
 from ksana_jax.lab.runs.tasks import task_named
@@ -73,8 +73,8 @@ def explained(error: OmegaConfBaseException) -> ConfigError:
     key = error.full_key or error.key
     if isinstance(error, ConfigKeyError) and dataclasses.is_dataclass(error.object_type):
         names = [f.name for f in dataclasses.fields(error.object_type)]
-        nearest = difflib.get_close_matches(str(error.key), names, n=1, cutoff=0.0)
-        hint = f"the nearest is {nearest[0]!r}" if nearest else "there are none here"
+        close = nearest(str(error.key), names, cutoff=0.0)
+        hint = f"the nearest is {close!r}" if close else "there are none here"
         return ConfigError(f"unknown key {key!r}; {hint}")
     message = str(error).splitlines()[0]
     if isinstance(error, KeyValidationError):

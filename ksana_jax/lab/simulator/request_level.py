@@ -3,7 +3,7 @@
 A batch is taken when nothing runs. Its prompts are padded to the longest, it decodes until the longest answer ends, and
 all answers return together. The cost follows from lengths alone, so no step is scheduled.
 
-Source: ORCA (OSDI 2022), section 2. `ksana bench scheduling` measures the same on a real engine.
+Source: ORCA (OSDI 2022), section 2. `experiments/benches/scheduling.py` measures the same on a real engine.
 """
 
 from __future__ import annotations

@@ -252,24 +252,3 @@ class CacheIndex:
             for found in blocks:
                 self._set_slow(found, bit, False)
         self._holders.lose(bit, blocks)
-
-    def check(self) -> None:
-        """Checks that the bits match the servers' blocks.
-
-        Raises:
-          AssertionError: they are not, or a server has more expected blocks than fit.
-        """
-        bits: dict[Hash, int] = {}
-        slow: dict[Hash, int] = {}
-        for server, cache in enumerate(self._caches):
-            assert not cache.expected.keys() & cache.stored.keys(), "a block is both expected and stored"
-            assert all(cache.stored.values()), "a stored block is on no medium"
-            assert self.num_blocks[server] == cache.num_blocks
-            assert not cache.expected or cache.num_blocks <= self.capacity[server]
-            assert list(cache.expected.values()) == sorted(cache.expected.values()), "not in order of time"
-            for found in (*cache.expected, *cache.stored):
-                bits[found] = bits.get(found, 0) | 1 << server
-            for found in (found for found, media in cache.stored.items() if DEVICE not in media):
-                slow[found] = slow.get(found, 0) | 1 << server
-        assert slow == self._slow
-        self._holders.check(bits)

@@ -193,23 +193,3 @@ class Ledger:
         self._pace, self.token_s = pace, self._configured_s * pace
         self.least_token_s = float(self.token_s.min())
         self._settle(slice(None))
-
-    def check(self) -> None:
-        """Checks every sum against the unfinished requests.
-
-        Raises:
-          AssertionError: one is not.
-        """
-        sums = {name: np.zeros(self.num_servers) for name in ("work", "rows", "requests", "held")}
-        for name, live in self.live.items():
-            assert name == live.request.request_id
-            assert live.decoding == (name not in self._waiting[live.server])
-            sums["work"][live.server] += 0 if live.decoding else live.work
-            sums["rows"][live.server] += live.decoding
-            sums["requests"][live.server] += 1
-            sums["held"][live.server] += live.held
-        for name, expected in sums.items():
-            assert (getattr(self, name) == expected).all(), f"{name}: {getattr(self, name)}, requests have {expected}"
-        assert sum(map(len, self._waiting)) == sum(not live.decoding for live in self.live.values())
-        for server, waiting in enumerate(self._waiting):
-            assert self.front[server] == (next(iter(waiting.values())).work if waiting else 0)

@@ -264,19 +264,3 @@ class Router:
         if live is not None:
             self.policy.ended(live, now)
         return live
-
-    def check(self) -> None:
-        """Checks what must hold at any time.
-
-        Raises:
-          AssertionError: a sum of the ledger or a bit of the index is wrong, or a removed server has some.
-        """
-        self.ledger.check()
-        self.index.check()
-        self.policy.check()
-        for number, server in enumerate(self._ids):
-            if server is None:
-                assert not self.index.num_blocks[number] and not self.ledger.requests[number]
-            else:
-                assert self._numbers[server] == number
-        assert len(self._numbers) == len(self._ids) - self._ids.count(None)

@@ -205,19 +205,3 @@ class Holders:
             if into is not None and into.chain is chain and into.start == end and into.servers == servers:
                 return into
         return _Run(servers, end, chain, run.offset)
-
-    def check(self, expected: dict[Hash, int]) -> None:
-        """Checks that blocks have the expected servers, and that runs consist of their blocks.
-
-        Raises:
-          AssertionError: one has not, or does not.
-        """
-        assert {found: run.servers for found, run in self._runs.items()} == expected
-        for run in self._runs.values():
-            assert (run.start == LOOSE) == (run.chain is None)
-            if run.chain is not None:
-                blocks = run.chain[run.start - run.offset : run.end - run.offset]
-                assert len(blocks) == run.end - run.start > 0
-                assert all(self._runs[found] is run for found in blocks)
-        for found, run in self._runs.items():
-            assert run.chain is None or found in run.chain

@@ -239,22 +239,3 @@ class PrefixTable:
             since = max(prefix.added_s, prefix.changed_s)
             if rare and not prefix.configured and now >= since + self.settings.shrink_after_s:
                 self.remove(prefix)
-
-    def check(self) -> None:
-        """Checks sums and caps.
-
-        Raises:
-          AssertionError: one is wrong.
-        """
-        counts, tokens = np.zeros_like(self.num_prefixes), np.zeros_like(self.num_tokens)
-        lengths: dict[int, int] = {}
-        for key, prefix in self.prefixes.items():
-            assert prefix.key == key and len(set(prefix.members)) == len(prefix.members)
-            assert prefix.given <= set(prefix.members)
-            assert prefix.servers == sum(1 << server for server in prefix.members)
-            lengths[prefix.num_blocks] = lengths.get(prefix.num_blocks, 0) + 1
-            counts[prefix.members] += 1
-            tokens[prefix.members] += prefix.num_tokens
-        assert lengths == self._lengths
-        assert (counts == self.num_prefixes).all() and (tokens == self.num_tokens).all()
-        assert (counts <= self.settings.max_prefixes_per_server).all()

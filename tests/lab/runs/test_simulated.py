@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import runs
 
+from experiments.benches.scheduling import PADDED, SimulatedRequest, serve
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
-from ksana_jax.lab.bench.scheduling import PADDED, SimulatedRequest, serve
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.report import read_report
 from ksana_jax.lab.runs.tasks.simulated import SimulatedSettings, Simulation
@@ -210,7 +210,7 @@ class Told:
 
 
 def test_batching_by_request_takes_the_time_that_the_engine_takes_with_padded_requests():
-    # `ksana bench scheduling` does the same in real time: here both have the simulated one.
+    # The benchmark does the same in real time: here both have the simulated one.
     cost, clock = AffineCost(0.5, 0.01, 1e-6), VirtualClock()
     items = read_workload(WORKLOAD | {"num_requests": 20, "rate": 0.3}).make(1000).items
     engine: dict[str, Any] = ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 1024, "async_scheduling": False}

@@ -14,6 +14,7 @@ from ksana_jax.serve.router.router import Router
 from ksana_jax.serve.router.settings import RouterSettings
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.items import Workload
+from tests.serve.router.invariants import check_router
 
 MODEL = ModelConfig(vocab_size=32_000, eos_ids=(2,), max_position=16_384)
 CONFIG = EngineConfig(
@@ -51,5 +52,5 @@ def serve(
     settings = RouterSettings(config.block_size, 9300, pool_tokens=config.num_blocks * config.block_size)
     router = Router(range(num_servers), policy, settings, seed)
     run = fleet.serve(workload.items, functools.partial(SimEngine, MODEL, config, cost=cost), router, chains)
-    router.check()
+    check_router(router)
     return run

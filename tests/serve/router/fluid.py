@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from ksana_jax.serve.router import RoutedRequest, Router, RouterSettings, hashes_of
+from tests.serve.router.invariants import check_router
 
 BLOCK = 512
 RATE = 8000.0
@@ -99,8 +100,8 @@ def run(policy, workload, chains, num_servers, num_blocks, seed=0, check=False, 
             for follower in workers[item.index]:
                 heapq.heappush(events, (now + follower.think_s, next(serial), "arrives", follower))
         if check:
-            router.check()
-    router.check()
+            check_router(router)
+    check_router(router)
     assert not router.ledger.live and not np.isnan(ttft).any()
     work = np.array([server.work_s for server in servers])
     total = sum(num_prompt for num_prompt, _ in chains)

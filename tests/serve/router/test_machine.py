@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ksana_jax.serve.router import POLICIES, BlockRemoved, BlockStored, EventBatch, NoServer, Router, RouterSettings
+from tests.serve.router.invariants import check_router
 from tests.serve.router.prompts import request
 
 TEXTS = st.text("ab", max_size=8)
@@ -101,7 +102,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def all_is_right(self):
         if hasattr(self, "router"):
-            self.router.check()
+            check_router(self.router)
             live = self.router.ledger.live
             assert live.keys() == self.open.keys()
             assert all(self.router._ids[live[name].server] == server for name, server in self.open.items())

@@ -8,6 +8,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.router import POLICIES, Router, read_policy
+from tests.serve.router.invariants import check_router
 from tests.serve.router.prompts import SETTINGS, cache, request, router
 
 
@@ -31,7 +32,7 @@ def test_every_policy_takes_turns_with_servers_that_are_alike(policy):
     r = Router(range(4), policy, SETTINGS, seed=1)
     found = collections.Counter(r.choose(request(n, 300), 0.0) for n in range(400))
     assert len(found) == 4 and min(found.values()) >= (40 if policy in ("random", "chwbl") else 80)
-    r.check()
+    check_router(r)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -42,7 +43,7 @@ def test_no_policy_chooses_a_server_that_drains_or_is_gone(policy):
     r.drain("b")
     r.remove("c", 0.0)
     assert set(choices(r, 60, "xyz", 400)) <= {"a", "d"} and choices(r, 30, "", 300).keys() <= {"a", "d"}
-    r.check()
+    check_router(r)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -50,7 +51,7 @@ def test_prompts_without_a_full_block_are_served(policy):
     r = Router("ab", policy, SETTINGS)
     for n in range(20):
         r.choose(request(n, 50), 0.0)
-    r.check()
+    check_router(r)
 
 
 # ---------------------------------------------------------------------- CHWBL
@@ -163,7 +164,7 @@ def ask(r, count, text, num_prompt=600, now=0.0, every_s=1.0, serve_s=0.5):
         r.first_token(name, now + serve_s)
         r.finished(name, now + serve_s)
         now += every_s
-    r.check()
+    check_router(r)
     return found
 
 
@@ -213,7 +214,7 @@ def test_a_set_grows_by_one_a_second_while_its_servers_are_busy_and_shrinks_late
     most = len(prefix.members)
     ask(r, 400, "abc", now=20.0)  # 0.3 s of work a second
     assert len(prefix.members) == 1 < most
-    r.check()
+    check_router(r)
 
 
 def test_requests_go_outside_when_waiting_costs_more_than_the_prefix():
@@ -225,7 +226,7 @@ def test_requests_go_outside_when_waiting_costs_more_than_the_prefix():
     found = [r.choose(request(f"burst {n}", 600, "abcd"), now) for n in range(6)]
     # 0.2 s each: after two, a third would wait for 0.4 s, as long as the prefix takes; the fourth would for longer.
     assert found[:3] == [home] * 3 and found[3] == other
-    r.check()
+    check_router(r)
 
 
 def test_a_session_stays_where_its_turns_are_cached():

@@ -4,6 +4,7 @@ import pytest
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.serve.router.prefix_file import GivenPrefix, read_prefix_file
+from tests.serve.router.invariants import check_router
 from tests.serve.router.prompts import request, router
 from tests.serve.router.test_policies import ask, table
 
@@ -71,7 +72,7 @@ def test_a_given_server_joins_when_it_comes_and_when_it_comes_back():
     assert prefix.members == [2] and prefix.given == {2}
     r.add_server("b")
     assert sorted(prefix.members) == [1, 2]
-    r.check()
+    check_router(r)
 
 
 def test_a_server_takes_as_many_given_prefixes_as_it_may():
@@ -79,7 +80,7 @@ def test_a_server_takes_as_many_given_prefixes_as_it_may():
     for text in ("ab", "cd", "ef"):
         r.configure_prefix(request("x", 200, text).hashes, 0.0, ["a"])
     assert r.require_table().table.num_prefixes.tolist() == [2, 0]
-    r.check()
+    check_router(r)
 
 
 def test_prefixes_need_the_policy_with_a_table_and_a_full_block():

@@ -18,6 +18,7 @@ from ksana_jax.serve.router import (
     hashes_of,
     read_policy,
 )
+from tests.serve.router.invariants import check_router
 from tests.serve.router.prompts import SETTINGS, request, router
 
 
@@ -30,11 +31,11 @@ def test_a_ledger_is_the_sum_of_unfinished_requests():
     r.progress("0", 3, now=0.6)
     assert r.ledger.work.tolist() == [500, 500, 500]
     assert r.ledger.rows.tolist() == [1, 0, 0] and r.ledger.held.tolist() == [1003, 500, 500]
-    r.check()
+    check_router(r)
     assert r.finished("0", now=1.0) and not r.finished("0", now=1.0)
     assert all(r.finished(str(name), now=1.0) for name in (1, 2, 3))
     assert not r.ledger.work.any() and not r.ledger.held.any() and not r.ledger.live
-    r.check()
+    check_router(r)
 
 
 def test_the_request_in_front_progresses_up_to_its_end():
@@ -61,7 +62,7 @@ def test_a_report_adds_what_others_sent():
     assert {r.choose(request(n, 100), 0.0) for n in range(5)} == {"b"}
     r.report("a", queued_tokens=0, num_decoding=0)
     assert r.choose(request("next", 100), 0.0) == "a"
-    r.check()
+    check_router(r)
 
 
 def test_least_work_counts_tokens():
@@ -81,7 +82,7 @@ def test_min_ttft_goes_where_a_prefix_is_until_the_queue_costs_more():
     r.choose(request("x", 100), 0.0)  # to the other server: now its wait is 0.1 s
     assert r.choose(request(5, 1000, "abcdefgh"), 0.0) == first
     assert r.choose(request(6, 1000, "abcdefgh"), 0.0) == other
-    r.check()
+    check_router(r)
 
 
 def test_a_hit_in_host_memory_costs_a_copy():
@@ -93,7 +94,7 @@ def test_a_hit_in_host_memory_costs_a_copy():
             sequence = sum(other == server for other, _ in events[:number])
             r.events(server, EventBatch(sequence, [event]))
         server = r.choose(request(0, 1000, "abcdefgh"), 0.0)
-        r.check()
+        check_router(r)
         return server, r.ledger.work.sum()
 
     in_host = ("a", BlockStored(hashes, medium="CPU"))
@@ -160,19 +161,19 @@ def test_no_server_is_an_error():
         r.choose(request(2), 0.0)
     with pytest.raises(ValueError, match="'1' is under way"):
         r.choose(request(1), 0.0)
-    r.check()
+    check_router(r)
 
 
 def test_a_server_that_is_gone_takes_its_requests_and_blocks_with_it():
     r = router("min_ttft", "ab")
     gone = r.choose(request(0, 1000, "abcdefgh"), 0.0)
     assert r.remove(gone, 1.0) == ["0"] and not r.finished("0", 1.0)
-    r.check()
+    check_router(r)
     assert r.index.match(request(1, 1000, "abcdefgh").hashes).longest == 0
     [left] = r.servers
     assert r.choose(request(1), 2.0) == left
     r.add_server("new")
-    r.check()
+    check_router(r)
     assert r.choose(request(2), 2.0) == "new"  # which took the place of the one that is gone
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from ksana_jax.serve.router.runs import Holders
+from tests.serve.router.invariants import check_holders
 from tests.serve.router.test_index import names
 
 SERVERS = 6
@@ -43,7 +44,9 @@ def change(dice, holders, have, chains, by_one):
 
 
 def check(holders, have):
-    holders.check({found: sum(1 << n for n in range(SERVERS) if found in have[n]) for found in set().union(*have)})
+    check_holders(
+        holders, {found: sum(1 << n for n in range(SERVERS) if found in have[n]) for found in set().union(*have)}
+    )
 
 
 @pytest.mark.parametrize("told", [0.0, 0.1, 1.0], ids=["sent", "sent and told", "told"])

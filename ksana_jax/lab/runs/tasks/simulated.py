@@ -150,9 +150,7 @@ class Simulation:
         if settings.server == BY_REQUEST:
             return request_level.serve(workload.items, self._cost(), self.engine.max_num_seqs)
         router = Router(range(settings.servers), settings.policy, self._router_settings(), workload.seed)
-        run = fleet.serve(workload.items, self._make_server(), router, self._chains, network_s=settings.network_s)
-        router.check()
-        return run
+        return fleet.serve(workload.items, self._make_server(), router, self._chains, network_s=settings.network_s)
 
     def _make_server(self) -> fleet.MakeServer:
         settings = self._settings

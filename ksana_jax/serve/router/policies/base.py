@@ -36,6 +36,3 @@ class Policy:
 
     def removed(self, server: int, now: float) -> None:
         """A server was removed."""
-
-    def check(self) -> None:
-        """Checks what must hold at any time; raises AssertionError."""

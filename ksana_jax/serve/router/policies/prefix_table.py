@@ -115,9 +115,6 @@ class PrefixTablePolicy(TableSettings, Policy):
     def removed(self, server: int, now: float) -> None:
         self.table.server_gone(server)
 
-    def check(self) -> None:
-        self.table.check()
-
 
 def _least(values: np.ndarray | Sequence[float]) -> float:
     # The minimum of an array by argmin takes a third of the time of min.

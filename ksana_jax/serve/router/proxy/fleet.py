@@ -313,15 +313,3 @@ class Fleet:
     def suspect(self, server: Server) -> None:
         """Probes a server at once, after a request failed there. Only the probe decides the server's health."""
         server.look.set()
-
-    def check(self) -> None:
-        """Checks the router, and that its ledger has exactly the requests that the servers have.
-
-        Raises:
-          AssertionError: it has others.
-        """
-        self.router.check()
-        carried = sum(len(server.carried) for server in self.servers.values())
-        assert len(self.router.ledger.live) == carried, f"{len(self.router.ledger.live)} requests, {carried} exchanges"
-        alive = {s.url for s in self.servers.values() if s.health.state(self.clock()) is not State.DEAD}
-        assert set(self.router.servers) == alive, "the router has dead servers, or lacks some"

@@ -14,6 +14,7 @@ from ksana_jax.serve.router.health import HealthSettings
 from ksana_jax.serve.router.proxy.app import Proxy, running
 from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.settings import ProxySettings
+from tests.serve.router.invariants import check_fleet
 from tests.serve.router.proxy.fake_server import FakeServer
 
 
@@ -71,7 +72,7 @@ async def scene(
             proxy = Proxy(fleet, prompts)
             async with running(proxy) as url, aiohttp.ClientSession(headers=headers) as client:
                 yield Scene(url, proxy, fakes, client)
-                fleet.check()
+                check_fleet(fleet)
                 assert not fleet.router.ledger.live and not any(s.carried for s in fleet.servers.values())
     finally:
         for fake in fakes:

@@ -26,6 +26,7 @@ from ksana_jax.serve.server.sse import DONE, PING
 from tests.engine import small
 from tests.engine import test_lora as lora
 from tests.fakes import make_engine
+from tests.serve.router.invariants import check_fleet, check_index
 from tests.serve.router.proxy.test_proxy import until
 from tests.serve.server.serving import make_llm, serving
 
@@ -51,7 +52,7 @@ async def proxy_before(*servers, block_size=4, **settings):
             await fleet.add(f"http://127.0.0.1:{served.port}")
         async with running(proxy) as url, aiohttp.ClientSession() as client:
             yield fleet, follower, url, client
-            fleet.check()
+            check_fleet(fleet)
 
 
 def known(fleet, served) -> dict[bytes, set[str]]:
@@ -198,7 +199,7 @@ def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
         replayed(everything, router)
         assert set(router.index._caches[0].stored) == set(keys[:10])
         for text in await read(f"{log.epoch}-{log._next - 4}", 3):
-            router.index.check()
+            check_index(router.index)
             assert "BlockRemoved" in text
 
     asyncio.run(main())

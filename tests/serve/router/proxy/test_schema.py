@@ -13,6 +13,7 @@ from ksana_jax.serve.router.proxy.app import Proxy, running
 from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.settings import ProxySettings
 from ksana_jax.serve.server.openapi import document
+from tests.serve.router.invariants import check_fleet
 from tests.serve.server.serving import make_llm, serving
 from tests.serve.server.test_schema import plain
 
@@ -34,7 +35,7 @@ def proxy_of(server: str):
                 url.extend((address, stop))
                 ready.set()
                 await stop.wait()
-                fleet.check()
+                check_fleet(fleet)
                 assert fleet.num_ready == 1 and not fleet.num_broken
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))

@@ -17,6 +17,7 @@ from ksana_jax.serve.router.proxy.fleet import Fleet
 from ksana_jax.serve.router.proxy.launching import Keeper
 from ksana_jax.serve.router.proxy.settings import ProxySettings
 from ksana_jax.serve.router.proxy.spawning import LocalLauncher
+from tests.serve.router.invariants import check_fleet
 from tests.serve.router.proxy.test_proxy import events, until
 
 # jax warns of forks; the proxy has not imported it (tests/test_imports.py), a process of tests may have.
@@ -34,7 +35,7 @@ async def spawned(command, count, lines, **settings):
         async with running(proxy) as url, aiohttp.ClientSession() as client, Keeper(fleet, launcher, count) as keeper:
             proxy.keeper = keeper
             yield launcher, fleet, keeper, url, client
-            fleet.check()
+            check_fleet(fleet)
     assert all(process.returncode is not None for process in launcher.processes.values())
 
 

@@ -1,6 +1,6 @@
 """Compares predicted with measured memory.
 
-    python -m ksana_jax.lab.bench.peak_memory MODEL [--dtype bf16 --max-num-seqs 8 ...]
+    python -m experiments.benches.peak_memory MODEL [--dtype bf16 --max-num-seqs 8 ...]
 
 Peak resident memory covers everything a process has done, so the comparison needs its own process. MODEL is the
 argument of `LLM`; for a directory without weights, random ones are drawn.
@@ -51,7 +51,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ksana_jax.lab.bench.peak_memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.benches.peak_memory", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="f32")
     parser.add_argument("--memory-fraction", type=float, default=0.5)

@@ -20,11 +20,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ksana_jax.core import checks
-from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import LoadError
 from ksana_jax.core.files import read_bytes, write_atomic
-from ksana_jax.loading.load import abstract_params
-from ksana_jax.models.params import Params
 
 FILES = "files.json"
 MAX_LISTED = 20
@@ -35,7 +32,7 @@ _UNFINISHED = re.compile(r"step_\d{8,}\.orbax-checkpoint-tmp.*")
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = None, keep: int | None = 3) -> int:
-    """Saves a pytree of arrays, such as Params or a training state; the checkpoint is complete when it returns.
+    """Saves a pytree of arrays, such as a training state; the checkpoint is complete when it returns.
 
     Args:
       path: directory of the run; created if it does not exist.
@@ -61,13 +58,6 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, step: int | None = 
         for old in [s for s in _steps(root) if s <= step][:-keep]:
             shutil.rmtree(_directory(root, old), ignore_errors=True)
     return step
-
-
-def restore_checkpoint(
-    path: str | os.PathLike[str], config: ModelConfig, dtype: str = "f32", step: int | None = None
-) -> Params:
-    """Restores the weights of the latest complete step, or of a given one; see `restore_tree`."""
-    return restore_tree(path, abstract_params(config, dtype), step)[0]
 
 
 def restore_tree(path: str | os.PathLike[str], wanted: Any, step: int | None = None) -> tuple[Any, int]:

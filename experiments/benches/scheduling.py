@@ -1,4 +1,4 @@
-"""`ksana bench scheduling`: request-level against iteration-level batching, as throughput against latency.
+"""Request-level against iteration-level batching, as throughput against latency.
 
 Source: ORCA (OSDI 2022), section 2 and figure 10, where request-level batching is FasterTransformer's: a batch is taken
 when nothing runs, and its answers return when the longest of them ends.

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.training.sink_measures import received_attention, sink_measures, sink_strength
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import init_params
-from ksana_jax.models.sinks import received_attention, sink_measures, sink_strength
 from tests.reference import reference_logprobs
 
 CONFIG = ModelConfig(
