@@ -1,7 +1,9 @@
 """Settings of every test: the CPU, compiled steps kept between runs, and the same hypothesis examples each time."""
 
+import asyncio
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import signal
@@ -91,6 +93,14 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if mark := item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip(reason=f"about CPUs: {mark.args[0]}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is a coroutine in an event loop of its own."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+        return True
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -116,16 +116,13 @@ def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_
     assert routing.DEFAULT_BLOCK_SIZE == 16 and spawning.LOCALHOST in command
 
 
-def test_servers_of_two_models_are_refused():
-    async def main():
-        async with scene(3) as s:
-            s.fakes[1].model = "other"
-            with pytest.raises(ValueError, match="servers must serve the same model: other on ") as caught:
-                await SameModel(s.proxy).check()
-            names = [url.partition("://")[2] for url in (s.fakes[1].url, s.fakes[0].url)]
-            assert str(caught.value).endswith(f"other on {names[0]}, fake on {names[1]}")
-
-    asyncio.run(main())
+async def test_servers_of_two_models_are_refused():
+    async with scene(3) as s:
+        s.fakes[1].model = "other"
+        with pytest.raises(ValueError, match="servers must serve the same model: other on ") as caught:
+            await SameModel(s.proxy).check()
+        names = [url.partition("://")[2] for url in (s.fakes[1].url, s.fakes[0].url)]
+        assert str(caught.value).endswith(f"other on {names[0]}, fake on {names[1]}")
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_reason():
