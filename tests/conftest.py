@@ -158,6 +158,19 @@ def default_compiler():
         yield
 
 
+@pytest.fixture
+def run_ksana(capsys):
+    """Runs the command `ksana` in this process; returns its exit status and what it printed on stdout and stderr."""
+    from ksana_jax import cli
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def no_failpoints():
     """Disarms what a test has armed."""
