@@ -20,7 +20,7 @@ SIMULATIONS ?= 1000
 PAIRS ?= 5
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
-# Long tests of packages that have not changed since the commit that .ci/size.base names are left out: tests/unchanged.py
+# Long tests of packages that have not changed since the commit that .ci/speed.base names are left out: tests/unchanged.py
 CHANGED ?= --changed
 
 RUN := $(VENV)/bin/python
@@ -37,17 +37,17 @@ help:
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
 	@echo "make test     run the tests, without long ones of unchanged packages   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make nightly  run all tests, soak, soak-least, kernels and speed: hours"
-	@echo "make size     lines of each package, beside the commit that .ci/size.base names"
-	@echo "make speed    the host loop and throughput beside that commit, in pairs by turns (PAIRS=$(PAIRS))"
-	@echo "make plugin   fetch a PJRT plugin that others have built, for tests on one; make test does so"
+	@echo "make size     lines of each package and words, next to their limits in .ci/size.limits"
+	@echo "make speed    the host loop and throughput next to the commit in .ci/speed.base, in alternating pairs (PAIRS=$(PAIRS))"
+	@echo "make plugin   fetch a prebuilt third-party PJRT plugin, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, random simulations (SIMULATIONS=$(SIMULATIONS),"
 	@echo "              SHARD=1/3: one part of three of the tests) and, without SHARD, clients"
 	@echo "make soak-least  the tests on the least machine alone: without AVX-512, without a C++ compiler, with one core"
-	@echo "make soak-clients  clients of others against the server, installed into $(CLIENTS_VENV) in their newest versions"
+	@echo "make soak-clients  third-party clients against the server, installed into $(CLIENTS_VENV) in their newest versions"
 	@echo "make bench    run the benchmarks of docs/use/benchmarks.md, into runs/bench, within 20 minutes; with other engines"
-	@echo "              if they are there       (ARGS=\"--readme docs/use/benchmarks.md\" also writes its tables, ARGS=--resume goes on)"
+	@echo "              if they are there       (ARGS=\"--readme docs/use/benchmarks.md\" also writes its tables, ARGS=--resume continues)"
 	@echo "make peers    install other engines for benchmarks into $(PEERS_VENV)"
 	@echo "make wheel    build a wheel for Linux on x86-64 into dist/, which needs no compiler where it is installed"
 	@echo "make release  move the version and print the notes of its tag  (VERSION=0.2.0)"
@@ -153,7 +153,7 @@ soak:
 	@$(MAKE) --no-print-directory run-soak VENV="$(AOT_VENV)" EXTRAS=dev,aot-gpu,ray
 
 run-soak: $(READY)
-	@echo "== soak tests, and beside them kernels of several warpgroups and random simulations, about an hour; each part prints"
+	@echo "== soak tests, with kernels of several warpgroups and random simulations, about an hour; each part prints"
 	@echo "   when it has ended"
 	@$(VENV)/bin/ksana fetch smollm2 || echo "== tests of the pretrained model are skipped" >&2
 	@$(TOGETHER) soak-tests soak-warpgroups-simulations
@@ -182,7 +182,7 @@ soak-warpgroups-simulations:
 
 # They need other versions than constraints.txt pins, and of the package only the server, which runs in its own environment.
 soak-clients: $(READY) $(CLIENTS_VENV)/.ready
-	@echo "== clients of others against the server"
+	@echo "== third-party clients against the server"
 	@$(CLIENTS_VENV)/bin/python -m tests.clients --server $(RUN)
 
 $(CLIENTS_VENV)/.ready: pyproject.toml

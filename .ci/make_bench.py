@@ -25,9 +25,9 @@ from ksana_jax.core.plugins import resolve
 from ksana_jax.lab.bench import BENCHES
 from ksana_jax.lab.bench.command import run_and_show
 from ksana_jax.lab.bench.core import Bench
-from ksana_jax.lab.experiments.records import read
-from ksana_jax.lab.experiments.report import Report, read_report
-from ksana_jax.lab.experiments.tables import markdown
+from ksana_jax.lab.runs.records import read
+from ksana_jax.lab.runs.report import Report, read_report
+from ksana_jax.lab.runs.tables import markdown
 
 BEGIN, END = "<!-- performance -->", "<!-- /performance -->"
 

@@ -6,7 +6,7 @@ Run it from the folder of this file, or with the folder on the Python path:
 
 A task consists of a dataclass of settings, `run` (one trial's measurements), `summarise` (a trial's numbers) and
 `columns` (the table). Seeds, resumption, shards, tables with deviations and a figure come for free. Optional parts,
-such as checks of its settings or a custom figure, are in `ksana_jax.lab.experiments.tasks.base.BaseTask`.
+such as checks of its settings or a custom figure, are in `ksana_jax.lab.runs.tasks.base.BaseTask`.
 
 Source of the question: Mohtashami and Jaggi, arXiv:2305.16300, section 4.2.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
+from ksana_jax.lab.runs.tasks.base import BaseTask, Column, Measurement, ResultRow, TrialContext
 
 _FILLER = "    pass\n"
 

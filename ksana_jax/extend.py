@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ksana_jax.kv.replacement import CachedBlock, ReplacementPolicy
     from ksana_jax.kv.selection.base import SelectionMethod
     from ksana_jax.lab.bench.core import Bench, Case
-    from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext
-    from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+    from ksana_jax.lab.runs.tasks.base import BaseTask, TrialContext
+    from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
     from ksana_jax.scheduler.policies import ByRank, SchedulingPolicy
     from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
     from ksana_jax.scheduler.step.drafts import Drafts
@@ -34,8 +34,8 @@ VERSION = 1
 
 _PUBLIC = {
     "ksana_jax.lab.bench.core": "Bench Case",
-    "ksana_jax.lab.experiments.tasks.base": "BaseTask TrialContext",
-    "ksana_jax.lab.experiments.tasks.results": "Column Measurement ResultRow",
+    "ksana_jax.lab.runs.tasks.base": "BaseTask TrialContext",
+    "ksana_jax.lab.runs.tasks.results": "Column Measurement ResultRow",
     "ksana_jax.kv.codecs.base": "BlockCodec Codec",
     "ksana_jax.kv.eviction.base": "Cached EvictionMethod Observation",
     "ksana_jax.kv.eviction.wrapper": "EvictionWrapper",

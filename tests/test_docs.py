@@ -21,7 +21,7 @@ from ksana_jax.core.gguf_file import TYPES
 from ksana_jax.core.sources.catalogue import FETCHABLE
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine import family_table
-from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.runs.config import plan
 from ksana_jax.loading.tensor_files import SafetensorsTensor
 from tests.clients import CLIENTS
 from tests.reference import literal
@@ -89,7 +89,7 @@ def test_drawings_of_patterns_are_what_the_patterns_do():
 
 def test_drawn_distances_of_sinks_are_what_the_patterns_do():
     text = (DOCS / "learn/concepts.md").read_text(encoding="utf-8")
-    seen, *rows = re.search(r"^seen by query 9 (.*?)^```$", text, re.M | re.S)[0].splitlines()[:4]
+    seen, *rows = re.search(r"^visible to query 9 (.*?)^```$", text, re.M | re.S)[0].splitlines()[:4]
     assert seen.split()[4:] == [*"##....####"]
     for row in rows:
         name, distances = re.fullmatch(r'distance, "(\w+)" +(.*)', row).groups()

@@ -13,8 +13,8 @@ import yaml
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.kv.eviction.base import Cached
-from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.report import read_report, write_tables
+from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.report import read_report, write_tables
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))

@@ -16,8 +16,7 @@ DEVICE_HALF = "native models ops sampling sharding loading runner"
 PACKAGES = f"core devices {HOST_HALF} {DEVICE_HALF} engine ksana_jax serve lab extend cli __main__".split()
 INSIDE = {
     "serve": "workload server router".split(),
-    "lab": "device_check recording recall simulator evaluation".split()
-    + "experiments calibration bench trace align".split(),
+    "lab": "device_check recording recall simulator evaluation".split() + "runs calibration bench trace align".split(),
 }
 
 

@@ -1,7 +1,7 @@
 """The recipes of CONTRIBUTING, followed: toys that use only what their recipes name, served by the whole engine.
 
 Elsewhere: a family and a kind of layer in tests/models/test_own_family.py, a task in
-tests/lab/experiments/test_extension.py, policies that change ranks in tests/scheduler/test_every_policy.py, a kernel
+tests/lab/runs/test_extension.py, policies that change ranks in tests/scheduler/test_every_policy.py, a kernel
 and an implementation of paged attention in tests/pallas_kernels/test_own_kernel.py.
 """
 

@@ -24,6 +24,6 @@ def test_all_named_paths_exist():
 
 def test_without_the_base_commit_nothing_is_left_out(tmp_path, monkeypatch):
     (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci/size.base").write_text("0" * 40)
+    (tmp_path / ".ci/speed.base").write_text("0" * 40)
     monkeypatch.setattr(unchanged, "ROOT", tmp_path)
     assert unchanged.changed_files() is None

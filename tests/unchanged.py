@@ -14,8 +14,8 @@ PACKAGES = {
 
 
 def changed_files() -> list[str] | None:
-    """Files that differ from the commit of .ci/size.base; None where git or that commit is missing."""
-    command = ["git", "diff", "--name-only", (ROOT / ".ci/size.base").read_text().strip()]
+    """Files that differ from the commit of .ci/speed.base; None where git or that commit is missing."""
+    command = ["git", "diff", "--name-only", (ROOT / ".ci/speed.base").read_text().strip()]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

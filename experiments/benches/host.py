@@ -25,7 +25,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.bench.core import Bench, Case, option
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
 
 OURS, EVICTING, VLLM = "ksana_jax", "ksana_jax, evicting", "vLLM"
 

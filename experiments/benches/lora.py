@@ -13,8 +13,8 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import decode_seconds, make_llm
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds
 
 WITHOUT, NONE, ADAPTED = "without adapters", "no row has one", "each row has one"
 PROMPT = 32

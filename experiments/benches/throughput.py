@@ -18,7 +18,7 @@ from ksana_jax.core.sources import model_path
 from ksana_jax.lab.bench import throughput
 from ksana_jax.lab.bench.core import Unavailable, option
 from ksana_jax.lab.bench.throughput import OWN, rates_by_count
-from ksana_jax.lab.experiments.tasks.results import Measurement, ResultRow
+from ksana_jax.lab.runs.tasks.results import Measurement, ResultRow
 
 
 @dataclasses.dataclass

@@ -16,8 +16,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option, spread
 from ksana_jax.lab.bench.latency import decode_seconds, make_llm
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,8 +128,8 @@ class TokensInForward(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws tokens/s above and GFLOP/s below over the tokens of a step; dotted lines are the knees."""
-        from ksana_jax.lab.experiments.figures import legend, line_style
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_panels
+        from ksana_jax.lab.runs.figures import legend, line_style
+        from ksana_jax.lab.runs.tasks.row_figure import draw_panels
 
         measured = [row for row in rows if row.values]
         keys = [("tokens_per_s", "tokens/s", 1.0), ("flop_per_s", "GFLOP/s", 1e9)]

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ksana_jax.lab.experiments import texts
-from ksana_jax.lab.experiments.asking import forced, run_warm
-from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
-from ksana_jax.lab.experiments.tasks.results import (
+from ksana_jax.lab.runs import texts
+from ksana_jax.lab.runs.asking import forced, run_warm
+from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
+from ksana_jax.lab.runs.tasks.results import (
     Column,
     Measurement,
     ResultRow,
@@ -39,7 +39,7 @@ class CompletionsSettings:
     num_others: number of other requests, submitted among them.
     other_tokens: maximum tokens of the prompt and of the output of another request; both are drawn from 1.
     texts: sources of the other prompts: files, folders, patterns or file.jsonl#field, see
-      `lab.experiments.text_files`; relative to the YAML file. Empty takes the held-out texts. The seed draws among
+      `lab.runs.text_files`; relative to the YAML file. Empty takes the held-out texts. The seed draws among
       them, and the order of all requests.
     """
 

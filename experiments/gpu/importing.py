@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, write_atomic
-from ksana_jax.lab.experiments import plain_json
-from ksana_jax.lab.experiments.records import Records
-from ksana_jax.lab.experiments.report import records_text
-from ksana_jax.lab.experiments.tasks.base import Results, number
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.runs import plain_json
+from ksana_jax.lab.runs.records import Records
+from ksana_jax.lab.runs.report import records_text
+from ksana_jax.lab.runs.tasks.base import Results, number
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,8 +85,8 @@ class KernelTimes(Results):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws the reached share of a copy's bandwidth, or the times of a run without that measurement."""
-        from ksana_jax.lab.experiments.figures import COLOURS
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_bars
+        from ksana_jax.lab.runs.figures import COLOURS
+        from ksana_jax.lab.runs.tasks.row_figure import draw_bars
 
         key, title = ("of_copy", "% of copy") if any("of_copy" in row.values for row in rows) else ("us", "us")
         shown = [row for row in rows if key in row.values]

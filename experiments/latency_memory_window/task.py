@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.asking import forced, run_warm
-from ksana_jax.lab.experiments.figures import legend, plain_numbers
-from ksana_jax.lab.experiments.tasks.base import BaseTask, TrialContext, int_field
-from ksana_jax.lab.experiments.tasks.results import (
+from ksana_jax.lab.runs.asking import forced, run_warm
+from ksana_jax.lab.runs.figures import legend, plain_numbers
+from ksana_jax.lab.runs.tasks.base import BaseTask, TrialContext, int_field
+from ksana_jax.lab.runs.tasks.results import (
     Column,
     Measurement,
     ResultRow,
@@ -29,7 +29,7 @@ from ksana_jax.lab.experiments.tasks.results import (
     milliseconds,
     number,
 )
-from ksana_jax.lab.experiments.tasks.row_figure import against_numbers, draw_panels
+from ksana_jax.lab.runs.tasks.row_figure import against_numbers, draw_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

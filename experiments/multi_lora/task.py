@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import texts
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.base import TrialContext, float_field, int_field
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, of_side, other_engine, speeds, timed_work
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
+from ksana_jax.lab.runs import texts
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.base import TrialContext, float_field, int_field
+from ksana_jax.lab.runs.tasks.paired import PairedTask, of_side, other_engine, speeds, timed_work
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, LoRARequest

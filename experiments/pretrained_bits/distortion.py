@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.kv.codecs.registry import find_block_codec
-from ksana_jax.lab.experiments.texts import ExcerptSpec, draw_excerpts
+from ksana_jax.lab.runs.texts import ExcerptSpec, draw_excerpts
 
 NUM_TOKENS, BLOCK = 1024, 32
 CODECS = (

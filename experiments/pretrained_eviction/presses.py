@@ -36,8 +36,8 @@ def perplexity(log_probs: list[float]) -> float:
 def ours() -> dict:
     from ksana_jax import LLM
     from ksana_jax.core.sources import model_path
-    from ksana_jax.lab.experiments.asking import token_scores
-    from ksana_jax.lab.experiments.texts import ExcerptSpec, draw_excerpts
+    from ksana_jax.lab.runs.asking import token_scores
+    from ksana_jax.lab.runs.texts import ExcerptSpec, draw_excerpts
 
     def scored(llm: LLM) -> list[float]:
         asked = [{"prompt_token_ids": ids[:CONTEXT], "question_token_ids": ids[CONTEXT:]} for ids in excerpts]

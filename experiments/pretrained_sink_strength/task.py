@@ -19,12 +19,12 @@ import numpy as np
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import texts
-from ksana_jax.lab.experiments.figures import integer_ticks, legend
-from ksana_jax.lab.experiments.models import tokenizer_of
-from ksana_jax.lab.experiments.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, float_field, int_field
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, number, of_metric, percent
-from ksana_jax.lab.experiments.tasks.row_figure import draw_means
+from ksana_jax.lab.runs import texts
+from ksana_jax.lab.runs.figures import integer_ticks, legend
+from ksana_jax.lab.runs.models import tokenizer_of
+from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, float_field, int_field
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, number, of_metric, percent
+from ksana_jax.lab.runs.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ _BATCH = 20  # texts at once: their attention weights are [L, texts, N, T, T]
 class SinkStrengthSettings:
     """Fields of `settings` in the YAML file.
 
-    texts: files, folders, patterns or file.jsonl#field, see `lab.experiments.text_files`; relative to the YAML file.
+    texts: files, folders, patterns or file.jsonl#field, see `lab.runs.text_files`; relative to the YAML file.
       Empty takes the held-out texts of the embedded model's corpus.
     num_texts: number of excerpts.
     num_tokens: tokens of each excerpt, including BOS if the tokenizer has one.

@@ -23,7 +23,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.sources import model_path
-from ksana_jax.lab.experiments.stdlib_corpus import source_texts, split_texts
+from ksana_jax.lab.runs.stdlib_corpus import source_texts, split_texts
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.params import LayerParams, Params, init_params
 

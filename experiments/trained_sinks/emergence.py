@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.experiments import figures
+from ksana_jax.lab.runs import figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

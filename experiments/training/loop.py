@@ -25,7 +25,7 @@ from experiments.training.sinks import evaluate, recall_accuracy
 from experiments.training.start import encoder, ends_of, first_params, tokenizer_model
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_read, read_bytes, replacing, write_atomic
-from ksana_jax.lab.experiments.stdlib_corpus import source_texts, split_texts
+from ksana_jax.lab.runs.stdlib_corpus import source_texts, split_texts
 from ksana_jax.loading import export_hf
 from ksana_jax.models.params import num_params
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments import texts
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.base import TrialContext, float_field, int_field
-from ksana_jax.lab.experiments.tasks.paired import PairedTask, check_no_shared_folder, of_side, speeds, twin
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
+from ksana_jax.lab.runs import texts
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.base import TrialContext, float_field, int_field
+from ksana_jax.lab.runs.tasks.paired import PairedTask, check_no_shared_folder, of_side, speeds, twin
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, compilation_note, number, percent
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, RequestOutput
@@ -32,8 +32,6 @@ class TwoModelsSettings:
     """Fields of `settings` in the YAML file, whose `engine.num_blocks` both models have together.
 
     other_model: directory or name of the second model; null takes the first again, with other random weights.
-    pool_share: a model's smaller pool as a fraction of its larger one; both sizes together are the budget. 1: one model
-      has all blocks while the other one sleeps.
     swing: fraction of a phase's chats with the model that it favours, the first one in the first phase.
     num_phases: phases, one after the other.
     gap_s: seconds without requests before each of them.
@@ -47,7 +45,6 @@ class TwoModelsSettings:
     """
 
     other_model: str | None = None
-    pool_share: float = float_field(0.25, above=0, high=1)
     swing: float = float_field(1.0, low=0.5, high=1)
     num_phases: int = int_field(4)
     gap_s: float = float_field(1.5, low=0)
@@ -77,23 +74,25 @@ class TwoModels(PairedTask):
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         config, llm = trial.config, trial.llm
         settings, num_blocks = TwoModelsSettings(**config["settings"]), config["engine"]["num_blocks"]
-        llms = [llm, _other(trial, settings)]
-        chats = [_chats(settings, model, trial.seed) for model in llms]
-        large = num_blocks if settings.pool_share == 1 else int(num_blocks / (1 + settings.pool_share))
+        whole = [llm, _engine(trial, settings, 1, num_blocks)]
+        halves = [_engine(trial, settings, number, num_blocks // 2) for number in (0, 1)]
+        chats = [_chats(settings, model, trial.seed) for model in whole]
 
-        def serve(size: int, shared: bool, salt: str) -> Measurement:
-            for model in llms:
-                model.wake_up()
-                model.resize_pool(size)
+        def serve(llms: list[LLM], shared: bool, salt: str) -> Measurement:
+            for model in (*whole, *halves):
+                model.sleep()
                 model.clear_records()
+            if not shared:
+                for model in llms:
+                    model.wake_up()
             return asyncio.run(_serve(llms, chats, settings, salt, shared))
 
-        halves = functools.partial(serve, num_blocks // 2, False)
-        yield from self.measure(trial, halves, functools.partial(serve, large, True))
+        in_halves, in_turn = functools.partial(serve, halves, False), functools.partial(serve, whole, True)
+        yield from self.measure(trial, in_halves, in_turn)
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes gain, seconds without / seconds with, the gaps between phases included; for each side speeds,
-        hit_rate and slowest_s, the longest wait for a first token; and moves_s, seconds in which pools moved."""
+        hit_rate and slowest_s, the longest wait for a first token; and moves_s, of falling asleep and waking."""
         result = speeds(measurements)
         for side in ("without", "with"):
             runs = of_side(measurements, side)
@@ -131,14 +130,14 @@ class TwoModels(PairedTask):
         return f"One budget has {low:.2f} times ({least}) to {high:.2f} times ({most}) the speed of two halves."
 
 
-def _other(trial: TrialContext, settings: TwoModelsSettings) -> LLM:
-    """Returns the second model's engine, with the settings of the first one's."""
+def _engine(trial: TrialContext, settings: TwoModelsSettings, number: int, num_blocks: int) -> LLM:
+    """Returns an engine of the first or second model with the trial's settings and as many blocks."""
     from ksana_jax import LLM
 
-    name = settings.other_model or trial.config["model"]
-    engine = {**trial.config["engine"], "seed": trial.config["engine"]["seed"] + 1}
+    name = (settings.other_model if number else None) or trial.config["model"]
+    engine = {**trial.config["engine"], "seed": trial.config["engine"]["seed"] + number, "num_blocks": num_blocks}
     more = {"load_format": trial.config["load_format"], "max_model_len": trial.llm.engine.max_model_len}
-    return twin(trial.llm, f"two_models {name}", lambda: LLM(name, **engine | more))
+    return twin(trial.llm, f"two_models {name} {number} {num_blocks}", lambda: LLM(name, **engine | more))
 
 
 def _chats(settings: TwoModelsSettings, llm: LLM, seed: int) -> list[list[list[list[int]]]]:
@@ -160,19 +159,17 @@ async def _serve(
     salt: str,
     shared: bool,
 ) -> Measurement:
-    """Serves all phases. shared: pools move within one budget."""
+    """Serves all phases. shared: the models sleep for each other in one budget."""
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.residents import Residents, footprint
 
     compiled, engines = sum(llm.num_compilations for llm in llms), [AsyncLLM.around(llm) for llm in llms]
     residents = None
     if shared:
-        sizes = [footprint(llm, 1, settings.pool_share) for llm in llms]
-        low = [size.asleep if settings.pool_share == 1 else size.small for size in sizes]
-        num_bytes = max(sizes[0].awake + low[1], sizes[1].awake + low[0])
-        residents = Residents(num_bytes, settings.pool_share)
-        for llm, engine in zip(llms, engines, strict=True):
-            llm.sleep()
+        sizes = [footprint(llm, 1) for llm in llms]
+        num_bytes = max(sizes[0].awake + sizes[1].asleep, sizes[1].awake + sizes[0].asleep)
+        residents = Residents(num_bytes)
+        for engine in engines:
             engine.sleep_when_idle(settings.sleep_after, 1, residents)
     try:
         seconds, answers = 0.0, []

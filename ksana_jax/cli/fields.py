@@ -94,6 +94,6 @@ def read_setting(name: str, text: str | None) -> Any:
     Raises:
       ConfigError: it is not YAML.
     """
-    from ksana_jax.lab.experiments.dotted import dotlist
+    from ksana_jax.lab.runs.dotted import dotlist
 
     return None if text is None else dotlist([f"{name}={text}"])[name]

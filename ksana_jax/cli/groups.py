@@ -1,4 +1,4 @@
-"""Command classes that add -h, print flags without `<bool>`, and accept former names of options."""
+"""Command classes that add -h and print flags without `<bool>`."""
 
 from __future__ import annotations
 
@@ -51,14 +51,7 @@ class Group(_FlagsWithoutType, TyperGroup):
     """A group of commands, such as `ksana bench`."""
 
 
-# Former names of options; they still work but are not in any help text.
-FORMER_NAMES = {"sinks": "num-sinks"}
-
-
 def group(help: str, cls: type[Group] = Group, **settings) -> typer.Typer:
     """Creates an empty command group, which prints its help when no command is given."""
-    names = {
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: FORMER_NAMES.get(name, name),
-    }
+    names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(cls=cls, help=help, context_settings=names, no_args_is_help=True, **settings)

@@ -24,7 +24,7 @@ def experiments() -> None:
 @app.command(cls=Command)
 def papers() -> None:
     """Lists the papers that `ksana reproduce NAME` repeats, with their claims."""
-    from ksana_jax.lab.experiments.papers import show_papers
+    from ksana_jax.lab.runs.papers import show_papers
 
     show_papers()
 
@@ -54,8 +54,8 @@ def tasks(
     from rich.markup import escape
     from rich.table import Table
 
-    from ksana_jax.lab.experiments.reference import fields_of, markdown, summary
-    from ksana_jax.lab.experiments.tasks import TASKS, task_named
+    from ksana_jax.lab.runs.reference import fields_of, markdown, summary
+    from ksana_jax.lab.runs.tasks import TASKS, task_named
 
     if as_markdown or name is None:
         print(markdown() if as_markdown else "\n".join([*TASKS, ""]), end="")

@@ -95,7 +95,7 @@ def doctor(
 
     from ksana_jax.core.processor import hidden
     from ksana_jax.engine.verdict import verdicts_here
-    from ksana_jax.lab.experiments.environment import environment
+    from ksana_jax.lab.runs.environment import environment
     from ksana_jax.native.build import instructions
     from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
@@ -153,7 +153,7 @@ def _print_model(model: str, as_json: bool) -> None:
 
 def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
     """Prints the table of operators."""
-    from ksana_jax.lab.experiments.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal_grid
 
     cells = []
     for row in rows:

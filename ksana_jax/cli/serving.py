@@ -35,7 +35,7 @@ Keys = Annotated[
     ServerSettings,
     "host port allowed_hosts allowed_origins max_num_queued_reqs max_num_queued_tokens "
     "shutdown_timeout_s=shutdown_timeout client_timeout_s=client_timeout kv_cache_metrics kv_cache_metrics_sample "
-    "session_dir sleep_after sleep_level device_memory_bytes host_memory_bytes pool_share",
+    "session_dir sleep_after sleep_level device_memory_bytes",
 )
 def serve(
     model: Model,
@@ -112,7 +112,7 @@ def models_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, Any]
       ConfigError: a setting has no value, or cannot be read.
     """
     from ksana_jax.core.config import EngineConfig
-    from ksana_jax.lab.experiments.dotted import dotlist
+    from ksana_jax.lab.runs.dotted import dotlist
 
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     others = [word for word in words if "=" not in word and word.partition(".")[0] not in fields]
@@ -121,8 +121,6 @@ def models_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, Any]
 
 def _serve_several(models: list[str], engine: dict[str, Any], warm_up: bool, given: ServerSettings) -> int:
     """Serves several models with equal settings; returns the exit code of the process."""
-    from ksana_jax.core.request import SamplingParams
-    from ksana_jax.engine.residents import small_pool
     from ksana_jax.serve.server.running import listen, serve
     from ksana_jax.serve.server.several import make_several_app, names_of
 
@@ -135,12 +133,7 @@ def _serve_several(models: list[str], engine: dict[str, Any], warm_up: bool, giv
         own = engine
         if (folder := engine.get("disk_cache_dir")) is not None:
             own = engine | {"disk_cache_dir": str(Path(folder) / name)}
-        llm = _load(of_name[name], own, None, warm_up)
-        if warm_up and given.pool_share < 1 and llm.llm is not None:
-            for num_blocks in (small_pool(llm.llm, given.pool_share), llm.llm.num_blocks):
-                llm.llm.resize_pool(num_blocks)
-                llm.llm.warm_up(sampling_params=SamplingParams())
-        return llm
+        return _load(of_name[name], own, None, warm_up)
 
     return serve(lambda: app.state.serving.load(load), given, listen(given), app)
 

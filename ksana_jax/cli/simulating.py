@@ -52,8 +52,8 @@ def record(
     from ksana_jax.core import checks
     from ksana_jax.core.files import require_folder
     from ksana_jax.lab import recording
-    from ksana_jax.lab.experiments.dotted import dotlist
-    from ksana_jax.lab.experiments.environment import environment
+    from ksana_jax.lab.runs.dotted import dotlist
+    from ksana_jax.lab.runs.environment import environment
     from ksana_jax.lab.simulator.measuring import exercise, make_engine
     from ksana_jax.lab.simulator.move_times import measure_moves
     from ksana_jax.lab.trace.header import header

@@ -11,7 +11,7 @@ import typer
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 if TYPE_CHECKING:
-    from ksana_jax.lab.experiments.on_ray import OnRay
+    from ksana_jax.lab.runs.on_ray import OnRay
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
     elsewhere = _elsewhere(on, {"--ray-address": ray_address, "--num-cpus": num_cpus, "--num-gpus": num_gpus})
     if elsewhere is None:
         build.begin()
-    from ksana_jax.lab.experiments.command import run_and_report
+    from ksana_jax.lab.runs.command import run_and_report
 
     debug = context.find_root().params["debug"]
     raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere, yes=yes))
@@ -64,7 +64,7 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
         return None
     from ksana_jax.engine.distributed.ray_connection import AUTO
     from ksana_jax.engine.distributed.ray_places import Resources
-    from ksana_jax.lab.experiments.on_ray import OnRay
+    from ksana_jax.lab.runs.on_ray import OnRay
 
     resources = Resources(given.get("--num-cpus"), given.get("--num-gpus"))
     return OnRay(given.get("--ray-address", AUTO), resources)
@@ -80,7 +80,7 @@ def reproduce(
     Numbers of different models and texts are not comparable; their order between rows is. Pairs of rows whose
     difference is within the noise count for neither side.
     """
-    from ksana_jax.lab.experiments import papers
+    from ksana_jax.lab.runs import papers
 
     raise typer.Exit(papers.reproduce(paper, full, out))
 
@@ -103,8 +103,8 @@ def report(
     Runs that scored different texts are refused, because their numbers are not comparable.
     """
     from ksana_jax.core.errors import ConfigError
-    from ksana_jax.lab.experiments.command import report_and_show
-    from ksana_jax.lab.experiments.export import export
+    from ksana_jax.lab.runs.command import report_and_show
+    from ksana_jax.lab.runs.export import export
 
     trusted = None if own_code else ()
     if not csv:
@@ -131,8 +131,8 @@ def compare(
     For two recordings (`ksana trace run --record`), shows the first step where their decisions and blocks differ,
     and which sequences have other tokens.
     """
-    from ksana_jax.lab.experiments.command import compare_and_show
     from ksana_jax.lab.recording import is_recording
+    from ksana_jax.lab.runs.command import compare_and_show
     from ksana_jax.lab.trace.command import compare_recordings
 
     if is_recording(a) and is_recording(b):

@@ -111,6 +111,6 @@ def pool(
     as_json: AsJson = False,
 ) -> None:
     """Shows the owners of KV blocks over one trial: a picture of the pool, counts, a list of blocks."""
-    from ksana_jax.lab.experiments.inspection import inspect_and_show
+    from ksana_jax.lab.runs.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from ksana_jax.core.sources import display_name
-from ksana_jax.engine.residents import Residents, footprint, small_pool
+from ksana_jax.engine.residents import Residents, footprint
 
 if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
@@ -32,7 +32,7 @@ class IdleSleep:
       residents: the budget that it shares with others, for whom it sleeps too; None for none.
 
     Attributes:
-      moves_s: seconds in which it fell asleep, woke up and changed its pool.
+      moves_s: seconds in which it fell asleep and woke up.
     """
 
     moves_s = 0.0
@@ -50,9 +50,7 @@ class IdleSleep:
         self._timer: asyncio.TimerHandle | None = None
         self.has_ended = False
         self._task: asyncio.Task[bool] | None = None
-        self.name, self.is_small, self._residents = display_name(llm.name), False, residents
-        share = 1.0 if residents is None else residents.pool_share
-        self.size, self._full, self._small = footprint(llm, level, share), llm.num_blocks, small_pool(llm, share)
+        self.name, self.size, self._residents = display_name(llm.name), footprint(llm, level), residents
         if residents is not None:
             residents.used(self)
 
@@ -73,8 +71,6 @@ class IdleSleep:
                         await self._wake()
                     except Exception as error:
                         raise NotServing(f"the model cannot wake up: {error}") from error
-                elif self.is_small and self._num_users == 1 and not self._is_busy():
-                    await self._grow()
             if self._residents is not None:
                 self._residents.used(self)
             yield
@@ -85,22 +81,8 @@ class IdleSleep:
     async def _wake(self) -> None:
         if self._residents is None:
             return await self._timed("woke up", self._llm.wake_up)
-        async with self._residents.room(self) as small:
-            await self._resize(small)
+        async with self._residents.room(self):
             await self._timed("woke up", self._llm.wake_up)
-
-    async def _grow(self) -> None:
-        assert self._residents is not None
-        async with self._residents.room_to_grow(self) as has_room:
-            if has_room:
-                with contextlib.suppress(RuntimeError):  # somebody else uses it, in a thread
-                    await self._resize(False)
-
-    async def _resize(self, small: bool) -> None:
-        if small != self.is_small:
-            num_blocks = self._small if small else self._full
-            await self._timed(f"has {num_blocks:,} blocks", lambda: self._llm.resize_pool(num_blocks))
-            self.is_small = small
 
     def start(self) -> None:
         """Counts the seconds from now on."""
@@ -112,10 +94,6 @@ class IdleSleep:
     def end(self) -> None:
         """Leaves the LLM as it is from now on; from any thread."""
         self.has_ended = True
-
-    @property
-    def wake_s(self) -> float:
-        return self._llm.wake_s
 
     @property
     def is_asleep(self) -> bool:
@@ -138,35 +116,11 @@ class IdleSleep:
         async with self._changing:
             if self._llm.is_sleeping or not self.is_idle:
                 return self._llm.is_sleeping
-            keeps = self._residents is None or self._residents.keeps_weights(self)
-            level = self._level if keeps else 2
             try:
-                await self._timed("sleeps", lambda: self._llm.sleep(level))
+                await self._timed("sleeps", lambda: self._llm.sleep(self._level))
             except RuntimeError:  # somebody else uses it, in a thread
                 self.start()
             return self._llm.is_sleeping
-
-    @property
-    def kept_bytes(self) -> int:
-        asleep = self._llm.engine.asleep
-        return 0 if asleep is None or asleep.level > 1 else self.size.host
-
-    def drop(self) -> bool:
-        """Drops its weights in host memory, unless it wakes up; returns whether they are gone."""
-        if self._changing.locked() or not self._llm.is_sleeping:
-            return False
-        self._llm.sleep(2)
-        return True
-
-    async def shrink(self) -> bool:
-        """Takes its smaller pool, unless it is not idle; returns whether it has it."""
-        if not self.is_idle:
-            return False
-        async with self._changing:
-            if self.is_idle and not self._llm.is_sleeping:
-                with contextlib.suppress(RuntimeError):  # somebody else uses it, in a thread
-                    await self._resize(True)
-            return self.is_small
 
     async def _timed(self, what: str, change: Callable[[], None]) -> None:
         began = time.perf_counter()

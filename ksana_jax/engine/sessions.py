@@ -66,7 +66,7 @@ def save_session(engine: Engine, request: RequestOutput | str, folder: Path) -> 
     _check(engine)
     session = engine.lock.run(_copied, engine, request)
     if session is None:
-        raise SessionError("another request is computing the same text: save the session when it has ended")
+        raise SessionError("another request is computing the same prefix: save the session when it has ended")
     if not session.parts:
         name = request if isinstance(request, str) else request.request_id
         raise SessionError(f"nothing of request {name!r} is cached: it has computed no block, or others replaced them")

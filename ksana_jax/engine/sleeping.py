@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.core import checks
-from ksana_jax.core.config import MAX_TOKENS
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import model_path
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
-from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.memory import FLUSHED_AT_ONCE
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.loading.load import abstract_params, open_model
@@ -76,27 +74,6 @@ class Sleeps:
         if slept:
             self.wake_s = time.perf_counter() - began
 
-    def resize_pool(self, num_blocks: int) -> None:
-        """Moves to an empty pool of another size, awake or asleep; prefixes move to the host tier as in `sleep`.
-
-        Programs of the old size stay for later; a new size compiles its own when they are needed, or in `warm_up`.
-
-        Raises:
-          RuntimeError: requests are running. ConfigError: this engine cannot sleep, and cannot move either, or there is
-            no memory for the pool, and the old size stays.
-        """
-        checks.require(checks.integer("num_blocks", num_blocks, 1, MAX_TOKENS))
-        plan = self.memory_plan
-        pool_bytes = plan.pool_bytes // plan.num_blocks * num_blocks
-        try:
-            self.replicas.each(lambda engine: _resize(engine, num_blocks))
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"num_blocks is {num_blocks:,}: no memory for a pool of {pool_bytes:,} bytes: {reason}"
-            ) from error
-        self.memory_plan = dataclasses.replace(plan, num_blocks=num_blocks, pool_bytes=pool_bytes)
-
     @property
     def is_sleeping(self) -> bool:
         return self.replicas.engines[0].asleep is not None
@@ -119,27 +96,6 @@ def _fall_asleep(engine: Engine, level: int) -> None:
     checks.require(checks.one_of("level", level, LEVELS))
     check(engine)
     engine.lock.run(_sleep, engine, level)
-
-
-def _resize(engine: Engine, num_blocks: int) -> None:
-    check(engine)
-    engine.lock.run(_move_pool, engine, num_blocks)
-
-
-def _move_pool(engine: Engine, num_blocks: int) -> None:
-    if num_blocks == engine.memory.blocks.num_blocks:
-        return
-    engine.check_idle("the pool changes only in between")
-    engine.lock.begin_write()
-    if engine.asleep is None:
-        engine.make_moves()
-        _vacate(engine)
-    blocks = BlockManager(num_blocks, engine.memory.block_size)
-    sleeping.resize(_runner(engine), num_blocks)
-    assert not engine.memory.device.node_of, "the pool is empty"
-    engine.memory.device.pool = blocks
-    engine.builder = dataclasses.replace(engine.builder, num_blocks=num_blocks)
-    engine.scheduler.set_layout(engine.scheduler.layout)
 
 
 def _update(engine: Engine, weights: Weights) -> None:

@@ -45,7 +45,7 @@ class TokenizerThreads:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._lock:
             if not self._end.alive:
-                raise RuntimeError("the text threads have ended")
+                raise RuntimeError("the tokenizer threads have shut down")
             self._jobs.put((future, functools.partial(function, *args, **kwargs)))
         return await asyncio.wrap_future(future)
 

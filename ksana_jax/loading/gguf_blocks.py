@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ksana_jax.core.gguf_file import TYPES
-from ksana_jax.models.block_matrix import FORMS, packed_codes, zero_of
+from ksana_jax.models.block_matrix import FORMS, code_levels, zero_of
 from ksana_jax.native.shapes import BLOCK
 
 
@@ -83,7 +83,7 @@ def apart(kind: str, blocks: np.ndarray) -> Parts:
         codes, scales, minima, factors = _PARTS[kind](blocks.reshape(-1, _BLOCK_BYTES[kind]))
     codes = codes.reshape(rows, -1, BLOCK)
     if form.bits < 8:
-        codes = packed_codes(codes.view(np.uint8) + np.uint8(0 if form.has_minima else zero_of(form.bits)), form.bits)
+        codes = code_levels(codes.view(np.uint8) + np.uint8(0 if form.has_minima else zero_of(form.bits)), form.bits)
     return Parts(
         codes if form.bits < 8 else codes.view(np.int8),
         scales.reshape(rows, -1),

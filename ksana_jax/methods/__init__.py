@@ -27,6 +27,6 @@ EXTENSION_POINTS = (
     ExtensionPoint("policy", "SchedulingPolicy", "ksana_jax.scheduler.policies:SCHEDULING_POLICIES"),
     ExtensionPoint("speculative_config", "SpeculativeMethod", "ksana_jax.scheduler.speculative:PROPOSERS"),
     ExtensionPoint("policy of ksana route", "Policy", "ksana_jax.serve.router.policies:POLICIES"),
-    ExtensionPoint("task", "BaseTask", "ksana_jax.lab.experiments.tasks:TASKS"),
+    ExtensionPoint("task", "BaseTask", "ksana_jax.lab.runs.tasks:TASKS"),
     ExtensionPoint("ksana bench", "Bench", "ksana_jax.lab.bench:BENCHES"),
 )

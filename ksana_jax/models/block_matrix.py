@@ -92,7 +92,7 @@ class BlockMatrix(Blocks):
     dtype: of the numbers in products and looked up rows.
     """
 
-    codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `packed_codes`; or int8 [..., 32]
+    codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `code_levels`; or int8 [..., 32]
     scales: jax.Array  # float16, float32 or int8 [out, in / group]
     minima: jax.Array | None  # as scales
     dtype: jnp.dtype = flax.struct.field(pytree_node=False)
@@ -225,7 +225,7 @@ def zero_of(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-def packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+def code_levels(codes: np.ndarray, bits: int) -> np.ndarray:
     """Packs codes of 4, 5 or 6 bits.
 
     Args:

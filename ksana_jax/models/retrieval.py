@@ -68,7 +68,7 @@ def with_passkeys(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
     rng, found, length = np.random.default_rng(seed), np.array(tokens), tokens.shape[1]
     least = STREAMING.num_sinks + (STREAMING.window or 0) + 2 * NUM_PASSKEYS * PASSKEY
     if length < least:
-        raise ConfigError(f"texts of {length:,} tokens have no room for passkeys, {least:,} have")
+        raise ConfigError(f"texts of {length:,} tokens are too short for passkeys, {least:,} are enough")
     # No query that repeats a passkey has it in its window.
     last = length - (STREAMING.window or 0) - (NUM_PASSKEYS + 1) * PASSKEY
     places = np.linspace(STREAMING.num_sinks, last, NUM_PASSKEYS).astype(int)

@@ -1,6 +1,6 @@
 """A layer's products with packed weights, with norms, activation and additions between them, as calls into C++.
 
-Packed weights are arrays [panels, in / p, 64, p]; see `ops.packed`, which this package does not know. In all
+Packed weights are arrays [panels, in / p, 64, p]; see `ops.weight_layout`, which this package does not know. In all
 calls, a row of the result depends on that row of the arguments alone, bit by bit.
 """
 

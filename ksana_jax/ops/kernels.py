@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ksana_jax.core.patterns import SINK_POSITIONS, PatternArrays
 from ksana_jax.kv.codecs.registry import find_codec
-from ksana_jax.ops import packed_codes
+from ksana_jax.ops import code_levels
 from ksana_jax.ops.attention import Attended, PartialAttention, merge, normalised
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import Queries, sink_query_position, write
@@ -103,7 +103,7 @@ class Kernels(NamedTuple):
     ) -> Attended:
         """Does `attention.ragged_paged_attention` on pools of numbers or codes; the result has the queries' dtype."""
         pattern, found, masses, dtype = kernel_pattern(context.pattern), [], [], queries.q.dtype
-        rotation = None if cache.codec in (*FLOATS, *CODES) else packed_codes.rotation(cache.codec)
+        rotation = None if cache.codec in (*FLOATS, *CODES) else code_levels.rotation(cache.codec)
         if rotation is not None:
             queries = jax.tree.map(lambda x: rotation.transform(x, jnp), queries)
         for i, call in enumerate(calls(context.batch, context.shape)):
@@ -182,7 +182,7 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
 
 
 def _pool(cache: KVCache) -> contract.Pool:
-    levels = None if cache.codec in (*FLOATS, *CODES) else packed_codes.levels(cache.codec)
+    levels = None if cache.codec in (*FLOATS, *CODES) else code_levels.levels(cache.codec)
     return contract.Pool(cache.kv, cache.leaves.get("scale"), cache.leaves.get("zero"), levels)
 
 

@@ -19,7 +19,7 @@ from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
-from ksana_jax.ops.packing import packed
+from ksana_jax.ops.weight_packing import packed
 
 # Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
 # with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
@@ -33,7 +33,7 @@ class LinearImplementation(NamedTuple):
     """An implementation with the contract of `models.layers.linear`.
 
     unsupported: (platform, NumPy's name of the type of activations and weights) -> why it cannot serve, or None.
-    packs: takes weights from `ops.packing.packed`; where products stand alone, those in blocks only.
+    packs: takes weights from `ops.weight_packing.packed`; where products stand alone, those in blocks only.
     fused: operators that fuse parts of a layer, as "module:class"; None where products stand alone.
     compute_capability: of the NVIDIA GPU that it needs; None where it needs none.
     row_by_row: a row of the result depends on that row of the activations alone, bit by bit.
@@ -130,7 +130,7 @@ LINEAR_IMPLEMENTATIONS = (
         _native,
         _not_packed,
         packs=True,
-        fused="ksana_jax.ops.packed:PackedOperators",
+        fused="ksana_jax.ops.weight_layout:PackedOperators",
         row_by_row=True,
         grouped=_GROUPED,
         needs=f"{_NEEDS}; bf16: no AMX",

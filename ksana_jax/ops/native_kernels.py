@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ksana_jax.native.callers import why_not_called
 from ksana_jax.native.kernel import KERNEL
-from ksana_jax.ops import packed_codes
+from ksana_jax.ops import code_levels
 from ksana_jax.ops.kernels import Kernels, lacks
 from ksana_jax.ops.requirements import Requirements
 
@@ -14,8 +14,8 @@ CODECS = ("f32", "bf16", "f16", "int8")
 
 def unsupported(needs: Requirements) -> str | None:
     """Returns an unsupported requirement, or why the kernel cannot be compiled here, or None."""
-    if needs.codec not in (*CODECS, *packed_codes.NAMES):
-        reads = ", ".join((*CODECS, *packed_codes.NAMES))
+    if needs.codec not in (*CODECS, *code_levels.NAMES):
+        reads = ", ".join((*CODECS, *code_levels.NAMES))
         return f"keys and values are stored as {needs.codec}; the native kernel reads {reads}"
     if needs.query_dtype is None:
         needs = needs._replace(query_dtype={"uint16": "bfloat16"}.get(needs.dtype, needs.dtype))

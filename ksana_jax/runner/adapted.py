@@ -13,8 +13,8 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.models.adapted import LayerAdapter, adaptable, with_lengths, with_slots, write_slot
 from ksana_jax.models.params import Params
-from ksana_jax.ops.packed_adapters import adapted_form
-from ksana_jax.ops.packing import numbers
+from ksana_jax.ops.adapter_layout import adapted_form
+from ksana_jax.ops.weight_packing import numbers
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape
 

@@ -52,10 +52,6 @@ class Evictor:
     def _width(self, used: int) -> int:
         return next(width for width in self._widths if width >= used)
 
-    def resized(self, num_blocks: int) -> Evictor:
-        """Returns an evictor for a pool of another size."""
-        return Evictor(self._layout, num_blocks, self.table_width, self._ropes, self._params)
-
     def forget(self) -> None:
         """Frees what it holds on the device; the weights may change."""
         self._facts = None

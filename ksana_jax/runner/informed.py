@@ -16,8 +16,8 @@ from ksana_jax.kv.layout import STATE, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
-from ksana_jax.ops.packing import numbers
 from ksana_jax.ops.pool import KVCache
+from ksana_jax.ops.weight_packing import numbers
 
 
 class Facts(NamedTuple):

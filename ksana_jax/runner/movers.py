@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -66,13 +65,6 @@ class BlockMover:
         self._staged = self._staging = None
         if (kind := capabilities().staging if staging == "auto" else staging) != "none":
             self._staging, self._staged = kind, placement.by_head(kind)
-
-    def of_pool(self, num_blocks: int, functions: dict[Any, Callable]) -> BlockMover:
-        """Returns the mover of a pool of another size with the same blocks of the host. functions: compiled for it."""
-        other = copy.copy(self)
-        other._num_blocks, other._compiled = num_blocks, functions
-        other._pool = jax.eval_shape(functools.partial(make_cache, self._pool_layout, num_blocks))
-        return other
 
     @property
     def functions(self) -> dict[Any, Callable]:

@@ -29,10 +29,10 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.packing import Packing
 from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
 from ksana_jax.runner.step_runs import lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, VerificationKey, settings_packing
+from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.tree_paths import lower_trees
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement

@@ -11,7 +11,6 @@ import numpy as np
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
 from ksana_jax.runner.decode_loop import LoopKey, Stop, serves
-from ksana_jax.runner.packing import Fetched, FetchedStep, FetchedVerification, bucket_of_top, started
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.token_programs import (
     VerificationKey,
@@ -20,6 +19,7 @@ from ksana_jax.runner.token_programs import (
     settings_packing,
     verification_packing,
 )
+from ksana_jax.runner.transfer import Fetched, FetchedStep, FetchedVerification, bucket_of_top, started
 from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
 
 

@@ -1,10 +1,8 @@
-"""A runner without device memory, its weights in host memory or nowhere, or with another pool. Programs stay."""
+"""A runner without device memory, its weights in host memory or nowhere. Programs stay."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
 from typing import Any
 
 import jax
@@ -13,9 +11,6 @@ import numpy as np
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
 from ksana_jax.runner.runner import Runner
-
-# Programs of each size of a runner's pool.
-_programs: weakref.WeakKeyDictionary[Runner, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +54,6 @@ def restore(runner: Runner, kept: Any) -> None:
 def load(runner: Runner, params: Params, *, consume: bool) -> None:
     """Gives a runner weights of its model, and an empty pool. consume: the weights may be deleted."""
     _wake(runner, runner.weights(params, consume=consume))
-
-
-def resize(runner: Runner, num_blocks: int) -> None:
-    """Gives an idle runner an empty pool of another size; one that has none gets it when it wakes up."""
-    known = _programs.setdefault(runner, {})
-    old, alike, evictor = runner.cache, runner._seen.alike, runner.evictor
-    make = functools.partial(runner.placement.pool, runner.layout, num_blocks)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in old.leaves.values()):
-        runner.cache = jax.eval_shape(make)
-    else:
-        for leaf in old.leaves.values():
-            leaf.delete()  # first: two may not fit
-        runner.cache = make()  # if this fails, all else is still of the old size, which `Runner.reset` makes again
-    known[old.num_blocks, alike] = runner._compiled, runner.mover.functions, evictor
-    if (num_blocks, alike) not in known:
-        other = None if evictor is None else evictor.resized(num_blocks)
-        known[num_blocks, alike] = {}, {}, other
-    runner._compiled, functions, runner.evictor = known[num_blocks, alike]
-    runner.mover = runner.mover.of_pool(num_blocks, functions)
 
 
 def _wake(runner: Runner, params: Params) -> None:

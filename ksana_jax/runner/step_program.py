@@ -26,7 +26,7 @@ from ksana_jax.ops.implementations import Implementation
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.paged import PagedLayer, paged_attend
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.packing import Packing
+from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepArrays, StepShape, fed
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.sharding.specs import BY_HEAD, EVERYWHERE

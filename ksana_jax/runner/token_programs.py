@@ -15,7 +15,7 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.packing import Packing, packed
+from ksana_jax.runner.transfer import Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score

@@ -102,7 +102,7 @@ def _of_model(path: Path) -> dict[str, Any]:
 def _of_json(path: Path) -> dict[str, Any]:
     model = json.loads(read_text(path))["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise TokenizerError(f"{path} is no byte-level BPE; others need {MODEL} (SentencePiece) beside it")
+        raise TokenizerError(f"{path} is no byte-level BPE; others need {MODEL} (SentencePiece) next to it")
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     if [model["vocab"][token] for token in tokens] != list(range(len(tokens))):
         raise TokenizerError(f"{path}: the ids of {len(tokens):,} tokens are not 0 to {len(tokens) - 1:,}")

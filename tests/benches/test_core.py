@@ -9,8 +9,8 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import command, core
 from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option
 from ksana_jax.lab.bench.machine import Compilations, Load
-from ksana_jax.lab.experiments.report import read_report
-from ksana_jax.lab.experiments.tasks.results import Column
+from ksana_jax.lab.runs.report import read_report
+from ksana_jax.lab.runs.tasks.results import Column
 
 
 @dataclasses.dataclass
@@ -97,7 +97,7 @@ def test_a_busy_machine_is_told():
         return " ".join(Toy().notes(rows))
 
     def core_row(turns):
-        from ksana_jax.lab.experiments.tasks.results import ResultRow
+        from ksana_jax.lab.runs.tasks.results import ResultRow
 
         return ResultRow("", {"size": 1}, 1, [turns], {})
 

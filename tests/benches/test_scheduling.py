@@ -19,7 +19,7 @@ from ksana_jax.lab.bench.scheduling import (
     Scheduling,
     SimulatedRequest,
 )
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.runs.tasks.results import ResultRow
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from ksana_jax.lab.bench import command, core, serving
 from ksana_jax.lab.bench.serving import AT_ONCE, ServingBench
 from ksana_jax.lab.bench.serving_load import Arriving, RequestFailed, send_all
 from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, events
-from ksana_jax.lab.experiments.tasks.results import of_metric
+from ksana_jax.lab.runs.tasks.results import of_metric
 from ksana_jax.serve.workload import read_workload
 
 VOCAB = 100

@@ -9,8 +9,8 @@ from make_bench import BEGIN, END, SUITE, Entry
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import resolve
 from ksana_jax.lab.bench import BENCHES
-from ksana_jax.lab.experiments.report import Report
-from ksana_jax.lab.experiments.tasks.results import Column, ResultRow
+from ksana_jax.lab.runs.report import Report
+from ksana_jax.lab.runs.tasks.results import Column, ResultRow
 
 HOST = "experiments.benches.host:Host"
 

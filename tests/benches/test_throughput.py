@@ -9,9 +9,9 @@ from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.lab.bench import bounds, throughput
 from ksana_jax.lab.bench.bounds import LeastWork, Rates, work_of
 from ksana_jax.lab.bench.throughput import BOUND, EVICTING, OURS, STEPS, Throughput
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.runs.tasks.results import ResultRow
 from ksana_jax.ops.linear import LinearImplementation
-from ksana_jax.ops.packed import PackedMatrix
+from ksana_jax.ops.weight_layout import PackedMatrix
 from tests.benches.fakes import MODEL, FakeLLM, rows_of
 
 

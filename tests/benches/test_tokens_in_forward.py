@@ -6,7 +6,7 @@ from experiments.benches.tokens_in_forward import STEPS, TokensInForward, fit, f
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Case, Unavailable
-from ksana_jax.lab.experiments.tasks.results import ResultRow
+from ksana_jax.lab.runs.tasks.results import ResultRow
 from tests.engine import small
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from typer.main import get_command
 
 import ksana_jax
 from ksana_jax import cli
@@ -170,7 +171,7 @@ def test_a_package_of_the_users_that_hides_one_of_ours_is_named(run_ksana, monke
         monkeypatch.setitem(sys.modules, "pallas_kernels", hiding)
         raise ModuleNotFoundError("No module named 'pallas_kernels.hopper'", name="pallas_kernels.hopper")
 
-    monkeypatch.setattr("ksana_jax.lab.experiments.command.run_and_report", run)
+    monkeypatch.setattr("ksana_jax.lab.runs.command.run_and_report", run)
     error = fails(run_ksana, "run", "quickstart")
     assert f"'pallas_kernels.hopper'; {tmp_path} shadows ksana_jax's package 'pallas_kernels'" in error
 
@@ -222,3 +223,9 @@ def test_quantize_writes_a_file_and_replaces_none(run_ksana, tmp_path):
     before = out.read_bytes()
     assert f"{out} exists; give another --out" in fails(run_ksana, "quantize", "ksana-tiny", "--out", out)
     assert out.read_bytes() == before
+
+
+def test_visible_commands_are_within_their_limit():
+    limits = dict(line.split() for line in (ROOT / ".ci" / "size.limits").read_text().splitlines())
+    commands = get_command(cli.app).commands.values()
+    assert sum(not command.hidden for command in commands) <= int(limits["commands"])

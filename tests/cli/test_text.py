@@ -180,13 +180,10 @@ def test_a_broken_template_is_named_by_chat_and_generate_works(ksana, talker, tm
     assert code == 0 and out
 
 
-@pytest.mark.parametrize("option", ["--num-sinks", "--sinks"])
-def test_sinks_of_a_window_go_by_one_name_and_the_former_one_still_works(ksana, monkeypatch, option):
-    assert "--num-sinks 3 needs --window" in ksana("generate", "ksana-tiny", "-p", "x", option, 3)[2]
+def test_sinks_belong_to_a_window(ksana, monkeypatch):
+    assert "--num-sinks 3 needs --window" in ksana("generate", "ksana-tiny", "-p", "x", "--num-sinks", 3)[2]
     asked = []
     monkeypatch.setattr("ksana_jax.LLM", lambda model, pattern, **_: asked.append(pattern), raising=False)
     monkeypatch.setattr("ksana_jax.cli.text.print_stream", lambda *_: "")
-    code, _, _ = ksana("generate", "ksana-tiny", "-p", "x", "--window", 64, option, 3, *GREEDY)
+    code, _, _ = ksana("generate", "ksana-tiny", "-p", "x", "--window", 64, "--num-sinks", 3, *GREEDY)
     assert code == 0 and asked == [AttentionPattern(window=64, num_sinks=3)]
-    code, help_text, _ = ksana("generate", "--help")
-    assert code == 0 and "--num-sinks" in help_text and "--sinks" not in help_text

@@ -81,7 +81,7 @@ def test_experiments_of_an_installed_wheel_resolve_outside_the_repository(wheel,
     wheel.extractall(tmp_path / "site")
     # Trials of prefix_cache name configs/models/bench-s, as from the repository's root.
     code = (
-        "import ksana_jax.lab.experiments.config as c, ksana_jax\n"
+        "import ksana_jax.lab.runs.config as c, ksana_jax\n"
         "print(ksana_jax.__file__, *[c.load(n).name for n in ('quickstart', 'prefix_cache', 'host_embedding')])"
     )
     done = subprocess.run(

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from ksana_jax.lab.device_check.report import _run, probe
-from ksana_jax.lab.experiments.config import load
-from ksana_jax.lab.experiments.records import Shard
-from ksana_jax.lab.experiments.report import report
-from ksana_jax.lab.experiments.run import run
+from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.records import Shard
+from ksana_jax.lab.runs.report import report
+from ksana_jax.lab.runs.run import run
 from ksana_jax.native.compiler import compiler_command
 from tests.devices.children import ROOT, child, run_tests
 from tests.devices.test_capabilities import EXPECTED
@@ -98,7 +98,7 @@ def compare_quickstart(folder, *arguments):
     """Runs the quickstart here, on a CPU, and in a process on the plugin; numbers differ by the rounding of sums."""
     output = child(f"""
     import json, pathlib
-    from ksana_jax.lab.experiments.records import Shard
+    from ksana_jax.lab.runs.records import Shard
     from tests.devices.test_plugin import perplexities
     print(json.dumps(perplexities({openxla.DEVICE}, pathlib.Path({str(folder / "npu")!r}), *{arguments})))
     """)

@@ -8,7 +8,7 @@ from ksana_jax import EngineConfig
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.device_setting import FEATURES, DeviceTarget, canonical_device
 from ksana_jax.devices.features import Features
-from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.runs.config import plan
 
 OWN = {"platform": "npu", "plugin": "own.plugin:register"}
 

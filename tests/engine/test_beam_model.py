@@ -10,7 +10,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.core.request import FinishReason
 from ksana_jax.models.dense import dense_logits
-from ksana_jax.ops.packing import unpacked
+from ksana_jax.ops.weight_packing import unpacked
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.expected import searched
 from tests.fakes import until_stop

@@ -82,7 +82,7 @@ def test_the_sampler_chooses_nothing_from_scores_that_are_not_finite(broken):
 
 
 def test_a_perplexity_names_the_cause(llm):
-    from ksana_jax.lab.experiments.tasks.perplexity import _stream
+    from ksana_jax.lab.runs.tasks.perplexity import _stream
 
     with pytest.raises(FloatingPointError, match=r"request-[0-9]+: the scores of the next token are not finite"):
         _stream(llm, [[5, BAD, 7]])

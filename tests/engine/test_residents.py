@@ -1,7 +1,6 @@
 """Models that share one budget: who sleeps for whom, who waits, and that no token changes by it."""
 
 import asyncio
-import dataclasses
 import random
 import threading
 
@@ -10,7 +9,6 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.config import ConfigError
-from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
 from ksana_jax.engine.residents import (
     Footprint,
@@ -18,7 +16,6 @@ from ksana_jax.engine.residents import (
     Residents,
     check_room,
     footprint,
-    host_room,
     resident_bytes,
     wake_first,
 )
@@ -30,34 +27,21 @@ from tests.loading.models_on_disk import TINY, random_tensors, write_model
 class Fake:
     """A resident of some bytes that takes no time."""
 
-    kept_bytes = 0
-
-    def __init__(self, name: str, num_bytes: int, wake_s: float = 1.0, small: int | None = None, host: int = 0):
-        self.name, self.size, self.wake_s = name, Footprint(num_bytes, 0, small or num_bytes, host), wake_s
-        self.is_idle, self.is_asleep, self.is_small, self.has_ended, self.moves_s = True, True, False, False, 0.0
+    def __init__(self, name: str, num_bytes: int):
+        self.name, self.size = name, Footprint(num_bytes, 0)
+        self.is_idle, self.is_asleep, self.has_ended, self.moves_s = True, True, False, 0.0
 
     async def rest(self) -> bool:
         self.is_asleep = self.is_asleep or self.is_idle
         return self.is_asleep
-
-    def drop(self) -> bool:
-        self.kept_bytes = 0
-        return True
-
-    async def shrink(self) -> bool:
-        self.is_small = self.is_small or self.is_idle
-        return self.is_small
 
 
 async def ask(residents: Residents, one: Fake) -> None:
     """What `IdleSleep` does for a request that ends at once."""
     await residents.turn(one)
     if one.is_asleep:
-        async with residents.room(one) as one.is_small:
+        async with residents.room(one):
             one.is_asleep = False
-    elif one.is_small:
-        async with residents.room_to_grow(one) as has_room:
-            one.is_small = not has_room
     residents.used(one)
 
 
@@ -69,26 +53,12 @@ def in_budget(num_bytes: int, *models: Fake, **settings) -> Residents:
 
 
 def awake(*models: Fake) -> str:
-    return "".join(one.name if one.is_small else one.name.upper() for one in models if not one.is_asleep)
+    return "".join(one.name.upper() for one in models if not one.is_asleep)
 
 
-def test_the_model_whose_waking_costs_least_per_byte_sleeps_first_and_costs_age():
+def test_models_sleep_by_their_last_use_and_as_few_as_make_room():
     async def run():
-        a, b, c = models = Fake("a", 10, wake_s=7.5), Fake("b", 10, wake_s=1.0), Fake("c", 10, wake_s=1.0)
-        residents, found = in_budget(20, *models), []
-        for one in (a, b, c, b, c, b, c, b, c, b, c, b, c, b, c, b, c):
-            await ask(residents, one)
-            assert residents.used_bytes <= 20
-            found.append(awake(*models))
-        # GreedyDual-Size: H(a) = 0.75; each change of b and c raises the age by 0.1, until a is the cheapest.
-        assert found == ["A", "AB", "AC", "AB", "AC", "AB", "AC", "AB", "AC"] + ["BC"] * 8, found
-
-    asyncio.run(run())
-
-
-def test_models_of_equal_cost_sleep_by_their_last_use_and_as_few_as_make_room():
-    async def run():
-        a, b, c, big = models = (*(Fake(name, 10, wake_s=0.0) for name in "abc"), Fake("x", 20))
+        a, b, c, big = models = (*(Fake(name, 10) for name in "abc"), Fake("x", 20))
         residents = in_budget(30, *models)
         for one in (a, b, c, a, big):
             await ask(residents, one)
@@ -135,51 +105,6 @@ def test_a_request_does_not_wait_for_ever():
             await ask(residents, b)
 
     asyncio.run(run())
-
-
-def test_models_take_smaller_pools_before_one_sleeps_and_larger_ones_when_there_is_room():
-    async def run():
-        a, b, c = models = Fake("a", 10, small=6), Fake("b", 10, small=5), Fake("c", 5)
-        residents, found = in_budget(16, *models, turn_s=0.05), []
-        for one in (a, b, a, c):
-            await ask(residents, one)
-            found.append(awake(*models))
-        assert found == ["A", "Ab", "Ab", "abC"]
-        await c.rest()
-        await ask(residents, a)
-        assert awake(*models) == "Ab"
-        a.is_idle = b.is_idle = False
-        waiting = asyncio.create_task(ask(residents, c))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await asyncio.wait_for(ask(residents, b), 1)  # only the one whose pool is large ends its requests
-        later = asyncio.create_task(ask(residents, a))
-        await asyncio.sleep(0.05)
-        assert not later.done()
-        a.is_idle = True
-        await asyncio.wait_for(asyncio.gather(waiting, later), 1)
-        assert awake(*models) == "abC"
-
-    asyncio.run(run())
-
-
-def test_weights_in_host_memory_go_in_the_same_order_when_another_model_falls_asleep():
-    a, b, c = models = [
-        Fake(name, 10, wake_s=wake_s, host=4) for name, wake_s in zip("abc", (9.0, 1.0, 1.0), strict=True)
-    ]
-    residents = in_budget(30, *models, host_bytes=8)
-
-    def falls_asleep(one: Fake) -> str:
-        one.kept_bytes = one.size.host if residents.keeps_weights(one) else 0
-        return "".join(one.name for one in models if one.kept_bytes)
-
-    assert [falls_asleep(one) for one in (a, b, c)] == ["a", "ab", "ac"]  # a took longest to wake up, b was used first
-    a.kept_bytes = b.kept_bytes = 0
-    residents.used(b)  # c is now the one before b
-    assert falls_asleep(b) == "bc" and falls_asleep(a) == "ab"
-    big = Fake("x", 10, wake_s=0.0, host=9)
-    residents.used(big)
-    assert not residents.keeps_weights(big) and a.kept_bytes == b.kept_bytes == 4, "nobody drops weights in vain"
 
 
 # ---------------------------------------------------------------------- engines
@@ -231,34 +156,6 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
 
     two[0].sleep()
     asyncio.run(run())
-
-
-def test_without_room_in_host_memory_weights_are_dropped_and_read_again(two, monkeypatch):
-    """As on a GPU: a CPU's models keep their weights where they are."""
-    apart = dataclasses.replace(capabilities(), shares_host_memory=False)
-    monkeypatch.setattr("ksana_jax.engine.residents.capabilities", lambda: apart)
-    llm, tiers = two[1], 2 * SETTINGS["host_cache_bytes"]
-    weights = llm.memory_plan.weights_bytes
-    assert footprint(llm, 1)[1:] == (0, footprint(llm, 1).awake, weights)
-    assert host_room(two, tiers + 5) == 5
-    with pytest.raises(ConfigError, match=r"host_memory_bytes is 2,097,151 .*, host_cache_bytes of 2 models take 2"):
-        host_room(two, tiers - 1)
-    llm.wake_up()
-    alone = llm.generate(prompt(32, 1, 33), GREEDY)[0].outputs[0].token_ids
-
-    async def run(host_bytes: int, level: int):
-        async with AsyncLLM.around(llm) as served:
-            served.sleep_when_idle(0.05, 1, Residents(footprint(llm, 1).awake, host_bytes=host_bytes))
-            for _ in range(2):
-                async with asyncio.timeout(10):
-                    while not llm.is_sleeping:
-                        await asyncio.sleep(0.01)
-                assert llm.engine.asleep.level == level
-                assert resident_bytes(llm) == {"weights": 0, "pool": 0, "weights_on_host": weights * (level == 1)}
-                assert (await tokens(served, prompt(32, 1, 33)))[0] == alone
-
-    asyncio.run(run(weights, 1))
-    asyncio.run(run(weights - 1, 2))
 
 
 def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
@@ -322,10 +219,10 @@ def test_a_budget_must_hold_each_model_while_the_others_sleep(two):
     }
 
 
-async def live(llms, num_requests: int, share: float, seed: int) -> int:
+async def live(llms, num_requests: int, seed: int) -> int:
     """Requests for two models that share the room of one, some of them left unread; returns the number of changes."""
-    rng, residents = random.Random(seed), Residents(one_pool(llms), share, turn_s=0.05)
-    sizes, changes, num_left = [llm.num_blocks for llm in llms], [0], num_requests
+    rng, residents = random.Random(seed), Residents(one_pool(llms), turn_s=0.05)
+    changes, num_left = [0], num_requests
     prompts = [(model, seed, length) for model in (0, 1) for seed in range(4) for length in (7, 18, 33)]
     expected = {}
     for model, name, length in prompts:
@@ -360,13 +257,11 @@ async def live(llms, num_requests: int, share: float, seed: int) -> int:
     for llm in llms:
         small.assert_idle(llm)
         llm.engine.memory.check([])
-    for llm, num_blocks in zip(llms, sizes, strict=True):
-        llm.resize_pool(num_blocks)
     return changes[0]
 
 
 def count(llm, changes: list[int]) -> None:
-    """Counts how often a model wakes up or takes another pool."""
+    """Counts how often a model wakes up."""
 
     def counted(change):
         def call(*asked):
@@ -375,11 +270,10 @@ def count(llm, changes: list[int]) -> None:
 
         return call
 
-    llm.wake_up, llm.resize_pool = counted(type(llm).wake_up), counted(type(llm).resize_pool)
+    llm.wake_up = counted(type(llm).wake_up)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("num_lives", [1, pytest.param(60, marks=pytest.mark.soak)])
-def test_random_lives_of_two_models_give_the_tokens_of_each_alone(two, num_lives, share):
+def test_random_lives_of_two_models_give_the_tokens_of_each_alone(two, num_lives):
     for seed in range(num_lives):
-        assert asyncio.run(live(two, 60, share, seed)) >= (4 if share == 1 else 2), "they took turns"
+        assert asyncio.run(live(two, 60, seed)) >= 4, "they took turns"

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from ksana_jax import LLM, SamplingParams
-from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.report import report
-from ksana_jax.lab.experiments.run import run
+from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.report import report
+from ksana_jax.lab.runs.run import run
 from ksana_jax.loading import export_hf, load_model
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.mlp import MLPS

@@ -14,7 +14,7 @@ from ksana_jax.core.statistics import default_file, read_statistics
 from ksana_jax.kv.codecs.registry import find_sealing
 from ksana_jax.lab.calibration import KINDS
 from ksana_jax.lab.calibration.levels import _histogram, _means
-from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.runs.config import plan
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.statistics import with_statistics
 from ksana_jax.models.params import init_params

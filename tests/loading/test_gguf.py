@@ -16,7 +16,7 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.core.gguf_file import TYPES, read_gguf
 from ksana_jax.core.layer_spec import RopeConfig
 from ksana_jax.devices.tuning import Tuning
-from ksana_jax.lab.experiments.models import num_layers, training_context
+from ksana_jax.lab.runs.models import num_layers, training_context
 from ksana_jax.loading import load, load_config, load_model, stored_tensor
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_blocks import decode

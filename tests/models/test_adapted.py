@@ -12,8 +12,8 @@ from ksana_jax.models.adapted import AdapterWeights, adaptable, bound, with_leng
 from ksana_jax.models.int8_matrix import quantise
 from ksana_jax.models.layers import linear
 from ksana_jax.models.params import init_params
-from ksana_jax.ops.packed_adapters import adapted_form
-from ksana_jax.ops.packing import can_pack, numbers, pack
+from ksana_jax.ops.adapter_layout import adapted_form
+from ksana_jax.ops.weight_packing import can_pack, numbers, pack
 from tests.machine import native_products
 from tests.models.blocks import block_matrix
 from tests.models.own_matrix import in_blocks

@@ -10,7 +10,7 @@ from ksana_jax.loading.gguf_blocks import FLOATS
 from ksana_jax.models.block_matrix import FORMS, BlockMatrix
 from ksana_jax.models.layers import linear
 from ksana_jax.models.operators import XLA_OPERATORS
-from ksana_jax.ops.packing import can_pack, pack, unpack
+from ksana_jax.ops.weight_packing import can_pack, pack, unpack
 from tests.models.blocks import KINDS, OF_FORMS, block_matrix, fitting
 
 

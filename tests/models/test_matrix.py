@@ -10,7 +10,7 @@ from ksana_jax.models.joined import joined, separate
 from ksana_jax.models.operators import XLA_OPERATORS
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
-from ksana_jax.ops.packing import packed, unpacked
+from ksana_jax.ops.weight_packing import packed, unpacked
 from ksana_jax.sharding.specs import specs_of
 from tests.models.own_kinds import CONFIGS
 from tests.models.own_matrix import SIZE, Blocks, blocked

@@ -54,5 +54,5 @@ def test_passkeys_are_outside_the_sinks_and_the_windows_of_the_queries_that_repe
     end = [text[-6:-3].tolist(), text[-3:].tolist()]
     starts = [next(i for i in range(34) if text[i : i + 3].tolist() == key) for key in end]
     assert min(starts) == 2 and max(starts) + 3 <= 34 - 6
-    with pytest.raises(ConfigError, match="texts of 19 tokens have no room for passkeys"):
+    with pytest.raises(ConfigError, match="texts of 19 tokens are too short for passkeys"):
         retrieval.with_passkeys(tokens[:, :19])

@@ -14,7 +14,7 @@ from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
 from ksana_jax.models.params import LayerParams, init_params, param_shapes, quantised, weight_fields, weights_of
 from ksana_jax.models.weight import Weight, matrix
-from ksana_jax.ops.packing import packed, unpacked
+from ksana_jax.ops.weight_packing import packed, unpacked
 from ksana_jax.sharding.shares import local_model
 from tests.models.own_kinds import CONFIGS, Unstated, register, triple, weights
 

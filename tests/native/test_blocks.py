@@ -12,7 +12,7 @@ from ksana_jax.models.params import stated, weights_of
 from ksana_jax.native.grouped import grouped_blocks
 from ksana_jax.native.layer import Weights, project
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.packing import pack, unpack
+from ksana_jax.ops.weight_packing import pack, unpack
 from tests.machine import native_products
 from tests.models.blocks import OF_FORMS, block_matrix, fitting
 from tests.native.test_layer import CONFIGS, Definition, operators, weights

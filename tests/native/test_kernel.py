@@ -11,7 +11,7 @@ import pytest
 from ksana_jax.kv.codecs.base import TransformedCodec
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.native.kernel import KERNEL
-from ksana_jax.ops import native_kernels, packed_codes
+from ksana_jax.ops import code_levels, native_kernels
 from ksana_jax.ops.requirements import Requirements
 from pallas_kernels import reference
 from pallas_kernels.arguments import FULL, SINKS, SINKS_AT_CEILING, SMALL, TINY, WINDOW, Spec, make
@@ -107,19 +107,19 @@ def test_pools_of_narrower_numbers_are_read_exactly(stored):
 
 WIDE = [dataclasses.replace(spec, head_dim=head_dim) for spec, head_dim in zip(ODD, (128, 40, 80), strict=True)]
 # A kind of codec meets a decode, a window, and tiles with sinks, each in other bits.
-QUICK = list(zip(packed_codes.NAMES, WIDE * 3, strict=True))
+QUICK = list(zip(code_levels.NAMES, WIDE * 3, strict=True))
 
 
 @compiled
 @pytest.mark.usefixtures("each_machine")
 @pytest.mark.parametrize(
-    ("name", "spec"), soak_unless(QUICK.__contains__, itertools.product(packed_codes.NAMES, WIDE)), ids=str
+    ("name", "spec"), soak_unless(QUICK.__contains__, itertools.product(code_levels.NAMES, WIDE)), ids=str
 )
 def test_packed_codes_are_read_as_their_codec_decodes_them(name, spec):
     call, codec = in_float32(spec), find_codec(name)
     stored = codec.stored if isinstance(codec, TransformedCodec) else codec
     leaves = stored.encode(jnp.nan_to_num(call.pool.kv), jnp)
-    given = Pool(leaves["kv"], leaves["scale"], leaves.get("zero"), packed_codes.levels(name))
+    given = Pool(leaves["kv"], leaves["scale"], leaves.get("zero"), code_levels.levels(name))
     expect_the_same(call.replace(pool=given), call.replace(pool=Pool(stored.decode(leaves, jnp))))
 
 

@@ -13,8 +13,8 @@ from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.params import init_params, quantised
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm
-from ksana_jax.ops.packed import PackedMatrix, PackedOperators
-from ksana_jax.ops.packing import can_pack, pack, packed, unpack, unpacked
+from ksana_jax.ops.weight_layout import PackedMatrix, PackedOperators
+from ksana_jax.ops.weight_packing import can_pack, pack, packed, unpack, unpacked
 from tests.machine import native_products
 
 PLAIN = ModelConfig(vocab_size=70, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=20, d_ff=72)

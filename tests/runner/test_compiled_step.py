@@ -12,7 +12,7 @@ import pytest
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.devices import tuning
 from ksana_jax.models.params import init_params
-from ksana_jax.ops.packing import unpacked
+from ksana_jax.ops.weight_packing import unpacked
 from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import Part, StepArrays, StepShape
 from tests.engine.small import VOCAB, assert_idle, make_llm, model

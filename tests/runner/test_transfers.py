@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.runner.packing import Packing, packed
+from ksana_jax.runner.transfer import Packing, packed
 from tests.engine.small import make_llm
 
 ARRAYS = {

@@ -3,7 +3,7 @@ import inspect
 
 import pytest
 
-from ksana_jax.lab.experiments.stdlib_corpus import is_held_out
+from ksana_jax.lab.runs.stdlib_corpus import is_held_out
 
 TINY = """
 model: {d_model: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, d_ff: 64}

@@ -5,7 +5,7 @@ import pytest
 
 from experiments.training.batches import IGNORED, Batches, TokenFiles
 from experiments.training.tokenizer import load_tokenizer, train_tokenizer
-from ksana_jax.lab.experiments import stdlib_corpus as corpus
+from ksana_jax.lab.runs import stdlib_corpus as corpus
 
 
 @pytest.fixture(scope="module")

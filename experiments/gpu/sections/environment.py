@@ -16,7 +16,7 @@ import jax
 
 from experiments.gpu.context import Context
 from experiments.gpu.peer import TorchPeer
-from ksana_jax.lab.experiments.environment import environment
+from ksana_jax.lab.runs.environment import environment
 from pallas_kernels import aot
 
 # Kernels as the engine uses them; compiled by the CPU for this GPU, while the rest of the section runs.

@@ -88,8 +88,7 @@ class EvictionWrapper(EvictionMethod):
             x for x in COMMON if (x in given if isinstance(given, Mapping) else getattr(given, x) != defaults[x])
         ]:
             raise ConfigError(
-                f"{name}: {field} has {', '.join(has)}: when and how many tokens go is said once, beside {field} and "
-                "not in it"
+                f"{name}: {field} has {', '.join(has)}: budget and timing belong next to {field}, not inside it"
             )
         object.__setattr__(self, field, method)
         return defaults

@@ -24,8 +24,8 @@ from ksana_jax.lab.align import scores
 from ksana_jax.lab.align.command import TextSet, draw_prompts, side_settings
 from ksana_jax.lab.align.scores import Scores
 from ksana_jax.lab.bench.machine import Load
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.agreement import compare, completion
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.agreement import compare, completion
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import Params
@@ -171,8 +171,8 @@ def _texts_of(stored: Scores) -> TextSet:
     counts = {len(ids) - n for ids, n in zip(stored.token_ids, stored.num_prompt_tokens, strict=True)}
     if len(counts) > 1 or 0 in counts:
         raise ConfigError(
-            f"texts of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs one "
-            "number above 0"
+            f"sequences of the reference have {', '.join(map(str, sorted(counts)))} generated tokens; --choose needs "
+            "one number above 0"
         )
     return TextSet(len(stored.token_ids), max(stored.num_prompt_tokens), counts.pop(), 0)
 
@@ -181,7 +181,7 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: TextSet, 
     """Measures, writes a verdict and prints it; returns the exit code."""
     from rich.console import Console
 
-    from ksana_jax.lab.experiments.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal_grid
 
     if stored is not None and not stored.endswith(".json"):
         raise ConfigError(f"--choose compares with a .json file of log-probabilities, not with {stored!r}")

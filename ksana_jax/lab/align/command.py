@@ -52,7 +52,7 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
     Raises:
       ConfigError: the file does not exist, or is not YAML.
     """
-    from ksana_jax.lab.experiments.dotted import dotlist, from_yaml
+    from ksana_jax.lab.runs.dotted import dotlist, from_yaml
 
     if given.endswith((".yaml", ".yml")):
         settings = from_yaml(Path(given).read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def side_settings(given: str, model: str) -> tuple[str, dict[str, Any]]:
 
 def draw_prompts(llm: LLM, texts: TextSet) -> list[list[int]]:
     """Cuts held-out texts into prompts; draws random tokens for a model without a tokenizer."""
-    from ksana_jax.lab.experiments.texts import prompts_for
+    from ksana_jax.lab.runs.texts import prompts_for
 
     return prompts_for(llm, [], texts.num_prompts, texts.prompt_tokens, texts.seed)
 
@@ -104,7 +104,7 @@ def _of(side: LLM | Scores, given: Scores) -> tuple[list[list[int]], list[np.nda
         return given.token_ids, given.logprobs
     if isinstance(side, Scores):
         if side.token_ids != given.token_ids:
-            raise ConfigError("the two files hold log-probabilities of different texts")
+            raise ConfigError("the two files hold log-probabilities of different sequences")
         return side.token_ids, side.logprobs
     counts = [len(ids) - n for ids, n in zip(given.token_ids, given.num_prompt_tokens, strict=True)]
     return scores.generated(side, given.prompts(), counts), scores.scored(side, given.token_ids)
@@ -113,17 +113,17 @@ def _of(side: LLM | Scores, given: Scores) -> tuple[list[list[int]], list[np.nda
 def report(found: dict[str, Any]) -> list[str]:
     """Describes a result of `align` in lines of text, without the table of operators."""
     tokens, logprobs, first = found["tokens"], found["logprobs"], found["logprobs"]["first"]
-    lines = [f"all {found['num_texts']} texts have the same greedy tokens"]
+    lines = [f"all {found['num_texts']} sequences have the same greedy tokens"]
     if tokens:
         text, at = min(tokens.items(), key=lambda item: item[1])
-        others = f"{len(tokens)} of {found['num_texts']} texts have other greedy tokens"
-        lines = [f"{others}; the first, of text {text}, is output token {at}"]
+        others = f"{len(tokens)} of {found['num_texts']} sequences have other greedy tokens"
+        lines = [f"{others}; the first, of sequence {text}, is output token {at}"]
     lines.append(f"{logprobs['identical']:,} of {logprobs['count']:,} log-probabilities have the same bits")
     if first is not None:
         quantiles = ", ".join(f"{q} {x:.2g}" for q, x in logprobs["quantiles"].items())
         lines.append(
-            f"the first that differs is that of token {first['token']} of text {first['text']}: {first['a']:.7g} and "
-            f"{first['b']:.7g}"
+            f"the first that differs is that of token {first['token']} of sequence {first['text']}: {first['a']:.7g} "
+            f"and {first['b']:.7g}"
         )
         lines.append(f"absolute differences by quantile: {quantiles}; mean of B - A: {logprobs['mean']:.2g}")
     if found["operators"]:
@@ -151,14 +151,14 @@ def align_and_show(
     """Compares two sides, or writes the log-probabilities of one; returns the exit code, see `cli.aligning`."""
     from rich.console import Console
 
-    from ksana_jax.lab.experiments.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal_grid
 
     left = open_side(a, model)
     if b is None:
         if out is None or isinstance(left, Scores):
             raise ConfigError("one side alone must be an engine, whose log-probabilities --out FILE.json writes")
         scores.of_engine(left, draw_prompts(left, texts), texts.num_tokens).write(out)
-        print(f"{out}: {texts.num_prompts} texts")
+        print(f"{out}: {texts.num_prompts} sequences")
         return 0
     found = align(left, open_side(b, model), texts)
     print("\n".join(report(found)))

@@ -20,7 +20,7 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
-from ksana_jax.lab.experiments.asking import forced, token_scores
+from ksana_jax.lab.runs.asking import forced, token_scores
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -68,13 +68,13 @@ def read(path: Path) -> Scores:
         raise ConfigError(f"{path} is not a file of log-probabilities: {type(error).__name__}: {error}") from error
     lengths = [len(found.token_ids), len(found.num_prompt_tokens), len(found.logprobs)]
     if len(set(lengths)) > 1 or not lengths[0]:
-        raise ConfigError(f"{path} has {lengths[0]} texts, {lengths[1]} lengths of prompts, {lengths[2]} logprobs")
+        raise ConfigError(f"{path} has {lengths[0]} sequences, {lengths[1]} lengths of prompts, {lengths[2]} logprobs")
     for number, (text, count, scores) in enumerate(
         zip(found.token_ids, found.num_prompt_tokens, found.logprobs, strict=True)
     ):
         if not (1 <= count <= len(text) and len(scores) == len(text) - 1 and np.isfinite(scores).all()):
             raise ConfigError(
-                f"{path}: text {number} has {len(text)} tokens, {count} of a prompt, {len(scores) + 1} logprobs; "
+                f"{path}: sequence {number} has {len(text)} tokens, {count} of a prompt, {len(scores) + 1} logprobs; "
                 "they must be as many as tokens, and finite after the first"
             )
     return found

@@ -98,7 +98,7 @@ def _matrix_rate(dtype: str) -> float:
     import jax.numpy as jnp
 
     from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
-    from ksana_jax.ops.packing import pack
+    from ksana_jax.ops.weight_packing import pack
 
     kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}[dtype]
     a, platform = jnp.ones((_WIDTH, _WIDTH), kind), platform_of()

@@ -7,9 +7,9 @@ from typing import Any
 
 from ksana_jax.core.files import require_folder, write_atomic
 from ksana_jax.lab.bench.core import Bench, run
-from ksana_jax.lab.experiments import plain_json
-from ksana_jax.lab.experiments.records import Records
-from ksana_jax.lab.experiments.report import Report, draw, report_of_rows, result_rows, write_tables
+from ksana_jax.lab.runs import plain_json
+from ksana_jax.lab.runs.records import Records
+from ksana_jax.lab.runs.report import Report, draw, report_of_rows, result_rows, write_tables
 
 
 def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool) -> Report:
@@ -22,7 +22,7 @@ def run_and_show(bench: Bench, *, repeats: int, out: Path | None, as_json: bool)
     from rich.console import Console
     from rich.markup import escape
 
-    from ksana_jax.lab.experiments.command import show
+    from ksana_jax.lab.runs.command import show
 
     require_folder("--out", out)  # before the time that measuring takes
     records, text = run(bench, repeats)

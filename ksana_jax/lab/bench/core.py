@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
 from ksana_jax.lab.bench.machine import Compilations, Load
-from ksana_jax.lab.experiments.tasks.base import Results
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, of_metric
+from ksana_jax.lab.runs.tasks.base import Results
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, of_metric
 
 if TYPE_CHECKING:
-    from ksana_jax.lab.experiments.records import Records
+    from ksana_jax.lab.runs.records import Records
 
 # Share of processor time taken by other programs above which times are reported as disturbed.
 BUSY = 0.05
@@ -181,7 +181,7 @@ def run(bench: Bench, repeats: int = 3, clock: Callable[[], float] = time.perf_c
     Raises:
       ConfigError: an option of the benchmark is wrong.
     """
-    from ksana_jax.lab.experiments.environment import environment
+    from ksana_jax.lab.runs.environment import environment
 
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}, must be at least 1")
@@ -234,8 +234,8 @@ def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
 def _records(
     bench: Bench, cases: Sequence[Case], measured: Mapping[str, Sequence[Measurement]], environment: dict[str, Any]
 ) -> tuple[Records, str]:
-    from ksana_jax.lab.experiments.records import Records
-    from ksana_jax.lab.experiments.report import records_text
+    from ksana_jax.lab.runs.records import Records
+    from ksana_jax.lab.runs.report import records_text
 
     task = name_of(type(bench))
     settings = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}  # pyright: ignore[reportArgumentType]

@@ -11,8 +11,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP, model_path
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,8 +93,8 @@ class Latency(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the prompt length, a line per batch."""
-        from ksana_jax.lab.experiments.figures import legend
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_panels
+        from ksana_jax.lab.runs.figures import legend
+        from ksana_jax.lab.runs.tasks.row_figure import draw_panels
 
         measured = [row for row in rows if row.values]
         keys = [("ttft_s", "TTFT (ms)", 1e-3), ("tpot_s", "TPOT (ms)", 1e-3)]

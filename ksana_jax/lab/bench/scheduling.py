@@ -18,7 +18,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import make_llm
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds
 from ksana_jax.lab.simulator.request_level import packing
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Scheduling(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws the median latency over the throughput, a line per method, and the latency of a request alone."""
-        from ksana_jax.lab.experiments.figures import legend, line_style
+        from ksana_jax.lab.runs.figures import legend, line_style
 
         axes = figure.subplots()
         curves, floor = _curves(rows)

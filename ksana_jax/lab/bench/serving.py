@@ -17,8 +17,8 @@ from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import make_llm
 from ksana_jax.lab.bench.serving_load import Sent, Target, send_all
 from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, ServedModel
-from ksana_jax.lab.experiments.dotted import dotlist
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow, milliseconds, of_metric
+from ksana_jax.lab.runs.dotted import dotlist
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds, of_metric
 from ksana_jax.serve.server.settings import read_api_keys
 from ksana_jax.serve.workload import read_workload
 from ksana_jax.serve.workload.base import WorkloadSettings
@@ -246,7 +246,7 @@ class ServingBench(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the rate, a line per percentile."""
-        from ksana_jax.lab.experiments.figures import legend, line_style
+        from ksana_jax.lab.runs.figures import legend, line_style
 
         measured = [row for row in rows if row.values]
         numeric = all(row.point["rate"] != AT_ONCE for row in measured)

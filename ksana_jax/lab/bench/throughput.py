@@ -12,8 +12,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import MODEL_HELP
 from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option, spread
-from ksana_jax.lab.experiments.asking import forced
-from ksana_jax.lab.experiments.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,7 +192,7 @@ class Throughput(Bench):
         return [*said, *super().notes(rows)]
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        from ksana_jax.lab.experiments.tasks.row_figure import draw_columns
+        from ksana_jax.lab.runs.tasks.row_figure import draw_columns
 
         draw_columns(figure, [row for row in rows if row.values], self.columns(rows)[:1])
 

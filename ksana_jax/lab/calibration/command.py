@@ -14,7 +14,7 @@ from ksana_jax.core.plugins import resolve
 from ksana_jax.core.sources import model_path
 from ksana_jax.core.statistics import Statistics, default_file
 from ksana_jax.lab.calibration import KINDS
-from ksana_jax.lab.experiments.text_files import candidates
+from ksana_jax.lab.runs.text_files import candidates
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.load import load_model
 from ksana_jax.tokenizers import load_tokenizer
@@ -24,7 +24,7 @@ def calibrate(model: str, text: str, kind: str, num_texts: int, num_tokens: int,
     """Measures a model, and writes the file; returns its path.
 
     Args:
-      text: an entry as experiments name texts, see `lab.experiments.text_files`.
+      text: an entry as experiments name texts, see `lab.runs.text_files`.
       kind: a key of KINDS.
       num_texts, num_tokens: pieces of the text that are computed, from its beginning, and tokens of each.
 

@@ -21,7 +21,7 @@ from ksana_jax.core.units import byte_size
 from ksana_jax.engine import build
 from ksana_jax.engine.engine import Engine
 from ksana_jax.lab import recording
-from ksana_jax.lab.experiments.environment import environment
+from ksana_jax.lab.runs.environment import environment
 from ksana_jax.lab.trace.functions import CompilationLog
 from ksana_jax.lab.trace.parts import operations, seconds_by_part
 from ksana_jax.lab.trace.profile import Profiler

@@ -12,8 +12,8 @@ from typing import Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab import recording
-from ksana_jax.lab.experiments.config import load
-from ksana_jax.lab.experiments.dotted import dotlist
+from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.dotted import dotlist
 from ksana_jax.lab.trace import differences
 from ksana_jax.lab.trace.bundle import check_new
 from ksana_jax.lab.trace.replay import make_llm, replay

@@ -10,7 +10,7 @@ import numpy as np
 from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.quantised.formats import METHODS, Format
 from ksana_jax.loading.stored_tensor import Apart, StoredTensor
-from ksana_jax.models.block_matrix import packed_codes, zero_of
+from ksana_jax.models.block_matrix import code_levels, zero_of
 from ksana_jax.native.shapes import BLOCK
 
 
@@ -116,7 +116,7 @@ class QuantisedTensor(StoredTensor):
         scales, zeros = self.format.scales(self.parts, rows)[:, groups], self.format.zeros(self.parts, rows)
         is_packed = self.format.bits == 4
         if is_packed:
-            codes = packed_codes((codes + np.int8(zero_of(4))).view(np.uint8), 4)
+            codes = code_levels((codes + np.int8(zero_of(4))).view(np.uint8), 4)
         if zeros is None:
             is_half = self.parts[self.format.scale].dtype == "F16"
             return codes, scales.astype(np.float16) if is_half else scales, None, None

@@ -18,7 +18,7 @@ class Oracle(EvictionMethod):
     computed beforehand. It cannot foresee how evictions change that attention, so a method may be better by chance.
 
     Args:
-      future: of one text, see `lab.experiments.oracle.future_attention`, which computes it.
+      future: of one text, see `lab.runs.oracle.future_attention`, which computes it.
     """
 
     future: Any = dataclasses.field(default=None, compare=False, repr=False)

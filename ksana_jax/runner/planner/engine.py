@@ -100,7 +100,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
             raise ConfigError(
                 f"memory_fraction {config.memory_fraction} of {byte_size(device.memory_bytes)} ({device.name}) is "
                 f"{byte_size(budget)}: weights take {byte_size(weights)}, a step {byte_size(step)}: "
-                f"no room for a KV block of {block_bytes:,} bytes{_TWICE if copies > 1 else ''}"
+                f"no memory for a KV block of {block_bytes:,} bytes{_TWICE if copies > 1 else ''}"
             )
         if config.enable_prefix_caching:
             wanted = affordable

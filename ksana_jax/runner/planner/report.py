@@ -91,10 +91,7 @@ def show(found: Plan, console: Console) -> None:
     console.print(table)
     if found.mean_bytes_per_token != found.kv_bytes_per_token:
         console.print(
-            escape(
-                "The exact tokens beside codes are counted as so many codes: a token of such a text takes "
-                f"{found.mean_bytes_per_token:,.0f} bytes.\n"
-            )
+            escape(f"Exact tokens included, a token takes an average of {found.mean_bytes_per_token:,.0f} bytes.\n")
         )
     window = "none fits" if found.max_window is None else f"{found.max_window:,} tokens"
     limits = [

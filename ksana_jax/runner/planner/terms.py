@@ -12,7 +12,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.dtypes import DTYPE_BYTES
 from ksana_jax.loading.load import abstract_params
 from ksana_jax.models.params import param_shapes
-from ksana_jax.ops.packing import packed
+from ksana_jax.ops.weight_packing import packed
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for the same weights at every window that it tries

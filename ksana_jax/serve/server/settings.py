@@ -73,10 +73,6 @@ class ServerSettings(HTTPSettings):
       sleep_level: of that sleep: 1 keeps the weights in host memory, 2 reads them again.
       device_memory_bytes: most bytes that the weights and pools of several models take on the device; idle ones sleep
         when another is asked for; None keeps all awake.
-      host_memory_bytes: most bytes of host memory for the host tiers of several models and the weights of sleeping
-        ones, which without room are dropped and read again; None keeps all. On a CPU, weights stay where they are.
-      pool_share: share of its pool that a model keeps while device_memory_bytes has no room for the whole of it beside
-        others; below 1, programs are compiled for both sizes.
       admin_keys: requests to /sessions, and to load and unload adapters, must send one of these.
     """
 
@@ -93,8 +89,6 @@ class ServerSettings(HTTPSettings):
     sleep_after: float | None = None
     sleep_level: int = 1
     device_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    pool_share: float = 1.0
     admin_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
@@ -109,16 +103,10 @@ class ServerSettings(HTTPSettings):
             checks.number("sleep_after", self.sleep_after, above=0, high=2**31, optional=True),
             checks.integer("sleep_level", self.sleep_level, 1, 2),
             checks.integer("device_memory_bytes", self.device_memory_bytes, 1, 2**63 - 1, optional=True),
-            checks.integer("host_memory_bytes", self.host_memory_bytes, 1, 2**63 - 1, optional=True),
-            checks.number("pool_share", self.pool_share, above=0, high=1),
             error=ConfigError,
         )
         if self.session_dir is not None and not self.admin_keys:
             raise ConfigError(f"session_dir is {self.session_dir!r} and needs admin_keys: any client could use it")
-        if self.pool_share < 1 and self.device_memory_bytes is None:
-            raise ConfigError(f"pool_share is {self.pool_share} and needs device_memory_bytes")
-        if self.host_memory_bytes is not None and self.device_memory_bytes is None:
-            raise ConfigError(f"host_memory_bytes is {self.host_memory_bytes:,} and needs device_memory_bytes")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins has {origin!r:.80}, must be * or as https://chat.example:8443")

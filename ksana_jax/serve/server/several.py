@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.sources import display_name
 from ksana_jax.engine.async_llm import AsyncLLM
-from ksana_jax.engine.residents import Residents, check_room, footprint, host_room, wake_first
+from ksana_jax.engine.residents import Residents, check_room, wake_first
 from ksana_jax.serve.server import app, page
 from ksana_jax.serve.server.auth import ADAPTER_PATHS
 from ksana_jax.serve.server.errors import bad_request, json_response
@@ -71,15 +71,12 @@ class ServedModels:
           ConfigError: the budget does not hold a model.
         """
         found, budget, level = [], self.settings.device_memory_bytes, self.settings.sleep_level
-        host = self.settings.host_memory_bytes
         for name in self.apps:
             self._loading, self.progress = name, "loading"
             found.append(load(name))
             if budget is not None:
-                llms = [one.llm for one in found]
-                check_room(llms, budget, level)
-                kept = sum(footprint(llm, level).host for llm in llms)
-                found[-1].llm.sleep(level if host is None or kept <= host_room(llms, host) else 2)
+                check_room([one.llm for one in found], budget, level)
+                found[-1].llm.sleep(level)
         if budget is not None:
             wake_first([one.llm for one in found], budget, level)
         return found
@@ -87,10 +84,7 @@ class ServedModels:
     def begin(self, llms: Sequence[AsyncLLM]) -> None:
         """Begins to serve models that are loaded, in the order of the names; on the event loop."""
         budget = self.settings.device_memory_bytes
-        residents, host = None, self.settings.host_memory_bytes
-        if budget is not None:
-            room = None if host is None else host_room([one.llm for one in llms if one.llm is not None], host)
-            residents = Residents(budget, self.settings.pool_share, host_bytes=room)
+        residents = None if budget is None else Residents(budget)
         for serving, llm in zip(self.models, llms, strict=True):
             serving.lag, serving.residents = self.lag, residents
             serving.begin(llm)
@@ -186,9 +180,7 @@ def names_of(models: Sequence[str]) -> list[str]:
 
 
 def _app(name: str, settings: ServerSettings) -> Starlette:
-    own = dataclasses.replace(
-        settings, served_model_names=(name,), device_memory_bytes=None, host_memory_bytes=None, pool_share=1.0
-    )
+    own = dataclasses.replace(settings, served_model_names=(name,), device_memory_bytes=None)
     return app.make_app(None, own, [Middleware(app.Errors)])
 
 

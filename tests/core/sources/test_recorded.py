@@ -5,9 +5,9 @@ import json
 import pytest
 
 from ksana_jax.core.sources import hub, model_path
-from ksana_jax.lab.experiments.config import plan
-from ksana_jax.lab.experiments.identity import recorded_config
-from ksana_jax.lab.experiments.models import fingerprint, num_layers, tokenizer_of, training_context
+from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.identity import recorded_config
+from ksana_jax.lab.runs.models import fingerprint, num_layers, tokenizer_of, training_context
 from ksana_jax.runner.planner.solve import read_model
 from ksana_jax.serve.router.proxy.running import _tokenizes
 from tests.core.sources.hub_cache import COMMIT, LATER, model_files, write_snapshot

@@ -73,7 +73,7 @@ def test_stored_log_probabilities_of_the_float64_model_are_a_side(llm, tmp_path,
     # float32 against float64 through two layers: about 1e-5.
     assert align_and_show(str(path), "-", "", TEXTS, None, 1e-4, True) == 0
     printed = capsys.readouterr().out
-    assert "all 2 texts have the same greedy tokens" in printed and "operator" not in printed.splitlines()[-2]
+    assert "all 2 sequences have the same greedy tokens" in printed and "operator" not in printed.splitlines()[-2]
     assert json.loads(printed.splitlines()[-1])["logprobs"]["count"] == 16
     assert align_and_show("-", str(path), "", TEXTS, None, 1e-9, False) == 1
 

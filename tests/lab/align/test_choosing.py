@@ -74,7 +74,7 @@ def test_stored_texts_are_a_reference():
     [found] = measure({RIGHT: llm}, stored_reference(stored), stored.prompts(), 6)
     assert found.agreed == (2, 6) and found.max_difference < 1e-4 > first.max_difference
     assert _texts_of(stored)[:3] == (2, 4, 6)
-    with pytest.raises(ConfigError, match="texts of the reference have 5, 6 generated tokens"):
+    with pytest.raises(ConfigError, match="sequences of the reference have 5, 6 generated tokens"):
         _texts_of(dataclasses.replace(stored, num_prompt_tokens=[4, 4]))
 
 

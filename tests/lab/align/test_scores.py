@@ -24,9 +24,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"logprobs": [[None, -1.5]]}, "2 texts, 2 lengths of prompts, 1 logprobs"),
-        ({"logprobs": [[None, -1.5], [None, -3.0]]}, "text 0 has 3 tokens, 1 of a prompt, 2 logprobs"),
-        ({"num_prompt_tokens": [4, 2]}, "text 0 has 3 tokens, 4 of a prompt"),
+        ({"logprobs": [[None, -1.5]]}, "2 sequences, 2 lengths of prompts, 1 logprobs"),
+        ({"logprobs": [[None, -1.5], [None, -3.0]]}, "sequence 0 has 3 tokens, 1 of a prompt, 2 logprobs"),
+        ({"num_prompt_tokens": [4, 2]}, "sequence 0 has 3 tokens, 4 of a prompt"),
         ({"token_ids": 3}, "is not a file of log-probabilities: TypeError"),
     ],
 )
@@ -58,8 +58,8 @@ def test_a_report_names_token_and_operator():
     found: dict[str, Any] = {"num_texts": 1, "tokens": {0: 3}, "logprobs": scores.differences(a, b)}
     found |= {"operators": operators, "divided": None}
     lines = report(found)
-    assert lines[0] == "1 of 1 texts have other greedy tokens; the first, of text 0, is output token 3"
-    assert "the first that differs is that of token 2 of text 0: -2 and -2.5" in lines
+    assert lines[0] == "1 of 1 sequences have other greedy tokens; the first, of sequence 0, is output token 3"
+    assert "the first that differs is that of token 2 of sequence 0: -2 and -2.5" in lines
     assert lines[-1] == "the first operator that differs is layers.0.w_o"
     assert operator_rows(operators) == [["layers.0.w_q", "0", "0", "0"], ["layers.1.w_o", "5.0e-01", "0", "1.0e+00"]]
     operators[0]["before"] = 1.0

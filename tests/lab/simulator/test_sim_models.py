@@ -6,7 +6,7 @@ import pytest
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.residents import TURN_S
-from ksana_jax.lab.experiments.config import plan
+from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.chains import Chains
 from ksana_jax.lab.simulator.cost import AffineCost

@@ -14,7 +14,7 @@ from ksana_jax.core.errors import LoadError
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix
 from ksana_jax.ops.linear import choose_linear
-from ksana_jax.ops.packing import pack
+from ksana_jax.ops.weight_packing import pack
 from ksana_jax.runner.planner.solve import NO_STEP, plan
 from ksana_jax.runner.planner.terms import weights_bytes
 from tests.loading.quantised.on_disk import (

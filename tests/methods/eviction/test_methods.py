@@ -10,7 +10,7 @@ import pytest
 
 from ksana_jax import AttentionPattern, SamplingParams
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.experiments.oracle import foreseen
+from ksana_jax.lab.runs.oracle import foreseen
 from tests.engine import small
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.methods.eviction.defined import METHODS

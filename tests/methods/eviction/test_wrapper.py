@@ -55,8 +55,8 @@ def test_a_wrapper_goes_around_a_wrapper():
     ("of", "said"),
     [
         (None, "of is None, must be a method"),
-        ({"method": "snapkv", "budget": 0.2, "recent": 4}, "of has budget, recent: when and how many"),
-        (KNorm(sinks=2), "of has sinks: when"),
+        ({"method": "snapkv", "budget": 0.2, "recent": 4}, "of has budget, recent: budget and timing"),
+        (KNorm(sinks=2), "of has sinks: budget"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "window": 16}, "has no setting 'window'"),
         ({"kernel": 3}, "must be None or a dict"),
@@ -74,7 +74,7 @@ def test_what_is_said_inside_and_does_not_belong_there_is_refused(of, said):
     [
         ({"prompts": "streamed"}, "prompts is 'streamed', must be 'whole'"),
         ({"decode": None}, "decode is None, must be a method"),
-        ({"decode": {"method": "tova", "budget": 9}}, "decode has budget: when and how many tokens go is said once"),
+        ({"decode": {"method": "tova", "budget": 9}}, "decode has budget: budget and timing belong next to decode"),
         ({"decode": {"method": "h2o"}}, "H2O adds up attention weights throughout a text, which SnapKV resets"),
         ({"of": {"method": "h2o"}}, "H2O adds up attention weights throughout a text, which TOVA resets"),
         ({"decode": {"method": "expected_attention"}}, "ExpectedAttention reads more than attention weights"),

@@ -11,7 +11,7 @@ from ksana_jax import LLM
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.loading.load import load_model, open_model
 from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
-from ksana_jax.ops.packing import packed, unpacked
+from ksana_jax.ops.weight_packing import packed, unpacked
 from ksana_jax.sharding.placing import place_on
 from ksana_jax.sharding.shares import share
 from tests.loading.quantised.on_disk import (

@@ -1,0 +1,136 @@
+"""`ksana run`, `report` and `compare`: runs an experiment, writes and prints its report, and compares two runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ksana_jax.core.compilation_cache import cache_use
+from ksana_jax.core.files import write_atomic
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
+from ksana_jax.lab.runs.combine import combined
+from ksana_jax.lab.runs.compare import compare
+from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.records import Shard
+from ksana_jax.lab.runs.report import Report, draw, report_of, write_tables
+from ksana_jax.lab.runs.run import own_names, run
+
+if TYPE_CHECKING:
+    from ksana_jax.lab.runs.on_ray import OnRay
+
+_WIDEST = 1000  # characters
+
+
+def run_and_report(
+    file: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    shard: str = "1/1",
+    debug: bool = False,
+    on_ray: OnRay | None = None,
+    yes: bool = False,
+) -> int:
+    """Runs the remaining trials of an experiment and shows the report of all finished trials.
+
+    Args:
+      out: output folder; None takes runs/NAME.
+      on_ray: the cluster that runs the trials; None is this process.
+      yes: do not ask on a terminal whether to continue a run of more than an hour.
+
+    Returns:
+      Exit code: 0, or 1 if trials failed or the user declined to continue.
+    """
+    part = Shard.parse(shard)
+    plan = load(file, overrides)
+    folder = out or Path("runs") / plan.name
+    errors = Console(stderr=True, highlight=False)
+    elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
+    try:
+        with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
+            outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
+    except progress.Declined:
+        errors.print("stopped; the same command goes on from here")
+        return 1
+    if use.asked:
+        errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
+    report_and_show([folder], trusted=own_names(plan))
+    if outcome.num_skipped:
+        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were already done")
+    for label, error in outcome.failed.items():
+        errors.print(f"failed: {escape(label)}: {escape(error)}")
+    return 1 if outcome.failed else 0
+
+
+def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: Collection[str] | None = ()) -> None:
+    """Prints the report of a folder, or of several side by side, and writes tables and figure.
+
+    Args:
+      out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
+      trusted: see `report`.
+    """
+    with trusting(trusted):
+        _report_and_show(folders, out)
+
+
+def _report_and_show(folders: Sequence[Path], out: Path | None) -> None:
+    one = len(folders) == 1
+    made = report_of(folders[0]) if one else combined(folders)
+    out = folders[0] if one and out is None else out
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    # The table is on disk and on the terminal before the figure is drawn.
+    files = write_tables(made, out) if out is not None else []
+    show(made)
+    if out is not None:
+        kept = ("records.jsonl", "run.json") if out == folders[0] else ()
+        files += draw(made, out) + [name for name in kept if (out / name).exists()]
+        Console(highlight=False).print(f"{escape(str(out))}: {', '.join(files)}")
+
+
+def compare_and_show(
+    a: Path, b: Path, out: Path | None = None, as_json: bool = False, trusted: Collection[str] | None = ()
+) -> None:
+    """Prints run B against run A, row by row.
+
+    Args:
+      out: folder for compare.md and compare.json; None writes nothing.
+      as_json: also print one line of JSON, with every number of the summaries.
+      trusted: see `report`.
+    """
+    made = compare(a, b, trusted)
+    line = plain_json.dumps(comparison_tables.plain(made))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / "compare.md", comparison_tables.markdown(made))
+        write_atomic(out / "compare.json", line + "\n")
+    _print(made.title, comparison_tables.terminal(made), "", comparison_tables.notes(made))
+    if out is not None:
+        Console(highlight=False).print(f"{escape(str(out))}: compare.md, compare.json")
+    if as_json:
+        print(line)
+
+
+def show(made: Report) -> None:
+    """Prints table, conclusion and notes."""
+    _print(made.title, tables.terminal(made.rows, made.columns), made.conclusion, made.notes)
+
+
+def _print(title: str, table: Table, conclusion: str, notes: Sequence[str]) -> None:
+    Console(highlight=False).print(f"[italic]{escape(title)}[/italic]")
+    # A narrow terminal wraps the table's lines, because squeezed numbers are unreadable.
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDEST)
+    width = console.measure(table).maximum
+    Console(highlight=False, width=width).print(table)
+    console = Console(highlight=False)
+    if conclusion:
+        console.print(f"[bold]{escape(conclusion)}[/bold]")
+    for note in notes:
+        console.print(f"[dim]{escape(note)}[/dim]")

@@ -1,0 +1,196 @@
+"""The style of figures: one paper column wide, colour-blind safe, printable fonts, no LaTeX, reproducible bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ksana_jax.lab.runs import figure_fonts
+from ksana_jax.lab.runs.tasks.results import not_finite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+COLUMN_INCHES = 3.25
+_LEGEND_ROW_INCHES = 0.13
+_UNLABELLED = re.compile(r"(_nolegend_|_child\d+|_container\d+)?")  # matplotlib's own labels; others are a user's
+
+# Okabe and Ito's palette, "Color Universal Design" (2008), without its yellow, which is too pale for lines on white;
+# and wine and olive of Paul Tol's muted scheme ("Colour Schemes", 2021).
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
+KINDS = ("png", "pdf")
+DASHES = ("-", "--", ":", "-.")
+
+_STYLE: dict[Any, Any] = {
+    "font.size": 7,
+    "axes.labelsize": 7,
+    "axes.titlesize": 7,
+    "legend.fontsize": 6,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "lines.linewidth": 1.0,
+    "lines.markersize": 3,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.3,
+    "grid.alpha": 0.5,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "text.usetex": False,
+    # Labels are user text, where $ does not start a formula.
+    "text.parse_math": False,
+    "savefig.dpi": 200,
+}
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Returns colour and dashes of the index-th line; both vary, so overlapping lines show and 36 lines differ."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """Returns the bytes and the name of the unit for an axis up to a number of bytes: MiB from 8 MiB on, else KiB."""
+    return (2**20, "MiB") if largest >= 2**23 else (2**10, "KiB")
+
+
+def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
+    """Puts the x axis ticks at whole numbers if all values are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    if all(isinstance(value, int) for value in values):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def log_ticks(*axes: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers at its powers of ten, and at 2 and 5 of each if there are few."""
+    from matplotlib.ticker import LogLocator
+
+    for axis in axes:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0,) if high > 30 * low else (1.0, 2.0, 5.0)))
+        plain_numbers(axis)
+
+
+def plain_numbers(*axes: Axis) -> None:
+    """Labels the major ticks of an axis with plain numbers, and no others."""
+    for axis in axes:
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+
+
+def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
+    """Puts the labels of some axes above a figure, equal ones once; nothing if there are none.
+
+    The labels take as many columns as fit the figure, at most `ncols`; it grows by their rows beyond the fourth.
+    """
+    found: dict[str, Any] = {}
+    for some in axes:
+        # Not get_legend_handles_labels, which leaves out every label that begins with an underscore.
+        for artist in (*some.lines, *some.patches, *some.collections, *some.containers):
+            if not _UNLABELLED.fullmatch(label := str(artist.get_label() or "")):
+                found[label] = artist
+    # Before version 3.10, matplotlib drops such labels here too; a space without width keeps them.
+    labels = [re.sub("^_", "\N{ZERO WIDTH SPACE}_", label) for label in found]
+    if not found:
+        return
+    for columns in range(ncols, 0, -1):
+        made = figure.legend(found.values(), labels, loc="outside upper center", ncols=columns)
+        if columns == 1 or made.get_window_extent().width <= figure.bbox.width:
+            num_rows = -(-len(found) // columns)
+            figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_INCHES * max(num_rows - 4, 0))
+            return
+        made.remove()
+
+
+def bars(
+    axes: Axes,
+    at: Sequence[float],
+    lengths: Sequence[float],
+    thickness: float,
+    spread: Sequence[float],
+    vertical: bool = False,
+    **style: Any,
+) -> None:
+    """Draws bars, with deviations if there are any; a length that is not finite is written in place of its bar."""
+    finite = [length if math.isfinite(length) else 0.0 for length in lengths]
+    error = [sd if math.isfinite(sd) else 0.0 for sd in spread] if any(spread) else None
+    if vertical:
+        axes.bar(at, finite, thickness, yerr=error, **style)
+    else:
+        axes.barh(at, finite, thickness, xerr=error, **style)
+    for place, length in zip(at, lengths, strict=True):
+        if not math.isfinite(length):
+            x, y = (place, 0) if vertical else (0, place)
+            ha, va = ("center", "bottom") if vertical else ("left", "center")
+            axes.text(x, y, f" {not_finite(length)}", fontsize=6, ha=ha, va=va)
+
+
+def finish(figure: Figure) -> None:
+    """Marks the infinite values of lines by arrows at the edge of their axes; NaN leaves a gap. A logarithmic axis
+    without a value above 0 becomes linear."""
+    for axes in figure.axes:
+        for name in "xy":
+            if getattr(axes, f"get_{name}scale")() == "log" and not has_positive(axes, name):
+                getattr(axes, f"set_{name}scale")("linear")
+        for line in list(axes.lines):
+            # Not the ends of error bars, nor lines across the whole figure.
+            if line.get_label() != "_nolegend_" and line.get_transform() == axes.transData:
+                _mark_infinite(axes, line)
+
+
+def has_positive(axes: Axes, name: str) -> bool:
+    """True if a line has a finite value above 0 on an axis; true without lines."""
+    found = [np.asarray(getattr(line, f"get_{name}data")(orig=False), float) for line in axes.lines]
+    return not found or any(np.any(np.isfinite(values) & (values > 0)) for values in found)
+
+
+def _mark_infinite(axes: Axes, line: Line2D) -> None:
+    x, y = (np.asarray(values, float) for values in (line.get_xdata(orig=False), line.get_ydata(orig=False)))
+    for infinite, finite, transform, marks in (
+        (y, x, axes.get_xaxis_transform(), {1: "^", -1: "v"}),
+        (x, y, axes.get_yaxis_transform(), {1: ">", -1: "<"}),
+    ):
+        for sign, marker in marks.items():
+            some = finite[(infinite == sign * np.inf) & np.isfinite(finite)]
+            edge = np.full(len(some), float(sign > 0))
+            places = (some, edge) if infinite is y else (edge, some)
+            style = {"marker": marker, "color": line.get_color(), "linestyle": "", "label": "_nolegend_"}
+            if len(some):
+                axes.plot(*places, transform=transform, clip_on=False, **style)
+
+
+def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, bytes]:
+    """Draws into a figure of column width and returns it as {"png": ..., "pdf": ...}.
+
+    The same drawing gives the same bytes: no dates, no program versions.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    files = {}
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(COLUMN_INCHES, height_inches), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+        finish(figure)
+        if figure_fonts.fit(figure):
+            matplotlib.rcParams["pdf.fonttype"] = 3  # fonts of any format; type 42 takes TrueType only
+        for kind, nothing in (
+            ("png", {"Software": None}),
+            ("pdf", {"CreationDate": None, "Producer": None, "Creator": None}),
+        ):
+            content = io.BytesIO()
+            figure.savefig(content, format=kind, metadata=nothing)
+            files[kind] = content.getvalue()
+    return files

@@ -1,0 +1,259 @@
+"""Generates tables, a figure and a summary sentence from the records of a folder alone.
+
+Records are data, perhaps somebody else's: own code that they name is imported only if the caller trusts it, and an own
+task is otherwise shown by what its records say of its table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.files import write_atomic
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.runs import classes, figures, noise, tables
+from ksana_jax.lab.runs.identity import recorded_config
+from ksana_jax.lab.runs.recorded_results import RecordedResults, summary_of, table_of
+from ksana_jax.lab.runs.records import Records, read, record_line
+from ksana_jax.lab.runs.tasks import results_named
+from ksana_jax.lab.runs.tasks.base import Column, ResultRow, Results
+from ksana_jax.lab.runs.tasks.compression import marked, simulated_note
+
+FIGURE_INCHES = 3.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The report of one or more folders. failed: {trial id: error}."""
+
+    name: str
+    title: str
+    task: Results
+    rows: list[ResultRow]
+    columns: list[Column]
+    notes: list[str]
+    conclusion: str
+    failed: dict[str, str]
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
+    """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
+
+    Args:
+      trusted: names "package.module:name" of own code that may be imported; None: all that the records name.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, are not valid records, or belong to another task than the plan's.
+    """
+    with trusting(trusted):
+        made = report_of(folder)
+        write_tables(made, folder)
+        draw(made, folder)
+    return made
+
+
+def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
+    """Returns the report of a folder's records; writes nothing. trusted: see `report`."""
+    with trusting(trusted):
+        return report_of(folder)
+
+
+def report_of(folder: Path) -> Report:
+    """Returns the report of a folder's records. Own code is imported as far as `plugins.trusting` allows here."""
+    records, plan = read_planned(folder)
+    task = results_of(records, plan)
+    rows = result_rows(records, task)
+    starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
+    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
+    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)
+
+
+def results_of(records: Records, plan: Mapping[str, Any]) -> Results:
+    """Returns the reader of a plan's measurements: its task, or what the records say of it.
+
+    Raises:
+      ConfigError: there is no such task, or it is not trusted, and the records do not have its numbers.
+    """
+    try:
+        return results_named(plan["task"])
+    except ConfigError as error:
+        if not records.summaries and records.done:
+            raise ConfigError(f"{error}; these records have no table of their own") from error
+    table = records.table if records.table and records.table["task"] == plan["task"] else None
+    try:
+        return RecordedResults(plan["task"], table)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"the records' table of task {plan['task']!r} cannot be read: {error}") from error
+
+
+def read_planned(folder: Path) -> tuple[Records, dict[str, Any]]:
+    """Returns the records of a folder, and the last plan among them.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the records contain no plan, or are not valid records.
+    """
+    records = read(folder)
+    if records.plan is None:
+        raise ConfigError(f"{folder}: the records name no experiment")
+    return records, records.plan
+
+
+def report_of_rows(
+    name: str,
+    title: str,
+    task: Results,
+    rows: list[ResultRow],
+    notes: list[str],
+    failed: dict[str, str],
+    starts: list[dict[str, Any]],
+) -> Report:
+    """Returns the report of rows, with the given notes followed by those on the numbers and on versions.
+
+    Args:
+      starts: start records of all trials.
+    """
+    try:
+        columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{name}: task {type(task).__name__} cannot show these measurements: {why}") from error
+    said = [*notes, *of_task, *simulated_note(rows), *noise.notes(rows, columns), *classes.notes(starts)]
+    return Report(name, title or name, task, rows, columns, said, conclusion, failed, starts)
+
+
+def write_tables(made: Report, folder: Path) -> list[str]:
+    """Writes table.md, table.csv and table.tex; returns these names."""
+    notes = [made.conclusion, *made.notes] if made.conclusion else made.notes
+    files = {
+        "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
+        "table.csv": tables.comma_separated(made.rows, made.columns),
+        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes, made.name),
+    }
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return list(files)
+
+
+def draw(made: Report, folder: Path) -> list[str]:
+    """Draws figure.png and figure.pdf; returns these names. A failure gives a warning and removes an older figure."""
+    try:
+        files = figures.render(lambda figure: made.task.draw(figure, made.rows), FIGURE_INCHES)
+    except Exception as error:
+        # An old figure with other numbers must not remain next to the new table.
+        for kind in figures.KINDS:
+            (folder / f"figure.{kind}").unlink(missing_ok=True)
+        warnings.warn(f"figure not drawn: {type(error).__name__}: {' '.join(str(error).split())}", stacklevel=2)
+        return []
+    for kind, content in files.items():
+        write_atomic(folder / f"figure.{kind}", content)
+    return [f"figure.{kind}" for kind in files]
+
+
+def result_rows(records: Records, task: Results) -> list[ResultRow]:
+    """Returns the plan's rows with the measurements so far."""
+    assert records.plan is not None
+    rows = []
+    for row in records.plan["rows"]:
+        done, values = done_of(row, records), values_of(row, records, task)
+        given = {key: list(found.values()) for key, found in values.items()}
+        samples = {
+            key: list(found) for key, found in values.items() if not any(isinstance(s, UnpairedSample) for s in found)
+        }
+        config = recorded_config(records.starts[done[0]]) if done else {}
+        trials = [records.done[trial] for trial in done]
+        made = ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)
+        rows.append(marked(made, records.starts[done[0]]) if done else made)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class UnpairedSample:
+    """The sample of a trial that shares its sample with no other trial of its row."""
+
+    seed: int | None
+
+
+def records_text(records: Records, task: Results) -> str:
+    """Returns the text of a records file of trials that are done, with a plan."""
+    assert records.plan is not None
+    lines = [record_line("plan", **records.plan)]
+    for trial, start in records.starts.items():
+        measurements = records.done[trial]
+        lines.append(record_line("start", **start))
+        lines += [record_line("measurement", trial=trial, **m) for m in measurements]
+        summary = summary_of(task, measurements)
+        lines.append(record_line("done", trial=trial, num_measurements=len(measurements), **summary))
+    table = table_of(task, result_rows(records, task))
+    return "".join([*lines, record_line("table", task=records.plan["task"], **table)])
+
+
+def done_of(row: Mapping[str, Any], records: Records) -> list[str]:
+    """Returns the finished trials of a row of the plan."""
+    return [trial for trial in row["trials"] if trial in records.done]
+
+
+def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[str, dict[Hashable, float]]:
+    """Returns the numbers of a row of the plan by summary key and sample; of equal samples, the first one's."""
+    assert records.plan is not None
+    values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+    for trial in done_of(row, records):
+        own = UnpairedSample(records.starts[trial].get("seed"))
+        for key, value, sample in summary(task, records.plan["task"], trial, records):
+            values[key].setdefault(own if sample is None else sample, value)
+    return values
+
+
+def summary(task: Results, name: str, trial: str, records: Records) -> list[tuple[str, float, Hashable | None]]:
+    """Returns (key, value, sample) of each number of a trial."""
+    measurements = records.done[trial]
+    try:
+        if isinstance(task, RecordedResults):
+            found, samples = records.summaries[trial]
+            numbers = [(key, value, samples.get(key)) for key, value in found.items()]
+        else:
+            found = task.summarise(measurements)
+            numbers = [(key, value, task.sample(key, measurements)) for key, value in found.items()]
+        for _, value, sample in numbers:
+            math.isfinite(value)  # a TypeError unless it is a number, finite or not
+            hash(sample)
+        return numbers
+    except Exception as error:
+        # Measurements come from a file; if a task cannot read them, it did not write them.
+        raise ConfigError(
+            f"the measurements of trial {trial} are not those of task {name!r}: {type(error).__name__}: {error}; "
+            "delete its `done` line in the records, and `ksana run` measures it again"
+        ) from error
+
+
+def _progress_note(rows: list[ResultRow]) -> list[str]:
+    planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
+    return [f"{done} of {planned} trials are done."] if done < planned else []
+
+
+def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
+    """Returns caveats on times and speeds: concurrent trials, or different kinds of machines."""
+    if not any(key.endswith("_s") or "_per_s" in key for row in rows for key in row.values):
+        return []
+    notes = []
+    if records.num_at_once > 1:
+        notes.append(
+            f"Up to {records.num_at_once} trials shared one machine at the same time, which affects times and speeds."
+        )
+    planned = {trial for row in (records.plan or {"rows": []})["rows"] for trial in row["trials"]}
+    starts = [start.get("environment") for trial, start in records.starts.items() if trial in planned]
+    kinds = dict.fromkeys(
+        (e.get("device"), e.get("cpu"), e.get("cores")) for e in starts if isinstance(e, dict) and "cpu" in e
+    )
+    if len(kinds) > 1:
+        named = "; ".join(f"{device}, {cpu}, {cores} cores" for device, cpu, cores in kinds)
+        notes.append(f"The trials ran on {len(kinds)} kinds of machines, whose times and speeds differ: {named}.")
+    return notes

@@ -1,0 +1,142 @@
+"""Two runs row by row: which rows belong together, what differs, a paired test, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from ksana_jax import cli
+from ksana_jax.core.config import ConfigError
+from ksana_jax.lab.runs import comparison_tables, noise
+from ksana_jax.lab.runs.compare import _differing, compare
+from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.run import run
+
+
+@pytest.fixture
+def make_fake(fake, model, tmp_path):
+    """Runs the fake task, whose value is 10 x + y (lines - 1) / 2 + seed, into a folder of that name."""
+
+    def make(folder, **fields):
+        run(plan({"task": "fake", "model": model, "seeds": [0, 1, 2], **fields}), tmp_path / folder)
+        return tmp_path / folder
+
+    return make
+
+
+def lines(made):
+    """The table's lines without heads, bold cells in asterisks."""
+    _, cells, bold = comparison_tables.grid(made)
+    return [[f"*{c}*" if b else c for c, b in zip(*row, strict=True)] for row in zip(cells, bold, strict=True)]
+
+
+def test_p_is_that_of_students_distribution():
+    # Its closed forms for one and two degrees of freedom; differences of mean 2 and 3.
+    t = 2 / (math.sqrt(2) / math.sqrt(2))
+    assert noise.paired_p([1, 3]) == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-12)
+    t = 3 / (math.sqrt(7) / math.sqrt(3))
+    assert noise.paired_p([-1, -2, -6]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-12)
+    assert noise.paired_p([5]) is None and noise.paired_p([]) is None
+    assert noise.paired_p([0.0, 0.0]) == 1 and noise.paired_p([0.5, 0.5]) == 0
+
+
+def test_rows_of_equal_settings_are_paired_by_seed(make_fake):
+    grid = {"settings.x": [1, 2]}
+    made = compare(make_fake("a", grid=grid), make_fake("b", grid=grid, settings={"y": 0.25}))
+    # The seeds add 0, 1 and 2 to both, so every difference is -0.25 although the deviations are 1.
+    mean = [row for row in lines(made) if row[1] == "mean"]
+    assert mean == [
+        ["x 1", "mean", "11.500 ± 1.000", "*11.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
+        ["x 2", "mean", "21.500 ± 1.000", "*21.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
+    ]
+    assert comparison_tables.notes(made)[0] == "b differs from a in settings.y 0.5 → 0.25."
+
+
+def test_seeds_that_only_one_run_has_are_left_out(make_fake):
+    made = compare(make_fake("a"), make_fake("b", seeds=[1, 2, 7], settings={"x": 2}))
+    assert lines(made)[0][2:] == ["*12.000 ± 0.707*", "22.000 ± 0.707", "+10.000 ± 0.000", "2", "<0.001"]
+
+
+def test_one_seed_is_not_resolved(make_fake):
+    made = compare(make_fake("a", seeds=[0]), make_fake("b", seeds=[0], settings={"x": 2}))
+    assert lines(made)[0][1:] == ["mean", "10.500", "20.500", "+10.000", "1", "not resolved"]
+    assert "One pair has no deviation: not resolved." in comparison_tables.notes(made)
+
+
+def test_rows_are_joined_with_the_nearest_ones_only(make_fake):
+    a = make_fake("a", grid={"settings.x": [1, 2, 3]})
+    b = make_fake("b", grid={"settings.x": [2, 1, 5, 7]}, settings={"y": 0.25})
+    made = compare(a, b)
+    assert [(row.a and row.a.name, row.b and row.b.name) for row in made.rows] == [
+        ("x 1", "x 1"),
+        ("x 2", "x 2"),
+        ("x 3", None),
+        (None, "x 5"),
+        (None, "x 7"),
+    ]
+    assert [row[2:] for row in lines(made) if row[:2] == ["x 3", "mean"]] == [["31.500 ± 1.000", "—", "—", "0", "—"]]
+    said = comparison_tables.notes(made)
+    assert "Only in a, or without one nearest row in the other: x 3." in said
+    assert "Only in b, or without one nearest row in the other: x 5; x 7." in said
+
+
+def test_a_single_row_is_the_baseline_of_all(make_fake):
+    made = compare(make_fake("a", variants=[{"name": "base"}]), make_fake("b", grid={"settings.x": [2, 3]}))
+    assert [row.name for row in made.rows] == ["base | x 2", "base | x 3"]
+    assert [row.differs for row in made.rows] == [{"settings.x": (1, 2)}, {"settings.x": (1, 3)}]
+    assert "base | x 3: also settings.x 1 → 3." in comparison_tables.notes(made)
+
+
+def test_rows_without_a_finished_trial_are_named(make_fake):
+    made = compare(make_fake("a", grid={"settings.x": [1, 2]}), make_fake("b", grid={"settings.x": [1, 2]}))
+    assert comparison_tables.notes(made)[0] == "b and a have the same settings."
+    failing = make_fake("c", grid={"settings.x": [1, 2]}, settings={"fail_at": 2})
+    made = compare(make_fake("d", grid={"settings.x": [1, 2]}), failing)
+    assert "c has no finished trial of: x 2." in comparison_tables.notes(made)
+
+
+def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path, text):
+    a = make_run("a", pattern={"window": 4})
+    b = make_run("b", pattern={"window": 4, "num_sinks": 1, "sink_position": "absolute"})
+    made = compare(a, b)
+    (ppl,) = (row for row in lines(made) if row[1] == "ppl 32–63")
+    # A sink is one more key that a query sees, on which the fake model's predictions depend.
+    assert ppl[-2:] == ["2", "<0.001"] and ppl[3].startswith("*")
+    (row,) = made.rows
+    assert row.differs == {"pattern.num_sinks": (0, 1)}
+    assert any(line[1] == "live KV, KiB" and line[-1] == "exact" for line in lines(made))
+    (tmp_path / "other.txt").write_text("9876543210" * 40)
+    other = make_run("c", settings={"texts": [str(tmp_path / "other.txt")]})
+    with pytest.raises(ConfigError, match=r"a and c scored different texts or positions \(2 and 2 draws, 0 in common"):
+        compare(a, other)
+
+
+def test_the_command_writes_markdown_and_json(make_fake, tmp_path, capsys):
+    a, b = make_fake("a"), make_fake("b", settings={"y": 0.25})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", str(a), str(b), "--out", str(tmp_path / "c"), "--json"])
+    assert not ended.value.code
+    *shown, line = capsys.readouterr().out.splitlines()
+    assert shown[0] == "b against a"
+    said = json.loads(line)
+    assert said == json.loads((tmp_path / "c" / "compare.json").read_text())
+    (row,) = said["rows"]
+    assert row["differs"] == {"settings.y": [0.5, 0.25]}
+    assert row["numbers"]["mean"] == {
+        "title": "mean",
+        "a": {"mean": 11.5, "sd": 1.0},
+        "b": {"mean": 11.25, "sd": 1.0},
+        "difference": {"mean": -0.25, "sd": 0.0},
+        "num_pairs": 3,
+        "p": 0.0,
+        "better": "b",
+    }
+    table = (tmp_path / "c" / "compare.md").read_text()
+    assert "| this configuration | mean | 11.500 ± 1.000 | **11.250 ± 1.000** | -0.250 ± 0.000 | 3 | <0.001 |" in table
+    assert not (a / "table.md").exists()
+
+
+def test_settings_that_differ_only_in_the_order_of_their_fields_are_equal():
+    one = {"layer_patterns": [{"window": 4, "num_sinks": 2}], "x": math.nan, "y": 1}
+    other = {"layer_patterns": [{"num_sinks": 2, "window": 4}], "x": math.nan, "y": 2}
+    assert _differing(one, other) == {"y": (1, 2)}
