@@ -20,27 +20,30 @@ SIMULATIONS ?= 1000
 PAIRS ?= 5
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
+# Long tests of packages that have not changed since the commit that .ci/speed.base names are left out: tests/unchanged.py
+CHANGED ?= --changed
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo real serve run-serve test plugin bench peers docs size speed ready ready-aot lint format clean kernels wheel release run-kernels judge-kernels emulate-kernels soak run-soak \
+.PHONY: help demo real serve run-serve test plugin bench peers docs size speed nightly ready ready-aot lint format clean kernels wheel release run-kernels judge-kernels emulate-kernels soak run-soak \
   soak-tests soak-least soak-warpgroups-simulations soak-clients
 
 help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
 	@echo "make real     the same on a pretrained model, SmolLM2-135M, fetched first: 94 MiB, Apache-2.0"
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
-	@echo "make test     run the tests                   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make test     run the tests, without long ones of unchanged packages   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make nightly  run all tests, soak, soak-least, kernels and speed: hours"
 	@echo "make size     lines of each package and words, next to their limits in .ci/size.limits"
 	@echo "make speed    the host loop and throughput next to the commit in .ci/speed.base, in alternating pairs (PAIRS=$(PAIRS))"
 	@echo "make plugin   fetch a prebuilt third-party PJRT plugin, for tests on one; make test does so"
 	@echo "make kernels  compile the kernels for an absent GPU, report, and run them in an emulator"
 	@echo "              (TARGET=h100, ARGS=\"--only regex\": only the report; SHARD=1/3: a third of kernels and tests)"
 	@echo "make soak     run the long tests: those marked soak, all specs of the kernels, random simulations (SIMULATIONS=$(SIMULATIONS),"
-	@echo "              SHARD=1/3: one part of three of the tests), the tests on the least machine and, without SHARD, clients"
+	@echo "              SHARD=1/3: one part of three of the tests) and, without SHARD, clients"
 	@echo "make soak-least  the tests on the least machine alone: without AVX-512, without a C++ compiler, with one core"
 	@echo "make soak-clients  third-party clients against the server, installed into $(CLIENTS_VENV) in their newest versions"
 	@echo "make bench    run the benchmarks of docs/use/benchmarks.md, into runs/bench, within 20 minutes; with other engines"
@@ -78,7 +81,11 @@ ready-aot:
 test: $(READY) plugin
 	@$(RUN) -c 'import platform; from importlib.metadata import version; \
 	print("== tests on Python %s, jax %s" % (platform.python_version(), version("jax")))'
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --durations=30 $(CHANGED) $(ARGS)
+
+# What .ci/run leaves out or samples; a part that fails does not keep the next ones from running.
+nightly:
+	@$(MAKE) --no-print-directory --keep-going test soak soak-least kernels speed CHANGED=
 
 # A PJRT plugin that others have built, into .cache/. Where it cannot be had, tests on it are skipped.
 plugin: $(READY)
@@ -150,7 +157,6 @@ run-soak: $(READY)
 	@echo "   when it has ended"
 	@$(VENV)/bin/ksana fetch smollm2 || echo "== tests of the pretrained model are skipped" >&2
 	@$(TOGETHER) soak-tests soak-warpgroups-simulations
-	@$(MAKE) --no-print-directory soak-least
 ifeq ($(strip $(SHARD)),1/1)
 	@$(MAKE) --no-print-directory soak-clients
 endif

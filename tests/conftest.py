@@ -1,7 +1,9 @@
 """Settings of every test: the CPU, compiled steps kept between runs, and the same hypothesis examples each time."""
 
+import asyncio
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ from ksana_jax.core import processor
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.disk import failpoints
-from tests import compiling, loopback, mappings
+from tests import compiling, loopback, mappings, unchanged
 from tests.loopback.openxla import DEVICE as PLUGIN
 
 # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
@@ -28,16 +30,20 @@ hypothesis.settings.load_profile("repeatable")
 
 # The setting `device` as JSON, for a run of the tests on another device than the CPU.
 DEVICE = "KSANA_TEST_DEVICE"
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
+    parser.addoption("--changed", action="store_true", help="leaves out long tests whose packages have not changed")
     parser.addoption("--device", help="runs the tests on another device: loopback, plugin, or `device` as JSON")
 
 
 def pytest_configure(config):
+    every = not config.getoption("--changed") or config.args != config.getini("testpaths")  # paths that are named run
+    config.stash[LEFT_OUT] = [] if every else unchanged.unchanged(unchanged.changed_files())
     if config.getoption("markexpr") != "soak" and not (config.getoption("--device") or DEVICE in os.environ):
         compiling.use_quick()
     try:
@@ -67,6 +73,8 @@ def _start(setting):
 
 
 def pytest_ignore_collect(collection_path, config):
+    if str(collection_path.relative_to(config.rootpath)) in config.stash[LEFT_OUT]:
+        return True
     if (shard := config.getoption("--shard-files")) and collection_path.name.startswith("test_"):
         return None if _is_of(str(collection_path.relative_to(config.rootpath)), shard) else True
 
@@ -87,6 +95,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"about CPUs: {mark.args[0]}"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is a coroutine in an event loop of its own."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+        return True
+
+
 def pytest_sessionfinish(session, exitstatus):
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--shard"):
         session.exitstatus = pytest.ExitCode.OK  # a small part may be empty
@@ -100,7 +116,9 @@ def pytest_collection_finish():
 def pytest_report_header(config):
     device = os.environ.get(DEVICE, os.environ["JAX_PLATFORMS"])
     without = ", ".join(processor.hidden())
-    return f"jax {version('jax')}, jaxlib {version('jaxlib')} on {device}" + f" without {without}" * bool(without)
+    on = f"jax {version('jax')}, jaxlib {version('jaxlib')} on {device}" + f" without {without}" * bool(without)
+    left_out = config.stash[LEFT_OUT]
+    return [on, *([f"left out, as their packages have not changed: {', '.join(left_out)}"] if left_out else [])]
 
 
 @pytest.fixture
@@ -138,6 +156,19 @@ def default_compiler():
         for name, flags in compiling.default().items():
             patch.setenv(name, flags)
         yield
+
+
+@pytest.fixture
+def run_ksana(capsys):
+    """Runs the command `ksana` in this process; returns its exit status and what it printed on stdout and stderr."""
+    from ksana_jax import cli
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -64,109 +64,88 @@ def every_help():
 
 
 @pytest.mark.parametrize("words", sorted(every_help()), ids=" ".join)
-def test_every_command_answers_to_h_and_shows_flags_without_a_type(capsys, words):
-    with pytest.raises(SystemExit) as raised:
-        cli.main([*words, "-h"])
-    assert raised.value.code == 0
-    shown = capsys.readouterr().out
-    assert "Usage: ksana" in shown and "<bool>" not in shown
+def test_every_command_answers_to_h_and_shows_flags_without_a_type(run_ksana, words):
+    code, shown, _ = run_ksana(*words, "-h")
+    assert code == 0 and "Usage: ksana" in shown and "<bool>" not in shown
 
 
-def test_defaults_that_are_sentences_are_shown(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["run", "-h"])
-    assert "runs/NAME" in capsys.readouterr().out
+def test_defaults_that_are_sentences_are_shown(run_ksana):
+    assert "runs/NAME" in run_ksana("run", "-h")[1]
 
 
-def test_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["--version"])
-    assert raised.value.code == 0
-    assert capsys.readouterr().out == f"ksana {ksana_jax.__version__}\n"
-
-
-def test_the_shell_completes_commands(capsys, monkeypatch):
+def test_the_shell_completes_commands(run_ksana, monkeypatch):
     monkeypatch.setenv("_KSANA_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "ksana ge")
     monkeypatch.setenv("COMP_CWORD", "1")
-    with pytest.raises(SystemExit) as raised:
-        cli.main([])
-    assert raised.value.code == 0
-    assert capsys.readouterr().out.split() == ["generate"]
+    code, shown, _ = run_ksana()
+    assert code == 0 and shown.split() == ["generate"]
 
 
-def test_python_m_is_the_command():
+def test_python_m_is_the_command_and_its_version_that_of_the_package():
     done = subprocess.run(
         [sys.executable, "-m", "ksana_jax", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, f"ksana {ksana_jax.__version__}\n")
 
 
-def test_doctor_ends_with_one_line_of_json(capsys):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["doctor", "--json"])
-    assert raised.value.code == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["backend"] == "cpu" and "jax" in found["packages"]
+def test_doctor_ends_with_one_line_of_json(run_ksana):
+    code, shown, _ = run_ksana("doctor", "--json")
+    found = json.loads(shown.splitlines()[-1])
+    assert code == 0 and found["backend"] == "cpu" and "jax" in found["packages"]
     used = {row["operator"]: row["name"] for row in found["operators"] if row["used"]}
     assert list(used) == ["attention", "kv_write", "linear", "norm", "sampling"]
     assert used["attention"] == used["kv_write"] and used["attention"] in ("native", "xla")
 
 
-def test_doctor_of_a_model_shows_its_ends_with_their_files(capsys):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["doctor", "ksana-tiny", "--json"])
-    assert raised.value.code == 0
-    *shown, line = capsys.readouterr().out.splitlines()
+def test_doctor_of_a_model_shows_its_ends_with_their_files(run_ksana):
+    code, out, _ = run_ksana("doctor", "ksana-tiny", "--json")
+    *shown, line = out.splitlines()
+    assert code == 0
     [end] = [fact for fact in json.loads(line) if fact["name"] == "ends a text"]
     assert end["value"] == "2 '</s>'"
     assert end["source"] == "generation_config.json, config.json, tokenizer_config.json"
     assert any("ends a text" in text and "2 '</s>'" in text for text in shown)
-    assert "a model or --device" in fails(capsys, "doctor", "ksana-tiny", "--device", "cpu")
+    assert "a model or --device" in fails(run_ksana, "doctor", "ksana-tiny", "--device", "cpu")
 
 
-def fails(capsys, *args):
+def fails(run_ksana, *args):
     """Standard error of a command that must end with exit code 2 and one line."""
-    with pytest.raises(SystemExit) as raised:
-        cli.main(list(args))
-    assert raised.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("ksana: error: ")
+    code, _, error = run_ksana(*args)
+    assert code == 2 and error.count("\n") == 1 and error.startswith("ksana: error: ")
     return error
 
 
-def test_errors_of_users_are_one_line_and_exit_code_2(capsys, tmp_path):
-    assert "missing.yaml: no such experiment file" in fails(capsys, "run", str(tmp_path / "missing.yaml"))
+def test_errors_of_users_are_one_line_and_exit_code_2(run_ksana, tmp_path):
+    assert "missing.yaml: no such experiment file" in fails(run_ksana, "run", tmp_path / "missing.yaml")
     path = tmp_path / "bad.yaml"
     path.write_text("engin: {}\n")
-    assert "unknown key 'engin'; the nearest is 'engine'" in fails(capsys, "run", str(path))
+    assert "unknown key 'engin'; the nearest is 'engine'" in fails(run_ksana, "run", path)
     path.write_text("model: nowhere\n")
-    assert "there is no model 'nowhere'" in fails(capsys, "run", str(path))
-    assert "no records.jsonl here" in fails(capsys, "report", str(tmp_path))
-    assert "shard '9/2' is not k/n" in fails(capsys, "run", str(path), "--shard", "9/2")
+    assert "there is no model 'nowhere'" in fails(run_ksana, "run", path)
+    assert "no records.jsonl here" in fails(run_ksana, "report", tmp_path)
+    assert "shard '9/2' is not k/n" in fails(run_ksana, "run", path, "--shard", "9/2")
 
 
-def test_names_from_files_reach_a_terminal_escaped_and_cut(capsys, tmp_path):
+def test_names_from_files_reach_a_terminal_escaped_and_cut(run_ksana, tmp_path):
     shutil.copytree(ROOT / "tests/golden/llama-gqa-tied", model := tmp_path / "model")
     tensors = {f"evil\x1b[31m\u202e{index}{'x' * 999}": np.zeros(99, np.float32) for index in range(99)}
     safetensors.numpy.save_file(tensors, model / "model.safetensors")
-    error = fails(capsys, "generate", str(model), "--prompt", "text")
+    error = fails(run_ksana, "generate", model, "--prompt", "text")
     assert r"evil\x1b[31m\u202e0xxx" in error and "\x1b" not in error and 1990 < len(error) < 2100
 
 
-def test_options_of_a_benchmark_are_its_fields(capsys, monkeypatch):
+def test_options_of_a_benchmark_are_its_fields(run_ksana, monkeypatch):
     from ksana_jax.lab.bench import command
 
     asked, own = [], "experiments.benches.host:Host"
     monkeypatch.setattr(command, "run_and_show", lambda bench, **settings: asked.append((bench, settings)))
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["bench", own, "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}"])
-    assert raised.value.code == 0
+    code, _, _ = run_ksana("bench", own, "--rows", "4, 8", "--json", "--kv-eviction", "{method: h2o, budget: 0.1}")
+    assert code == 0
     [(bench, settings)] = asked
     assert (bench.rows, bench.steps, bench.kv_eviction) == ((4, 8), 200, {"method": "h2o", "budget": 0.1})
     assert settings == {"repeats": 1, "out": None, "as_json": True}
-    assert "kv_eviction={method" in fails(capsys, "bench", own, "--kv-eviction", "{method")
-    assert "--rows is 'many', must be comma-separated numbers" in fails(capsys, "bench", own, "--rows", "many")
+    assert "kv_eviction={method" in fails(run_ksana, "bench", own, "--kv-eviction", "{method")
+    assert "--rows is 'many', must be comma-separated numbers" in fails(run_ksana, "bench", own, "--rows", "many")
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path):
@@ -184,7 +163,7 @@ def test_verbose_says_what_is_loaded_and_compiled_wherever_it_stands(place):
     assert all(said in loud.stderr for said in ("loaded ", "KV pool: ", "compiled StepShape("))
 
 
-def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypatch, tmp_path):
+def test_a_package_of_the_users_that_hides_one_of_ours_is_named(run_ksana, monkeypatch, tmp_path):
     hiding = types.ModuleType("pallas_kernels")
     hiding.__path__ = [str(tmp_path)]
 
@@ -193,18 +172,16 @@ def test_a_package_of_the_users_that_hides_one_of_ours_is_named(capsys, monkeypa
         raise ModuleNotFoundError("No module named 'pallas_kernels.hopper'", name="pallas_kernels.hopper")
 
     monkeypatch.setattr("ksana_jax.lab.runs.command.run_and_report", run)
-    error = fails(capsys, "run", "quickstart")
+    error = fails(run_ksana, "run", "quickstart")
     assert f"'pallas_kernels.hopper'; {tmp_path} shadows ksana_jax's package 'pallas_kernels'" in error
 
 
-def test_an_unknown_option_is_explained_by_the_command_itself(capsys):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["run", "--frobnicate"])
-    assert raised.value.code == 2
-    assert "frobnicate" in capsys.readouterr().err
+def test_an_unknown_option_is_explained_by_the_command_itself(run_ksana):
+    code, _, error = run_ksana("run", "--frobnicate")
+    assert code == 2 and "frobnicate" in error
 
 
-def test_report_prints_the_table_of_a_folder(capsys, tmp_path):
+def test_report_prints_the_table_of_a_folder(run_ksana, tmp_path):
     rows = [{"label": "full", "point": {}, "trials": ["a"]}]
     kv = {
         "metric": "kv",
@@ -234,21 +211,17 @@ def test_report_prints_the_table_of_a_folder(capsys, tmp_path):
     ]
     lines = [json.dumps({"schema_version": 1, **r}) for r in records]
     (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["report", str(tmp_path)])
-    assert raised.value.code == 0
-    shown = capsys.readouterr().out
-    assert "Title" in shown and "2.72" in shown and "KV, KiB" in shown and "tokens/s" not in shown
+    code, shown, _ = run_ksana("report", tmp_path)
+    assert code == 0 and "Title" in shown and "2.72" in shown and "KV, KiB" in shown and "tokens/s" not in shown
     assert (tmp_path / "figure.pdf").stat().st_size > 1000
 
 
-def test_quantize_writes_a_file_and_replaces_none(capsys, tmp_path):
+def test_quantize_writes_a_file_and_replaces_none(run_ksana, tmp_path):
     out = tmp_path / "tiny.gguf"
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["quantize", "ksana-tiny", "--to", "q4_0", "--out", str(out)])
-    assert f"{out}: 1.2 MiB" in capsys.readouterr().out
+    code, shown, _ = run_ksana("quantize", "ksana-tiny", "--to", "q4_0", "--out", out)
+    assert code == 0 and f"{out}: 1.2 MiB" in shown
     before = out.read_bytes()
-    assert f"{out} exists; give another --out" in fails(capsys, "quantize", "ksana-tiny", "--out", str(out))
+    assert f"{out} exists; give another --out" in fails(run_ksana, "quantize", "ksana-tiny", "--out", out)
     assert out.read_bytes() == before
 
 

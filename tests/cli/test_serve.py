@@ -2,11 +2,9 @@
 
 import pytest
 
-from ksana_jax import cli
-
 
 @pytest.fixture
-def started(monkeypatch):
+def started(run_ksana, monkeypatch):
     """What `ksana serve ARGUMENTS` would serve: settings of the server and of the engine."""
     from ksana_jax.cli import serving
     from ksana_jax.serve.server import running
@@ -16,9 +14,7 @@ def started(monkeypatch):
         monkeypatch.setattr(running, "listen", lambda given: None)
         monkeypatch.setattr(running, "serve", lambda load, given, listener: found.extend([given, load()]) or 0)
         monkeypatch.setattr(serving, "_load", lambda model, settings, *others: settings)
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", "ksana-tiny", *arguments])
-        assert not ended.value.code
+        assert run_ksana("serve", "ksana-tiny", *arguments)[0] == 0
         return found
 
     return start
@@ -47,7 +43,6 @@ def test_keys_come_from_an_option_the_environment_and_a_file(started, monkeypatc
         (["--api-key", "a b"], "--api-key: the key in line 1 must be printable ASCII without spaces"),
     ],
 )
-def test_flags_that_cannot_be_are_one_sentence(capsys, arguments, said):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "ksana-tiny", *arguments])
-    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+def test_flags_that_cannot_be_are_one_sentence(run_ksana, arguments, said):
+    code, _, error = run_ksana("serve", "ksana-tiny", *arguments)
+    assert code == 2 and said in " ".join(error.replace("│", " ").split())

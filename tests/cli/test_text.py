@@ -39,7 +39,7 @@ def prompts():
 
 
 @pytest.fixture
-def ksana(monkeypatch, capsys, prompts):
+def ksana(monkeypatch, run_ksana, prompts):
     """Runs a command with standard input; returns (exit code, output, errors). Prompts that reach an LLM are noted."""
     stream = LLM.stream
 
@@ -52,9 +52,7 @@ def ksana(monkeypatch, capsys, prompts):
         text.isatty = lambda: terminal
         monkeypatch.setattr("sys.stdin", text)
         prompts.clear()
-        with pytest.raises(SystemExit) as raised:
-            cli.main([str(a) for a in args])
-        return raised.value.code, *capsys.readouterr()
+        return run_ksana(*args)
 
     monkeypatch.setattr(LLM, "stream", noted)
     return run
@@ -151,13 +149,12 @@ def as_input(data: bytes) -> io.TextIOWrapper:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_input_in_another_encoding_is_an_error_that_says_so(monkeypatch, capsys, talker, command):
+def test_input_in_another_encoding_is_an_error_that_says_so(monkeypatch, run_ksana, talker, command):
     monkeypatch.setattr(TextOptions, "make_llm", lambda self, model, **settings: None)
     monkeypatch.setattr("sys.stdin", as_input("café".encode("latin-1")))
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([command, str(talker)])
+    code, _, error = run_ksana(command, talker)
     said = "ksana: error: standard input is not utf-8: it has byte 0xe9; convert it, or name its encoding in"
-    assert capsys.readouterr().err.startswith(said)
+    assert code == 2 and error.startswith(said)
 
 
 def test_characters_that_the_output_lacks_are_written_as_their_codes(monkeypatch):

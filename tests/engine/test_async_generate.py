@@ -84,20 +84,16 @@ def test_a_text_is_tokenized_in_another_thread_and_arrives_in_outputs(llm):
     assert_idle(llm)
 
 
-def test_a_stop_string_ends_the_stream_and_no_part_of_it_is_let_out(llm):
+async def test_a_stop_string_ends_the_stream_and_no_part_of_it_is_let_out(llm):
     whole = complete(llm).text
     stop = whole[9:12]
-
-    async def main():
-        async with AsyncLLM.around(llm) as served:
-            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=[stop])
-            pieces = [o async for o in served.generate("x.y", params, delta=True)]
-            text = "".join(o.outputs[0].text for o in pieces)
-            assert text == whole[: whole.index(stop)]
-            assert pieces[-1].outputs[0].finish_reason is FinishReason.STOP
-            assert pieces[-1].outputs[0].stop_reason == stop
-
-    asyncio.run(main())
+    async with AsyncLLM.around(llm) as served:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=[stop])
+        pieces = [o async for o in served.generate("x.y", params, delta=True)]
+        text = "".join(o.outputs[0].text for o in pieces)
+        assert text == whole[: whole.index(stop)]
+        assert pieces[-1].outputs[0].finish_reason is FinishReason.STOP
+        assert pieces[-1].outputs[0].stop_reason == stop
 
 
 def test_salts_keep_prefixes_apart():

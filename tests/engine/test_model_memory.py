@@ -56,55 +56,46 @@ def awake(*models: Fake) -> str:
     return "".join(one.name.upper() for one in models if not one.is_asleep)
 
 
-def test_models_sleep_by_their_last_use_and_as_few_as_make_room():
-    async def run():
-        a, b, c, big = models = (*(Fake(name, 10) for name in "abc"), Fake("x", 20))
-        residents = in_budget(30, *models)
-        for one in (a, b, c, a, big):
-            await ask(residents, one)
-        assert awake(*models) == "AX"
+async def test_models_sleep_by_their_last_use_and_as_few_as_make_room():
+    a, b, c, big = models = (*(Fake(name, 10) for name in "abc"), Fake("x", 20))
+    residents = in_budget(30, *models)
+    for one in (a, b, c, a, big):
+        await ask(residents, one)
+    assert awake(*models) == "AX"
+    await ask(residents, b)
+    assert awake(*models) == "BX"
+
+
+async def test_a_busy_model_stays_and_its_new_requests_wait_after_its_turn():
+    a, b = Fake("a", 10), Fake("b", 10)
+    residents = in_budget(10, a, b, turn_s=0.1)
+    await ask(residents, a)
+    a.is_idle = False
+    waiting = asyncio.create_task(ask(residents, b))
+    await asyncio.sleep(0.03)
+    await ask(residents, a)  # still its turn
+    await asyncio.sleep(0.15)
+    later = asyncio.create_task(ask(residents, a))
+    await asyncio.sleep(0.05)
+    assert not waiting.done() and not later.done() and awake(a, b) == "A"
+    a.is_idle = True
+    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(later, 1)
+    assert awake(a, b) == "A"
+
+
+async def test_a_request_does_not_wait_for_ever():
+    a, b, c = models = Fake("a", 2**20), Fake("b", 2**20), Fake("c", 2**20)
+    residents = in_budget(2**20, *models, turn_s=0.05, timeout_s=0.2)
+    await ask(residents, a)
+    a.is_idle = False
+    found = await asyncio.gather(ask(residents, b), ask(residents, c), return_exceptions=True)
+    message = "it needs 1.0 MiB more, 1.0 MiB of 1.0 MiB are in use, and a had requests for 0.2 seconds"
+    assert [(type(error), str(error)) for error in found] == [(ModelMemoryFull, message)] * 2
+    await ask(residents, a)  # nobody waits for its place any more
+    b.has_ended = True
+    with pytest.raises(ModelMemoryFull, match="the server is shutting down"):
         await ask(residents, b)
-        assert awake(*models) == "BX"
-
-    asyncio.run(run())
-
-
-def test_a_busy_model_stays_and_its_new_requests_wait_after_its_turn():
-    async def run():
-        a, b = Fake("a", 10), Fake("b", 10)
-        residents = in_budget(10, a, b, turn_s=0.1)
-        await ask(residents, a)
-        a.is_idle = False
-        waiting = asyncio.create_task(ask(residents, b))
-        await asyncio.sleep(0.03)
-        await ask(residents, a)  # still its turn
-        await asyncio.sleep(0.15)
-        later = asyncio.create_task(ask(residents, a))
-        await asyncio.sleep(0.05)
-        assert not waiting.done() and not later.done() and awake(a, b) == "A"
-        a.is_idle = True
-        await asyncio.wait_for(waiting, 1)
-        await asyncio.wait_for(later, 1)
-        assert awake(a, b) == "A"
-
-    asyncio.run(run())
-
-
-def test_a_request_does_not_wait_for_ever():
-    async def run():
-        a, b, c = models = Fake("a", 2**20), Fake("b", 2**20), Fake("c", 2**20)
-        residents = in_budget(2**20, *models, turn_s=0.05, timeout_s=0.2)
-        await ask(residents, a)
-        a.is_idle = False
-        found = await asyncio.gather(ask(residents, b), ask(residents, c), return_exceptions=True)
-        message = "it needs 1.0 MiB more, 1.0 MiB of 1.0 MiB are in use, and a had requests for 0.2 seconds"
-        assert [(type(error), str(error)) for error in found] == [(ModelMemoryFull, message)] * 2
-        await ask(residents, a)  # nobody waits for its place any more
-        b.has_ended = True
-        with pytest.raises(ModelMemoryFull, match="the server is shutting down"):
-            await ask(residents, b)
-
-    asyncio.run(run())
 
 
 # ---------------------------------------------------------------------- engines

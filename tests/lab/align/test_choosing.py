@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.sources import model_path
 from ksana_jax.devices.platforms import platform_of
@@ -88,23 +87,20 @@ def test_the_float32_model_without_a_cache_is_that_of_the_checkpoint():
     assert greedy.tolist() == exact.argmax(-1).tolist()
 
 
-def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_verdict_that_an_engine_and_doctor_read(tmp_path, monkeypatch, run_ksana):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(verdict, "verdict_folder", lambda: tmp_path)
     sizes = ["--num-prompts", "2", "--prompt-tokens", "4", "--num-tokens", "3"]
     settings = "operators.attention=xla operators.linear=xla max_num_batched_tokens=8 query_tile=8"
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["align", settings, "--choose", "--json", *sizes])
-    assert raised.value.code == 0
-    printed = capsys.readouterr().out.splitlines()
+    code, out, _ = run_ksana("align", settings, "--choose", "--json", *sizes)
+    printed = out.splitlines()
+    assert code == 0
     [path] = tmp_path.glob("*.json")
     found = read_verdict(path)
     assert [m.pair for m in found.measured] == [RIGHT] and found.measured[0].agreed == (3, 3)
     assert json.loads(printed[-1])["chosen"] == list(RIGHT)
     assert f"{RIGHT}: agrees with the float32 model without a cache for 6 of 6 tokens" in printed
-    with pytest.raises(SystemExit):
-        cli.main(["doctor", "--json"])
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, last = run_ksana("doctor", "--json")[1].splitlines()
     [shown] = json.loads(last)["verdicts"]
     # Used where there is no compiler.
     assert re.search("norm xla (yes )?runs everywhere", " ".join(" ".join(lines).split()))
@@ -130,10 +126,9 @@ def test_every_pair_that_serves_is_measured_in_an_engine_of_its_own(monkeypatch)
         (["--threshold", "1"], "--threshold does not go with --choose"),
     ],
 )
-def test_what_does_not_go_with_choose_is_refused(capsys, words, message):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["align", "-", *words, "--choose"])
-    assert raised.value.code and message in " ".join(capsys.readouterr().err.split())
+def test_what_does_not_go_with_choose_is_refused(run_ksana, words, message):
+    code, _, error = run_ksana("align", "-", *words, "--choose")
+    assert code and message in " ".join(error.split())
 
 
 def test_verdicts_are_not_measured_on_several_devices():

@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import cli
-
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm_eval is installed")
-def test_without_the_extra_the_command_names_it(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["lm-eval", "run", "--model", "ksana", "--tasks", "wikitext"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "ksana: error: this needs lm-evaluation-harness, the extra eval: pip install 'ksana-jax[eval]'\n"
-    )
+def test_without_the_extra_the_command_names_it(run_ksana):
+    code, _, error = run_ksana("lm-eval", "run", "--model", "ksana", "--tasks", "wikitext")
+    assert code == 2
+    assert error == "ksana: error: this needs lm-evaluation-harness, the extra eval: pip install 'ksana-jax[eval]'\n"
 
 
 def test_the_entry_point_names_the_class():

@@ -13,7 +13,6 @@ import pytest
 from experiments.gpu import bundle, measured
 from experiments.gpu.context import read_records
 from experiments.gpu.importing import MAX_BYTES, import_bundle
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.report import read_report
 
@@ -50,26 +49,20 @@ def rows_of(folder):
     return {(row.point["case"], row.label): {key: values[0] for key, values in row.values.items()} for row in rows}
 
 
-def ksana(*args) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(a) for a in args])
-    return ended.value.code or 0
-
-
-def test_a_bundle_is_shown_as_a_table_and_imported_beside_other_runs(written, tmp_path, capsys):
+def test_a_bundle_is_shown_as_a_table_and_imported_beside_other_runs(written, tmp_path, run_ksana):
     path = written(time_of(), time_of("cuDNN paged", 250.0, ours=False), time_of(us=275.0, mode="dispatched"))
     assert path.name == "gpu-nvidia-h200-20261126T093000Z.json"
     folder = import_bundle(path)
-    assert ksana("report", folder) == 0
-    out = capsys.readouterr().out
+    code, out, _ = run_ksana("report", folder)
+    assert code == 0
     assert "NVIDIA H200, driver 580.159.04, jax 0.11.2, 2026-11-26" in out and "260.0" in out and "0.96" in out
     assert folder == path.with_suffix("")
     assert {"records.jsonl", "table.md", "figure.png"} <= {p.name for p in folder.iterdir()}
     other = bundle.write({**results_of(time_of(us=300.0)), "started": "2026-11-27T09:30:00Z"}, tmp_path)
-    assert ksana("report", folder, import_bundle(other), "--out", tmp_path / "both") == 0
+    assert run_ksana("report", folder, import_bundle(other), "--out", tmp_path / "both")[0] == 0
     table = (tmp_path / "both" / "table.md").read_text()
     assert f"{folder.name}: hopper_decode" in table and f"{other.stem}: hopper_decode" in table
-    assert ksana("report", folder, "--csv") == 0
+    assert run_ksana("report", folder, "--csv")[0] == 0
 
 
 def test_the_fastest_right_candidate_of_each_side_counts(written):

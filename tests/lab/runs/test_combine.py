@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.combine import combine
 from ksana_jax.lab.runs.config import plan
@@ -15,13 +14,7 @@ from ksana_jax.lab.runs.export import export
 from ksana_jax.lab.runs.run import run
 
 
-def ksana(*args):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(a) for a in args])
-    assert not ended.value.code
-
-
-def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, capsys):
+def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, run_ksana):
     a = make_run("a", variants=[{"name": "full"}])
     copied = tmp_path / "other name.txt"
     shutil.copy(text, copied)
@@ -39,8 +32,8 @@ def test_runs_on_the_same_texts_stand_in_one_table(make_run, tmp_path, text, cap
     # They saw the same texts, called differently, and are compared on each.
     assert any("if rows scored the same texts" in note for note in made.notes)
     assert not any("NOT COMPARABLE" in note for note in made.notes)
-    ksana("report", a, b, "--out", tmp_path / "both")
-    assert "a: full" in capsys.readouterr().out
+    code, shown, _ = run_ksana("report", a, b, "--out", tmp_path / "both")
+    assert code == 0 and "a: full" in shown
     assert {"table.md", "table.csv", "table.tex", "figure.png"} <= {p.name for p in (tmp_path / "both").iterdir()}
     assert not (a / "table.md").exists()
 
@@ -72,7 +65,7 @@ def test_runs_of_different_tasks_are_refused(make_run, fake, model, tmp_path):
         combine([make_run("a"), tmp_path / "fake"])
 
 
-def test_an_export_has_a_row_for_each_finished_trial(make_run, capsys):
+def test_an_export_has_a_row_for_each_finished_trial(make_run, run_ksana):
     folder = make_run("a", grid={"pattern.window": [4, 8]}, variants=[{"name": "=x"}])
     rows = list(csv.DictReader(io.StringIO(export(folder))))
     assert [(r["row"], r["pattern.window"], r["seed"]) for r in rows] == [
@@ -82,8 +75,7 @@ def test_an_export_has_a_row_for_each_finished_trial(make_run, capsys):
     (first, *_) = combine([folder, make_run("b")]).rows
     assert {float(r["ppl_32_64"]) for r in rows[:2]} == set(first.values["ppl_32_64"])
     assert all(float(r["tokens_per_s"]) > 0 for r in rows)
-    ksana("report", folder, "--csv")
-    assert capsys.readouterr().out == export(folder)
+    assert run_ksana("report", folder, "--csv")[:2] == (0, export(folder))
 
 
 def test_an_export_leaves_out_what_is_not_finished(make_run):

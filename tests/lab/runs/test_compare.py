@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs import comparison_tables, noise
 from ksana_jax.lab.runs.compare import _differing, compare
@@ -111,13 +110,11 @@ def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path,
         compare(a, other)
 
 
-def test_the_command_writes_markdown_and_json(make_fake, tmp_path, capsys):
+def test_the_command_writes_markdown_and_json(make_fake, tmp_path, run_ksana):
     a, b = make_fake("a"), make_fake("b", settings={"y": 0.25})
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["compare", str(a), str(b), "--out", str(tmp_path / "c"), "--json"])
-    assert not ended.value.code
-    *shown, line = capsys.readouterr().out.splitlines()
-    assert shown[0] == "b against a"
+    code, out, _ = run_ksana("compare", a, b, "--out", tmp_path / "c", "--json")
+    *shown, line = out.splitlines()
+    assert code == 0 and shown[0] == "b against a"
     said = json.loads(line)
     assert said == json.loads((tmp_path / "c" / "compare.json").read_text())
     (row,) = said["rows"]

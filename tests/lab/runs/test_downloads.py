@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.config import load, plan
 from ksana_jax.lab.runs.run import run
@@ -47,25 +46,24 @@ def write_lines(root, name):
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_missing_data_is_named_with_what_to_fetch(name, configs, tmp_path, capsys):
+def test_missing_data_is_named_with_what_to_fetch(name, configs, tmp_path, run_ksana):
     path = configs / f"{name}.yaml"
     fetch = yaml.safe_load(path.read_text())["fetch"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", str(path), "--out", str(tmp_path / "out")])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"ksana: error: {tmp_path / MISSING[name]} is missing. {fetch}\n"
+    code, _, error = run_ksana("run", path, "--out", tmp_path / "out")
+    assert (code, error) == (2, f"ksana: error: {tmp_path / MISSING[name]} is missing. {fetch}\n")
     assert not (tmp_path / "out").exists()
     assert any(licence in fetch for licence in ("Apache-2.0", "MIT", "CC BY-SA"))
 
 
 @pytest.mark.parametrize("name", ["gqa_quality", "spec_trie", "trained_sinks"])
-def test_a_model_that_is_trained_first_is_named_with_the_command(name, tmp_path, monkeypatch, capsys):
+def test_a_model_that_is_trained_first_is_named_with_the_command(name, tmp_path, monkeypatch, run_ksana):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", name])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("ksana: error: there is no model 'runs/") and said.endswith(".sh trains its models\n")
+    code, _, said = run_ksana("run", name)
+    assert (
+        code == 2
+        and said.startswith("ksana: error: there is no model 'runs/")
+        and said.endswith(".sh trains its models\n")
+    )
 
 
 def test_without_a_sentence_the_entry_is_named(tmp_path):

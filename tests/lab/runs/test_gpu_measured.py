@@ -1,6 +1,8 @@
-"""The stored measurements of `experiments.gpu` and the table that is made of them."""
+"""The stored measurements of `experiments.gpu`, the table that is made of them, and kernels that others have timed."""
 
-from experiments.gpu import measured
+import pytest
+
+from experiments.gpu import measured, others
 from experiments.gpu.context import read_records
 
 
@@ -21,3 +23,37 @@ def test_another_time_changes_the_table():
     records = read_records(measured.RECORDS)
     slower = [r | {"us": 2 * r["us"]} if r.get("who") == "hopper_decode" and "us" in r else r for r in records]
     assert measured.table(slower) != measured.table(records)
+
+
+def test_every_figure_has_a_device_a_case_a_name_and_one_unit():
+    for kernel in others.read()["kernels"]:
+        assert kernel["device"] in others.read()["data_sheet_bytes_per_s"]
+        assert kernel["case"] and kernel["who"]
+        assert len(kernel.keys() & {"us", "share", "tflops", "of_16_bits"}) == 1, kernel
+
+
+def test_figures_are_physically_possible():
+    sheet = others.read()["data_sheet_bytes_per_s"]
+    for kernel in others.read()["kernels"]:
+        if "us" in kernel:
+            rate = others.TOKENS[kernel["case"]] * others.TOKEN_BYTES / kernel["us"] * 1e6
+            assert 0.4 < rate / sheet[kernel["device"]] < 1
+
+
+def test_the_best_figure_is_the_least_time_and_the_most_of_a_bandwidth():
+    assert others.best("H200", "64x8k", "us") == (483.7, "SGLang 0.5.14, FlashAttention 3")
+    assert others.best("H100", "256x512", "share") == (0.84, "TensorRT-LLM")
+    assert others.best("H100", "32x4k", "share") is None
+
+
+def test_the_table_says_where_ours_is_behind():
+    records = read_records(measured.RECORDS)
+
+    def behind(records, begin):
+        [line] = [line for line in others.table(records).splitlines() if line.startswith(f"| {begin}")]
+        return float(line.split(" | ")[-2])
+
+    assert behind(records, "decode 256x512") < 1 < behind(records, "decode 64x8k")
+    twice = [r | {"us": 2 * r["us"]} if r["kind"] == "time" else r for r in records]
+    for begin in ("decode 64x8k", "decode 1x32k", "prefill"):
+        assert behind(twice, begin) == pytest.approx(2 * behind(records, begin), abs=0.02)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import yaml
 
-from ksana_jax import cli
 from ksana_jax.engine.inspect.pool_trace import CACHED, FREE, PoolTrace
 from ksana_jax.lab.runs import figures, pool_figure
 from ksana_jax.lab.runs.inspection import SnapshotChooser
@@ -40,16 +39,8 @@ def experiment(tmp_path_factory, one_layer):
     return path
 
 
-def ksana(capsys, *args):
-    """Exit code, output and error of a command."""
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["trace", "pool", *map(str, args)])
-    shown = capsys.readouterr()
-    return raised.value.code, shown.out, shown.err
-
-
-def test_one_command_writes_picture_numbers_and_blocks(experiment, tmp_path, capsys):
-    code, out, err = ksana(capsys, experiment, "--out", tmp_path, "--json")
+def test_one_command_writes_picture_numbers_and_blocks(experiment, tmp_path, run_ksana):
+    code, out, err = run_ksana("trace", "pool", experiment, "--out", tmp_path, "--json")
     assert (code, err) == (0, "")
     numbers = json.loads(out.splitlines()[-1])
     assert "Two pools: full, seed 0" in out and "blocks by origin" in out
@@ -73,15 +64,15 @@ def test_one_command_writes_picture_numbers_and_blocks(experiment, tmp_path, cap
     assert sum(line.startswith("device") and " held " in line for line in blocks) == held[at - 1] >= 10
 
 
-def test_a_row_and_a_step_can_be_chosen(experiment, tmp_path, capsys):
-    code, out, _ = ksana(capsys, experiment, "--out", tmp_path, "--row", 2, "--step", 3)
+def test_a_row_and_a_step_can_be_chosen(experiment, tmp_path, run_ksana):
+    code, out, _ = run_ksana("trace", "pool", experiment, "--out", tmp_path, "--row", 2, "--step", 3)
     assert code == 0 and "Two pools: window, seed 0" in out
     assert (tmp_path / "blocks.txt").read_text().startswith("after step 3\n")
 
 
-def test_a_trial_whose_only_step_releases_everything_says_so(experiment, tmp_path, capsys):
+def test_a_trial_whose_only_step_releases_everything_says_so(experiment, tmp_path, run_ksana):
     one_step = ["settings={num_prompts: 1, prompt_tokens: 40, output_tokens: 1}", "engine.enable_prefix_caching=false"]
-    code, out, _ = ksana(capsys, experiment, *one_step, "engine.host_cache_bytes=0", "--out", tmp_path)
+    code, out, _ = run_ksana("trace", "pool", experiment, *one_step, "engine.host_cache_bytes=0", "--out", tmp_path)
     assert code == 0 and "0.0% of 12 blocks after a step, 25.0% at most within one" in out
     assert (tmp_path / "blocks.txt").read_text() == "after step 0\nno step of 1 left a block in use\n"
 
@@ -95,14 +86,14 @@ def test_a_trial_whose_only_step_releases_everything_says_so(experiment, tmp_pat
         (("settings.num_prompt=3",), "unknown key 'settings.num_prompt'; the nearest is 'num_prompts'"),
     ],
 )
-def test_bad_inputs_give_one_clear_line(experiment, tmp_path, capsys, args, message):
-    code, _, err = ksana(capsys, experiment, *args, "--out", tmp_path)
+def test_bad_inputs_give_one_clear_line(experiment, tmp_path, run_ksana, args, message):
+    code, _, err = run_ksana("trace", "pool", experiment, *args, "--out", tmp_path)
     assert code == 2 and err.startswith("ksana: error: ") and err.endswith(f"{message}\n")
     assert err.count("\n") == 1
 
 
-def test_a_file_that_is_missing_is_named(tmp_path, capsys):
-    code, _, err = ksana(capsys, tmp_path / "none.yaml")
+def test_a_file_that_is_missing_is_named(tmp_path, run_ksana):
+    code, _, err = run_ksana("trace", "pool", tmp_path / "none.yaml")
     assert code == 2 and err.startswith(f"ksana: error: {tmp_path / 'none.yaml'}: no such experiment file; `ksana list")
 
 

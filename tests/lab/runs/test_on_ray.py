@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.distributed.ray_connection import connected
 from ksana_jax.engine.distributed.ray_places import Resources
@@ -59,10 +58,8 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         (["--on", "ray", "--num-cpus", "-1"], "num_cpus is -1.0, must be a number from 0"),
     ],
 )
-def test_wrong_options_give_one_line(capsys, options, problem):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "quickstart", *options])
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"ksana: error: {problem}\n")
+def test_wrong_options_give_one_line(run_ksana, options, problem):
+    assert run_ksana("run", "quickstart", *options) == (2, "", f"ksana: error: {problem}\n")
 
 
 @pytest.mark.usefixtures("fake")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs import papers
 from ksana_jax.lab.runs.papers import Published, Study, agreement
@@ -26,12 +25,6 @@ def test_a_papers_rows_are_measured_by_its_study(name, study):
         assert any(row in column.numbers for column in paper.published)
         assert [r.mean(study.column) is not None for r in report.rows if r.name == theirs] == [True]
     assert paper.relative_to is None or paper.relative_to in study.rows
-
-
-def ksana(*words):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in words])
-    return ended.value.code or 0
 
 
 def rows(**values):
@@ -63,26 +56,24 @@ def test_published_numbers_that_are_all_but_equal_have_no_order():
     assert "nothing is resolved. Of 0 pairs" in told
 
 
-def test_a_finished_study_is_shown_beside_the_paper(tmp_path, capsys):
+def test_a_finished_study_is_shown_beside_the_paper(tmp_path, run_ksana):
     out = shutil.copytree(ROOT / "experiments/orca", tmp_path / "orca")
-    assert ksana("reproduce", "orca", "--out", out) == 0
-    printed = capsys.readouterr().out
-    assert "36.9" in printed and "agrees in kind" in printed
+    code, printed, _ = run_ksana("reproduce", "orca", "--out", out)
+    assert code == 0 and "36.9" in printed and "agrees in kind" in printed
     table = (out / "paper.md").read_text()
     assert "| iteration-level batching | 36.9 | 38.75 |" in table and "FasterTransformer" in table
 
 
-def test_our_numbers_are_in_the_unit_of_the_study(tmp_path, capsys, monkeypatch):
+def test_our_numbers_are_in_the_unit_of_the_study(tmp_path, run_ksana, monkeypatch):
     out = shutil.copytree(ROOT / "experiments/pretrained_recall", tmp_path / "recall")
     monkeypatch.setattr(papers, "run_and_report", lambda *given: 0)  # it would ask for the model
-    assert ksana("reproduce", "snapkv", "--out", out) == 0
+    assert run_ksana("reproduce", "snapkv", "--out", out)[0] == 0
     assert "| SnapKV | 17.92 | 40.76 | 24.92 | 8.333 |" in (out / "paper.md").read_text()
 
 
-def test_all_papers_are_listed(capsys):
-    assert ksana("list", "papers") == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in papers.names())
+def test_all_papers_are_listed(run_ksana):
+    code, printed, _ = run_ksana("list", "papers")
+    assert code == 0 and all(name in printed for name in papers.names())
 
 
 @pytest.mark.parametrize(
@@ -92,9 +83,9 @@ def test_all_papers_are_listed(capsys):
         (["orca", "--full"], "orca has no longer study: `ksana reproduce orca` is all of it"),
     ],
 )
-def test_what_is_not_there_is_refused(options, problem, capsys):
-    assert ksana("reproduce", *options) == 2
-    assert problem in " ".join(capsys.readouterr().err.split())
+def test_what_is_not_there_is_refused(options, problem, run_ksana):
+    code, _, error = run_ksana("reproduce", *options)
+    assert code == 2 and problem in " ".join(error.split())
 
 
 def test_a_row_that_a_study_lacks_is_named():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ksana_jax import cli
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.lab.runs import reference
@@ -16,16 +15,17 @@ from ksana_jax.lab.runs.tasks import TASKS, task_named
 DOCS, EXAMPLES = Path(__file__).parents[3] / "docs", Path(__file__).parents[3] / "examples"
 
 
-def printed(capsys, *args):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["list", "tasks", *args])
-    assert raised.value.code == 0
-    return capsys.readouterr().out
+def printed(run_ksana, *args):
+    code, shown, _ = run_ksana("list", "tasks", *args)
+    assert code == 0
+    return shown
 
 
-def test_the_page_in_docs_is_what_the_command_prints(capsys):
+def test_the_page_in_docs_is_what_the_command_prints(run_ksana):
     page = (DOCS / "reference/yaml.md").read_text(encoding="utf-8")
-    assert page == printed(capsys, "--markdown"), "write it again: ksana list tasks --markdown > docs/reference/yaml.md"
+    assert page == printed(run_ksana, "--markdown"), (
+        "write it again: ksana list tasks --markdown > docs/reference/yaml.md"
+    )
 
 
 @pytest.mark.parametrize("cls", [Experiment, EngineConfig, AttentionPattern], ids=lambda cls: cls.__name__)
@@ -47,11 +47,11 @@ def test_types_and_defaults_are_written_as_in_yaml():
     assert (fields["engine"].default, fields["seeds"].default) == ("{}", "[0]")
 
 
-def test_the_command_lists_all_tasks_or_one_of_the_users_own(capsys, monkeypatch):
-    assert printed(capsys).split() == [*TASKS]
+def test_the_command_lists_all_tasks_or_one_of_the_users_own(run_ksana, monkeypatch):
+    assert printed(run_ksana).split() == [*TASKS]
     monkeypatch.syspath_prepend(EXAMPLES)
     try:
-        shown = printed(capsys, "passkey:Passkey")
+        shown = printed(run_ksana, "passkey:Passkey")
     finally:
         sys.modules.pop("passkey", None)
     assert shown.startswith("passkey:Passkey  ") and "settings.num_filler_lines" in shown

@@ -3,7 +3,6 @@
 import pytest
 
 from experiments.simulator.paced import WallClock
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.simulator.cost import read_cost
 
@@ -58,13 +57,9 @@ BENCH = ("bench", "serving", "--model", "ksana-tiny", "--rate", "1")
         (("simulate", "record", "ksana-tiny", "-o", "folder"), "--out is 'folder', must be a file, not a folder"),
     ],
 )
-def test_what_would_fail_after_the_measurement_is_told_before_it(capsys, monkeypatch, tmp_path, arguments, says):
+def test_what_would_fail_after_the_measurement_is_told_before_it(run_ksana, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments])
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"ksana: error: {says}")
-    assert not printed.out
+    code, shown, error = run_ksana(*arguments)
+    assert (code, shown) == (2, "") and error.startswith(f"ksana: error: {says}")

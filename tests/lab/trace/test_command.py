@@ -5,22 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.trace.command import command_line
 
 
-def ends(*words):
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["trace", *map(str, words)])
-    return raised.value.code
-
-
-def test_a_bench_is_traced_with_its_own_options(tmp_path, capsys):
+def test_a_bench_is_traced_with_its_own_options(tmp_path, run_ksana):
     options = ["--rows", "2", "--steps", 3, "--context", 64, "--json", "--out", tmp_path / "out"]
-    assert ends("bench", "experiments.benches.host:Host", *options) == 0
-    shown = capsys.readouterr().out
-    assert any(line.startswith("{") for line in shown.splitlines()) and "index.html" in shown
+    code, shown, _ = run_ksana("trace", "bench", "experiments.benches.host:Host", *options)
+    assert code == 0 and any(line.startswith("{") for line in shown.splitlines()) and "index.html" in shown
     trace = json.loads((tmp_path / "out/trace.json").read_text())
     assert trace["command"] == "ksana bench experiments.benches.host:Host --rows 2 --steps 3 --context 64 --json"
     assert trace["engines"][0]["num_steps"] > 3 and trace["functions"] == []
@@ -51,14 +43,13 @@ def test_an_experiment_is_run_into_the_folder():
         (["quickstart", "--profile-steps", "-1"], "--profile-steps is -1, must be"),
     ],
 )
-def test_what_cannot_be_traced_is_one_line_and_leaves_no_folder(words, error, tmp_path, capsys):
-    assert ends(*words, "--out", tmp_path / "out") == 2
-    shown = capsys.readouterr().err
-    assert error in shown and shown.count("\n") == 1
+def test_what_cannot_be_traced_is_one_line_and_leaves_no_folder(words, error, tmp_path, run_ksana):
+    code, _, shown = run_ksana("trace", *words, "--out", tmp_path / "out")
+    assert code == 2 and error in shown and shown.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
+def test_a_folder_that_is_not_empty_is_refused(tmp_path, run_ksana):
     (tmp_path / "a").write_text("mine")
-    assert ends("quickstart", "--out", tmp_path) == 2
-    assert "is not empty: a trace is written to a folder of its own" in capsys.readouterr().err
+    code, _, shown = run_ksana("trace", "quickstart", "--out", tmp_path)
+    assert code == 2 and "is not empty: a trace is written to a folder of its own" in shown

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ksana_jax import AttentionPattern, cli
+from ksana_jax import AttentionPattern
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab import recording
 from ksana_jax.lab.trace import tracing
@@ -14,15 +14,13 @@ from tests.fakes import make_engine
 from tests.lab.trace.recorded import SETTINGS, live, record
 
 
-def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
+def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, run_ksana):
     made, _ = record(tmp_path / "a", lambda engine: None)
 
     def refusal(**header):
         recording.write(tmp_path / "a" / recording.NAME, made.header | header, [])
-        with pytest.raises(SystemExit) as raised:
-            cli.main(["trace", "replay", str(tmp_path / "a")])
-        shown = capsys.readouterr().err
-        assert raised.value.code == 2 and shown.count("\n") == 1
+        shown = _fails(run_ksana, "trace", "replay", tmp_path / "a")
+        assert shown.count("\n") == 1
         return shown
 
     assert "whose weights were in memory: replay it in Python" in refusal()
@@ -31,19 +29,19 @@ def test_recordings_that_cannot_be_replayed_are_one_line(tmp_path, capsys):
     opaque = {"model": "ksana-tiny", "load_format": "auto", "opaque": ["policy"]}
     assert "policy was an object, fcfs: give policy=NAME" in refusal(**opaque)
     assert "is a recording of format 7, this version reads 2" in refusal(format=7)
-    assert "has no recording.jsonl" in _fails(capsys, "trace", "replay", tmp_path)
+    assert "has no recording.jsonl" in _fails(run_ksana, "trace", "replay", tmp_path)
     (tmp_path / "a" / recording.NAME).write_text("[1]\n")
-    assert "is not a recording" in _fails(capsys, "trace", "replay", tmp_path / "a")
+    assert "is not a recording" in _fails(run_ksana, "trace", "replay", tmp_path / "a")
 
 
-def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_compared(tmp_path, capsys):
+def test_a_trace_without_decisions_has_no_prompts_and_cannot_be_replayed_or_compared(tmp_path, run_ksana):
     with tracing(tmp_path / "out", profile_steps=0):
         live(make_engine(**SETTINGS))
     text = (tmp_path / "out/engine-1/recording.jsonl").read_text()
     kinds = {json.loads(line)["event"] for line in text.splitlines()}
     assert kinds == {"recording", "step", "request"} and not any(f'"{k}"' in text for k in ("rows", "blocks", "tokens"))
     for words in (["trace", "replay", tmp_path / "out"], ["compare", tmp_path / "out", tmp_path / "out"]):
-        shown = _fails(capsys, *words)
+        shown = _fails(run_ksana, *words)
         assert "has times without decisions: `ksana trace run --record` records both" in shown
         assert shown.count("\n") == 1
 
@@ -72,22 +70,21 @@ def test_a_request_of_another_kind_is_named(tmp_path):
         ("added", {"event": ["gone"]}, "must be an event"),
     ],
 )
-def test_a_broken_line_is_named_before_anything_is_replayed(tmp_path, capsys, kind, change, says):
+def test_a_broken_line_is_named_before_anything_is_replayed(tmp_path, run_ksana, kind, change, says):
     record(tmp_path / "a")
     path = tmp_path / "a" / recording.NAME
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     at = next(i for i, line in enumerate(lines) if line["event"] == kind)
     lines[at] = {k: v for k, v in (lines[at] | change).items() if v is not None or k not in change}
     path.write_text("\n".join(map(json.dumps, lines)))
-    shown = _fails(capsys, "trace", "replay", path)
+    shown = _fails(run_ksana, "trace", "replay", path)
     assert f"{path}, line {at + 1}" in " ".join(shown.split()) and says in " ".join(shown.split())
 
 
-def _fails(capsys, *words):
-    with pytest.raises(SystemExit) as raised:
-        cli.main([str(word) for word in words])
-    assert raised.value.code == 2
-    return capsys.readouterr().err
+def _fails(run_ksana, *words):
+    code, _, error = run_ksana(*words)
+    assert code == 2
+    return error
 
 
 def test_a_recording_has_all_that_its_engine_needs_to_be_built_again(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ksana_jax import AttentionPattern, LoRARequest, SamplingParams, cli
+from ksana_jax import AttentionPattern, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab import recording
 from ksana_jax.lab.trace import tracing
@@ -127,7 +127,7 @@ def test_two_policies_part_where_one_takes_another_request_first(tmp_path):
     assert first_difference(shortest.steps, [s.plain() for s in done.recorder.steps]) is None
 
 
-def test_compare_prints_the_first_decision_that_differs(tmp_path, capsys):
+def test_compare_prints_the_first_decision_that_differs(tmp_path, run_ksana):
     def drive(engine):
         for i, length in enumerate((20, 5)):
             engine.add_request(prompt_of(length, i), asking(4), request_id=f"r{i}")
@@ -135,11 +135,8 @@ def test_compare_prints_the_first_decision_that_differs(tmp_path, capsys):
 
     for name in ("fcfs", "shortest_first"):
         record(tmp_path / name, drive, policy=name)
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["compare", str(tmp_path / "fcfs"), str(tmp_path / "shortest_first"), "--json"])
-    assert raised.value.code == 0
-    shown = capsys.readouterr().out
-    assert "policy: fcfs and shortest_first" in shown
+    code, shown, _ = run_ksana("compare", tmp_path / "fcfs", tmp_path / "shortest_first", "--json")
+    assert code == 0 and "policy: fcfs and shortest_first" in shown
     assert (
         "step 1: the first decision that differs\n  A  r0/0 computes 16 after 0\n  B  r1/0 computes 5 after 0" in shown
     )

@@ -282,7 +282,7 @@ def test_a_connection_is_used_again(slow):
     connection.close()
 
 
-def test_a_request_sent_before_the_last_answer_ended_stops_the_clock():
+async def test_a_request_sent_before_the_last_answer_ended_stops_the_clock():
     class Transport(asyncio.Transport):
         aborted = False
 
@@ -292,16 +292,13 @@ def test_a_request_sent_before_the_last_answer_ended_stops_the_clock():
         def get_write_buffer_size(self):
             return 0
 
-    async def main():
-        connections, transport = Connections(asyncio.Protocol, 0.02), Transport()
-        connections().connection_made(transport)
-        connections.began(transport)
-        connections.began(transport)
-        connections.ended(transport)
-        await asyncio.sleep(0.06)
-        assert not transport.aborted
-        connections.ended(transport)
-        await asyncio.sleep(0.06)
-        assert transport.aborted and not connections.open
-
-    asyncio.run(main())
+    connections, transport = Connections(asyncio.Protocol, 0.02), Transport()
+    connections().connection_made(transport)
+    connections.began(transport)
+    connections.began(transport)
+    connections.ended(transport)
+    await asyncio.sleep(0.06)
+    assert not transport.aborted
+    connections.ended(transport)
+    await asyncio.sleep(0.06)
+    assert transport.aborted and not connections.open

@@ -51,118 +51,97 @@ def test_the_rate_follows_a_change():
     assert rate_of(*(step(i, i + 0.5, 100) for i in range(10)), *slower) == pytest.approx(100, rel=0.01)
 
 
-def test_requests_beyond_the_limit_are_refused_and_those_accepted_go_on():
-    async def main():
-        async with AsyncLLM.around(engine_of()) as llm:
-            limits = QueueLimits(llm, max_num_queued_reqs=5)
-            streams = [await llm.submit(prompt_of(5, seed), asking(20), delta=True) for seed in range(3)]
-            streams.append(await llm.submit(prompt_of(5, 3), asking(20, n=2), delta=True))  # counts two
-            with pytest.raises(QueueFull, match=re.escape("5 sequences wait or run, 1 more make 6")) as raised:
-                await llm.submit(prompt_of(5), asking())
-            assert raised.value.retry_after_s >= 1 and "max_num_queued_reqs is 5" in str(raised.value)
-            assert llm.stats().num_sequences == 5
-            for seed, stream in enumerate(streams[:3]):
-                output = await stream.result()
-                assert output.outputs[0].token_ids == reference_tokens(prompt_of(5, seed), 20, FULLY)
-            await streams[3].result()
-            await (await llm.submit(prompt_of(5), asking())).result()
-            assert limits.max_num_queued_reqs == 5
-
-    asyncio.run(main())
+async def test_requests_beyond_the_limit_are_refused_and_those_accepted_go_on():
+    async with AsyncLLM.around(engine_of()) as llm:
+        limits = QueueLimits(llm, max_num_queued_reqs=5)
+        streams = [await llm.submit(prompt_of(5, seed), asking(20), delta=True) for seed in range(3)]
+        streams.append(await llm.submit(prompt_of(5, 3), asking(20, n=2), delta=True))  # counts two
+        with pytest.raises(QueueFull, match=re.escape("5 sequences wait or run, 1 more make 6")) as raised:
+            await llm.submit(prompt_of(5), asking())
+        assert raised.value.retry_after_s >= 1 and "max_num_queued_reqs is 5" in str(raised.value)
+        assert llm.stats().num_sequences == 5
+        for seed, stream in enumerate(streams[:3]):
+            output = await stream.result()
+            assert output.outputs[0].token_ids == reference_tokens(prompt_of(5, seed), 20, FULLY)
+        await streams[3].result()
+        await (await llm.submit(prompt_of(5), asking())).result()
+        assert limits.max_num_queued_reqs == 5
 
 
-def test_requests_that_arrive_together_cannot_pass_a_limit_together():
-    async def main():
-        async with AsyncLLM.around(engine_of()) as llm:
-            QueueLimits(llm, max_num_queued_reqs=4)
+async def test_requests_that_arrive_together_cannot_pass_a_limit_together():
+    async with AsyncLLM.around(engine_of()) as llm:
+        QueueLimits(llm, max_num_queued_reqs=4)
 
-            async def ask(seed):
-                try:
-                    return await llm.submit(prompt_of(5, seed), asking())
-                except QueueFull:
-                    return None
+        async def ask(seed):
+            try:
+                return await llm.submit(prompt_of(5, seed), asking())
+            except QueueFull:
+                return None
 
-            streams = await asyncio.gather(*(ask(seed) for seed in range(50)))
-            accepted = [stream for stream in streams if stream is not None]
-            assert len(accepted) == 4
-            for stream in accepted:
-                await stream.result()
-
-    asyncio.run(main())
-
-
-def test_several_prompts_are_accepted_or_refused_together():
-    async def main():
-        async with AsyncLLM.around(engine_of()) as llm:
-            QueueLimits(llm, max_num_queued_reqs=4)
-            [stream] = await llm.submit_all([prompt_of(5)], asking())
-            with pytest.raises(QueueFull):
-                await llm.submit_all([prompt_of(5, seed) for seed in range(4)], asking())
-            assert llm.stats().num_requests <= 1
+        streams = await asyncio.gather(*(ask(seed) for seed in range(50)))
+        accepted = [stream for stream in streams if stream is not None]
+        assert len(accepted) == 4
+        for stream in accepted:
             await stream.result()
 
-    asyncio.run(main())
+
+async def test_several_prompts_are_accepted_or_refused_together():
+    async with AsyncLLM.around(engine_of()) as llm:
+        QueueLimits(llm, max_num_queued_reqs=4)
+        [stream] = await llm.submit_all([prompt_of(5)], asking())
+        with pytest.raises(QueueFull):
+            await llm.submit_all([prompt_of(5, seed) for seed in range(4)], asking())
+        assert llm.stats().num_requests <= 1
+        await stream.result()
 
 
-def test_prompt_tokens_that_wait_are_limited_until_their_first_token():
-    async def main():
-        async with AsyncLLM.around(engine_of()) as llm:
-            limits = QueueLimits(llm, max_num_queued_tokens=100)
-            first = await llm.submit(prompt_of(90), asking(20), delta=True)
-            with pytest.raises(QueueFull, match="90 prompt tokens wait, 11 more make 101, max_num_queued_tokens is"):
-                await llm.submit(prompt_of(11), asking())
-            await (await llm.submit(prompt_of(10), asking(1))).result()
-            await anext(first)  # has its first token: its prompt no longer waits
-            assert llm.stats().num_prefill_tokens == 0
-            second = await llm.submit(prompt_of(90), asking(1))
-            await second.result()
-            await first.result()
-            assert limits.max_num_queued_tokens == 100
-
-    asyncio.run(main())
+async def test_prompt_tokens_that_wait_are_limited_until_their_first_token():
+    async with AsyncLLM.around(engine_of()) as llm:
+        limits = QueueLimits(llm, max_num_queued_tokens=100)
+        first = await llm.submit(prompt_of(90), asking(20), delta=True)
+        with pytest.raises(QueueFull, match="90 prompt tokens wait, 11 more make 101, max_num_queued_tokens is"):
+            await llm.submit(prompt_of(11), asking())
+        await (await llm.submit(prompt_of(10), asking(1))).result()
+        await anext(first)  # has its first token: its prompt no longer waits
+        assert llm.stats().num_prefill_tokens == 0
+        second = await llm.submit(prompt_of(90), asking(1))
+        await second.result()
+        await first.result()
+        assert limits.max_num_queued_tokens == 100
 
 
-def test_a_request_beyond_a_limit_by_itself_is_accepted_when_there_is_no_other():
-    async def main():
-        async with AsyncLLM.around(engine_of()) as llm:
-            QueueLimits(llm, max_num_queued_reqs=2, max_num_queued_tokens=10)
-            await (await llm.submit(prompt_of(50), asking(3, n=4, temperature=1))).result()
-            await (await llm.submit(prompt_of(50), asking(3))).result()
-
-    asyncio.run(main())
+async def test_a_request_beyond_a_limit_by_itself_is_accepted_when_there_is_no_other():
+    async with AsyncLLM.around(engine_of()) as llm:
+        QueueLimits(llm, max_num_queued_reqs=2, max_num_queued_tokens=10)
+        await (await llm.submit(prompt_of(50), asking(3, n=4, temperature=1))).result()
+        await (await llm.submit(prompt_of(50), asking(3))).result()
 
 
-def test_a_burst_of_a_few_hundred_requests_is_accepted_by_default():
-    async def main():
-        async with AsyncLLM.around(make_engine(num_blocks=256, max_num_seqs=8, max_model_len=128)) as llm:
-            limits = QueueLimits(llm)
-            for seed in range(12):  # the rate is known
-                await (await llm.submit(prompt_of(5, seed), asking(1))).result()
-            assert limits.prefill_tokens_per_s is not None
-            limits._rates[0]._seconds = limits._rates[0]._tokens / 500  # a model of billions of parameters on a CPU
-            assert limits.prefill_tokens_per_s == 500
-            streams = await asyncio.gather(*(llm.submit(prompt_of(100, seed), asking(1)) for seed in range(400)))
-            assert len(streams) == 400
-
-    asyncio.run(main())
+async def test_a_burst_of_a_few_hundred_requests_is_accepted_by_default():
+    async with AsyncLLM.around(make_engine(num_blocks=256, max_num_seqs=8, max_model_len=128)) as llm:
+        limits = QueueLimits(llm)
+        for seed in range(12):  # the rate is known
+            await (await llm.submit(prompt_of(5, seed), asking(1))).result()
+        assert limits.prefill_tokens_per_s is not None
+        limits._rates[0]._seconds = limits._rates[0]._tokens / 500  # a model of billions of parameters on a CPU
+        assert limits.prefill_tokens_per_s == 500
+        streams = await asyncio.gather(*(llm.submit(prompt_of(100, seed), asking(1)) for seed in range(400)))
+        assert len(streams) == 400
 
 
-def test_the_limits_follow_from_rows_and_the_measured_rate_by_default():
-    async def main():
-        async with AsyncLLM.around(engine_of(0)) as llm:
-            limits = QueueLimits(llm)
-            assert limits.max_num_queued_reqs == 1024
-            assert limits.max_num_queued_tokens is None and limits.retry_after_s == 1
-            for observe in llm.observers:
-                observe(StepNews(0, records=[step(i, i + 1, 4) for i in range(10)]))
-            assert limits.prefill_tokens_per_s == pytest.approx(4) and limits.max_num_queued_tokens == 600 * 4
-            slow(llm.engine, 0.05)
-            streams = await llm.submit_all([prompt_of(10, seed) for seed in range(3)], asking(1))
-            assert limits.retry_after_s == 8  # 30 tokens at 4 a second
-            for stream in streams:
-                stream.close()
-
-    asyncio.run(main())
+async def test_the_limits_follow_from_rows_and_the_measured_rate_by_default():
+    async with AsyncLLM.around(engine_of(0)) as llm:
+        limits = QueueLimits(llm)
+        assert limits.max_num_queued_reqs == 1024
+        assert limits.max_num_queued_tokens is None and limits.retry_after_s == 1
+        for observe in llm.observers:
+            observe(StepNews(0, records=[step(i, i + 1, 4) for i in range(10)]))
+        assert limits.prefill_tokens_per_s == pytest.approx(4) and limits.max_num_queued_tokens == 600 * 4
+        slow(llm.engine, 0.05)
+        streams = await llm.submit_all([prompt_of(10, seed) for seed in range(3)], asking(1))
+        assert limits.retry_after_s == 8  # 30 tokens at 4 a second
+        for stream in streams:
+            stream.close()
 
 
 def test_a_limit_that_is_no_number_is_refused():

@@ -38,102 +38,90 @@ def read(metrics: ServingMetrics) -> dict[tuple, float]:
     return found
 
 
-def test_the_numbers_of_a_known_load():
-    async def main():
-        async with AsyncLLM.around(make_engine(num_blocks=256, caching=True, max_num_seqs=8)) as llm:
-            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
-            for asked in (asking(5), asking(5), asking(4, n=2, temperature=1)):
-                await (await llm.submit(prompt_of(12), asked)).result()
-            late = await llm.submit(prompt_of(4, 9), asking(40), delta=True)
-            await anext(late)
-            await llm.abort(late.request_id)
-            for _ in range(100):
-                found = read(metrics)
-                if found["vllm:request_success_total", "abort"]:
-                    break
-                await asyncio.sleep(0.01)
-            assert found["vllm:request_success_total", "length"] == 4
-            assert found["vllm:prompt_tokens_total",] == 3 * 12 + 4
-            assert found["vllm:prompt_tokens_cached_total",] == found["vllm:prefix_cache_hits_total",]
-            computed = found["vllm:prompt_tokens_by_source_total", "local_compute"]
-            assert computed + found["vllm:prompt_tokens_cached_total",] == 3 * 12 + 4
-            assert found["vllm:request_prefill_kv_computed_tokens_sum",] == computed
-            assert found["vllm:cache_config_info", "4", "f32", "True", "1024", "256"] == 1
-            assert found["vllm:generation_tokens_total",] >= 5 + 5 + 2 * 4 + 1
-            assert found["vllm:request_generation_tokens_sum",] >= 5 + 5 + 2 * 4 + 1
-            assert found["vllm:request_generation_tokens_count",] == 4
-            assert found["vllm:request_generation_tokens_bucket", "5.0"] >= 2
-            assert found["vllm:time_to_first_token_seconds_count",] == 4
-            assert found["vllm:request_params_n_bucket", "1.0"] == 3
-            assert found["vllm:request_params_n_bucket", "2.0"] == 4
-            # Blocks of 4 tokens: the second and the third request find 8 of 12 tokens, or 11 of them.
-            assert found["vllm:prefix_cache_hits_total",] >= 16
-            assert found["vllm:prefix_cache_queries_total",] > found["vllm:prefix_cache_hits_total",]
-            assert found["vllm:num_requests_running",] == found["vllm:num_requests_waiting",] == 0
-            assert found["vllm:kv_cache_usage_perc",] == 0 < found["ksana:kv_bytes", "cached", "device"]
-            steps = sum(found["ksana:steps_total", kind] for kind in ("prefill", "decode", "mixed"))
-            assert steps == found["vllm:iteration_tokens_total_count",] == len(llm.engine.records)
-            assert found["ksana:queued_prefill_tokens",] == found["ksana:draining",] == 0
-            metrics.refused("queue_full")
-            assert read(metrics)["ksana:refused_requests_total", "queue_full"] == 1
-
-    asyncio.run(main())
-
-
-def test_speculation_has_the_names_of_vllm():
-    async def main():
-        drafts = {"method": "tests.guessing:Guessing", "num_speculative_tokens": 3, "guesses": "right at first"}
-        async with AsyncLLM.around(make_engine(speculative_config=drafts)) as llm:
-            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
-            prompt = prompt_of(5)
-            ANSWERS[prompt.tobytes()] = [reference_tokens(prompt, 30, FULLY)]
-            output = await (await llm.submit(prompt, asking(30))).result()
-            assert output.outputs[0].token_ids == ANSWERS[prompt.tobytes()][0]
-            found, of_request = read(metrics), output.metrics
-            assert found["vllm:spec_decode_num_drafts_total",] == of_request.num_drafts > 0
-            assert found["vllm:spec_decode_num_draft_tokens_total",] == of_request.num_draft_tokens
-            accepted = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(p)] for p in range(3)]
-            assert found["vllm:spec_decode_num_accepted_tokens_total",] == sum(accepted) > 0
-            assert accepted == sorted(accepted, reverse=True)
-            assert found["ksana:spec_decode_proposer_seconds_total",] > 0
-            assert found["ksana:spec_decode_proposer_failures_total",] == 0
-            assert found["ksana:steps_total", "mixed"] == 0
-
-    asyncio.run(main())
-
-
-def test_vllm_names_are_there_and_every_sample_has_the_model():
-    async def main():
-        async with AsyncLLM.around(make_engine(num_blocks=64, caching=True, host_slots=8)) as llm:
-            metrics = ServingMetrics(llm, 'a"b\n' + "x" * 1000, LoopLag().histogram)
-            families = list(text_string_to_metric_families(metrics.render().decode()))
-            names = {family.name for family in families}
-            assert {f"vllm:{name}" for name in VLLM} <= names
-            assert all(name.startswith(("vllm:", "ksana:")) for name in names)
-            models = {s.labels["model_name"] for family in families for s in family.samples}
-            assert models == {'a"b\n' + "x" * 252}
-            assert {s.labels["tier"] for f in families if f.name == "ksana:kv_bytes" for s in f.samples} == {
-                "device",
-                "host",
-            }
-
-    asyncio.run(main())
-
-
-def test_requests_that_wait_and_run_show_while_they_do():
-    async def main():
-        engine = make_engine(num_blocks=256, max_num_seqs=2, max_model_len=128)
-        slow(engine, 0.005)
-        async with AsyncLLM.around(engine) as llm:
-            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
-            streams = await llm.submit_all([prompt_of(5, seed) for seed in range(5)], asking(100), delta=True)
-            await anext(streams[0])
+async def test_the_numbers_of_a_known_load():
+    async with AsyncLLM.around(make_engine(num_blocks=256, caching=True, max_num_seqs=8)) as llm:
+        metrics = ServingMetrics(llm, "m", LoopLag().histogram)
+        for asked in (asking(5), asking(5), asking(4, n=2, temperature=1)):
+            await (await llm.submit(prompt_of(12), asked)).result()
+        late = await llm.submit(prompt_of(4, 9), asking(40), delta=True)
+        await anext(late)
+        await llm.abort(late.request_id)
+        for _ in range(100):
             found = read(metrics)
-            assert (found["vllm:num_requests_running",], found["vllm:num_requests_waiting",]) == (2, 3)
-            assert 0 < found["vllm:kv_cache_usage_perc",] < 1 and found["ksana:queued_prefill_tokens",] == 15
-            assert found["ksana:kv_bytes", "in_use", "device"] > 0
+            if found["vllm:request_success_total", "abort"]:
+                break
+            await asyncio.sleep(0.01)
+        assert found["vllm:request_success_total", "length"] == 4
+        assert found["vllm:prompt_tokens_total",] == 3 * 12 + 4
+        assert found["vllm:prompt_tokens_cached_total",] == found["vllm:prefix_cache_hits_total",]
+        computed = found["vllm:prompt_tokens_by_source_total", "local_compute"]
+        assert computed + found["vllm:prompt_tokens_cached_total",] == 3 * 12 + 4
+        assert found["vllm:request_prefill_kv_computed_tokens_sum",] == computed
+        assert found["vllm:cache_config_info", "4", "f32", "True", "1024", "256"] == 1
+        assert found["vllm:generation_tokens_total",] >= 5 + 5 + 2 * 4 + 1
+        assert found["vllm:request_generation_tokens_sum",] >= 5 + 5 + 2 * 4 + 1
+        assert found["vllm:request_generation_tokens_count",] == 4
+        assert found["vllm:request_generation_tokens_bucket", "5.0"] >= 2
+        assert found["vllm:time_to_first_token_seconds_count",] == 4
+        assert found["vllm:request_params_n_bucket", "1.0"] == 3
+        assert found["vllm:request_params_n_bucket", "2.0"] == 4
+        # Blocks of 4 tokens: the second and the third request find 8 of 12 tokens, or 11 of them.
+        assert found["vllm:prefix_cache_hits_total",] >= 16
+        assert found["vllm:prefix_cache_queries_total",] > found["vllm:prefix_cache_hits_total",]
+        assert found["vllm:num_requests_running",] == found["vllm:num_requests_waiting",] == 0
+        assert found["vllm:kv_cache_usage_perc",] == 0 < found["ksana:kv_bytes", "cached", "device"]
+        steps = sum(found["ksana:steps_total", kind] for kind in ("prefill", "decode", "mixed"))
+        assert steps == found["vllm:iteration_tokens_total_count",] == len(llm.engine.records)
+        assert found["ksana:queued_prefill_tokens",] == found["ksana:draining",] == 0
+        metrics.refused("queue_full")
+        assert read(metrics)["ksana:refused_requests_total", "queue_full"] == 1
 
-    asyncio.run(main())
+
+async def test_speculation_has_the_names_of_vllm():
+    drafts = {"method": "tests.guessing:Guessing", "num_speculative_tokens": 3, "guesses": "right at first"}
+    async with AsyncLLM.around(make_engine(speculative_config=drafts)) as llm:
+        metrics = ServingMetrics(llm, "m", LoopLag().histogram)
+        prompt = prompt_of(5)
+        ANSWERS[prompt.tobytes()] = [reference_tokens(prompt, 30, FULLY)]
+        output = await (await llm.submit(prompt, asking(30))).result()
+        assert output.outputs[0].token_ids == ANSWERS[prompt.tobytes()][0]
+        found, of_request = read(metrics), output.metrics
+        assert found["vllm:spec_decode_num_drafts_total",] == of_request.num_drafts > 0
+        assert found["vllm:spec_decode_num_draft_tokens_total",] == of_request.num_draft_tokens
+        accepted = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(p)] for p in range(3)]
+        assert found["vllm:spec_decode_num_accepted_tokens_total",] == sum(accepted) > 0
+        assert accepted == sorted(accepted, reverse=True)
+        assert found["ksana:spec_decode_proposer_seconds_total",] > 0
+        assert found["ksana:spec_decode_proposer_failures_total",] == 0
+        assert found["ksana:steps_total", "mixed"] == 0
+
+
+async def test_vllm_names_are_there_and_every_sample_has_the_model():
+    async with AsyncLLM.around(make_engine(num_blocks=64, caching=True, host_slots=8)) as llm:
+        metrics = ServingMetrics(llm, 'a"b\n' + "x" * 1000, LoopLag().histogram)
+        families = list(text_string_to_metric_families(metrics.render().decode()))
+        names = {family.name for family in families}
+        assert {f"vllm:{name}" for name in VLLM} <= names
+        assert all(name.startswith(("vllm:", "ksana:")) for name in names)
+        models = {s.labels["model_name"] for family in families for s in family.samples}
+        assert models == {'a"b\n' + "x" * 252}
+        assert {s.labels["tier"] for f in families if f.name == "ksana:kv_bytes" for s in f.samples} == {
+            "device",
+            "host",
+        }
+
+
+async def test_requests_that_wait_and_run_show_while_they_do():
+    engine = make_engine(num_blocks=256, max_num_seqs=2, max_model_len=128)
+    slow(engine, 0.005)
+    async with AsyncLLM.around(engine) as llm:
+        metrics = ServingMetrics(llm, "m", LoopLag().histogram)
+        streams = await llm.submit_all([prompt_of(5, seed) for seed in range(5)], asking(100), delta=True)
+        await anext(streams[0])
+        found = read(metrics)
+        assert (found["vllm:num_requests_running",], found["vllm:num_requests_waiting",]) == (2, 3)
+        assert 0 < found["vllm:kv_cache_usage_perc",] < 1 and found["ksana:queued_prefill_tokens",] == 15
+        assert found["ksana:kv_bytes", "in_use", "device"] > 0
 
 
 def test_the_gap_between_tokens_is_that_between_steps_for_each_row_that_decodes():
@@ -156,17 +144,14 @@ def test_the_gap_between_tokens_is_that_between_steps_for_each_row_that_decodes(
     assert totals.num_generated_tokens == 11 and totals.num_steps == {"decode": 3}
 
 
-def test_failed_steps_and_their_requests_are_counted():
-    async def main():
-        async with AsyncLLM.around(make_engine()) as llm:
-            metrics = ServingMetrics(llm, "m", LoopLag().histogram)
-            llm.engine.executor.fails = "as told"  # pyright: ignore[reportAttributeAccessIssue]
-            stream = await llm.submit(prompt_of(5), asking())
-            await stream.result()
-            found = read(metrics)
-            assert found["ksana:failed_steps_total",] == 1 and found["vllm:request_success_total", "error"] == 1
-
-    asyncio.run(main())
+async def test_failed_steps_and_their_requests_are_counted():
+    async with AsyncLLM.around(make_engine()) as llm:
+        metrics = ServingMetrics(llm, "m", LoopLag().histogram)
+        llm.engine.executor.fails = "as told"  # pyright: ignore[reportAttributeAccessIssue]
+        stream = await llm.submit(prompt_of(5), asking())
+        await stream.result()
+        found = read(metrics)
+        assert found["ksana:failed_steps_total",] == 1 and found["vllm:request_success_total", "error"] == 1
 
 
 def test_histograms_count_up_to_their_bounds():

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from ksana_jax import cli
 from ksana_jax.cli import routing
 from ksana_jax.cli.options import read_template
 from ksana_jax.serve.router.proxy import running, spawning
@@ -53,52 +52,51 @@ SERVE = {
 }
 
 
-def error_of(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments])
-    assert ended.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
+def error_of(run_ksana, *arguments):
+    code, _, error = run_ksana(*arguments)
+    [line] = error.splitlines()
+    assert code == 2
     return line.removeprefix("ksana: error: ")
 
 
 @pytest.mark.parametrize("name", ROUTE)
-def test_wrong_arguments_of_route_are_told_in_a_line(capsys, name):
+def test_wrong_arguments_of_route_are_told_in_a_line(run_ksana, name):
     arguments, told = ROUTE[name]
-    assert error_of(capsys, "route", *arguments).startswith(told)
+    assert error_of(run_ksana, "route", *arguments).startswith(told)
 
 
 @pytest.mark.parametrize("name", SERVE)
-def test_wrong_arguments_of_serve_are_told_in_a_line(capsys, name):
+def test_wrong_arguments_of_serve_are_told_in_a_line(run_ksana, name):
     arguments, told = SERVE[name]
-    assert error_of(capsys, "serve", "ksana-tiny", *arguments).startswith(told)
+    assert error_of(run_ksana, "serve", "ksana-tiny", *arguments).startswith(told)
 
 
-def test_a_chat_template_that_is_no_text_is_named(capsys, tmp_path):
+def test_a_chat_template_that_is_no_text_is_named(run_ksana, tmp_path):
     path = tmp_path / "template.jinja"
     path.write_bytes(b"{{ a \xff")
     expected = f"the chat template cannot be read from {path}: byte 5 is not UTF-8"
-    assert error_of(capsys, "serve", "ksana-tiny", "--chat-template", str(path)) == expected
+    assert error_of(run_ksana, "serve", "ksana-tiny", "--chat-template", path) == expected
 
 
-def test_the_servers_chat_template_is_a_file_a_text_or_a_name(monkeypatch, capsys, tmp_path):
+def test_the_servers_chat_template_is_a_file_a_text_or_a_name(monkeypatch, run_ksana, tmp_path):
     named = {"rag": "{{ documents }}", "tool_use": "{{ tools }}"}
     monkeypatch.setattr("ksana_jax.tokenizers.find_tokenizer", lambda model: SimpleNamespace(chat_templates=named))
     (path := tmp_path / "template.jinja").write_text("{{ messages }}")
     for given, source in ((path, "{{ messages }}"), ("{{ 1 }}", "{{ 1 }}"), ("rag", "{{ documents }}")):
         assert read_template("a model", str(given)) == source
-    told = error_of(capsys, "serve", "ksana-tiny", "--chat-template", "tools")
+    told = error_of(run_ksana, "serve", "ksana-tiny", "--chat-template", "tools")
     assert told.endswith("; the model's templates are rag, tool_use")
 
 
 @pytest.mark.parametrize("command", [("serve", "ksana-tiny"), ("route", *SERVERS)], ids=lambda words: words[0])
-def test_a_port_in_use_is_told_in_a_line(capsys, command):
+def test_a_port_in_use_is_told_in_a_line(run_ksana, command):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expected = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
-        assert error_of(capsys, *command, "--port", str(port)) == expected
+        assert error_of(run_ksana, *command, "--port", port) == expected
 
 
-def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_block_size(monkeypatch):
+def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_block_size(run_ksana, monkeypatch):
     found = {}
 
     async def route(settings, router, addresses, launcher, count):
@@ -107,25 +105,21 @@ def test_servers_that_are_started_get_the_options_of_serve_and_the_router_their_
     monkeypatch.setattr(running, "route", route)
     monkeypatch.setattr(running, "run", asyncio.run)
     options = ["--max-num-queued-reqs", "64", "block_size=8", "--no-warm-up"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["route", "--spawn", "3", "ksana-tiny", *options, "--port", "0"])
-    assert not ended.value.code and found["count"] == 3
+    code, *_ = run_ksana("route", "--spawn", "3", "ksana-tiny", *options, "--port", "0")
+    assert code == 0 and found["count"] == 3
     command = found["command"]
     assert command[command.index("serve") :][: 2 + len(options)] == ["serve", "ksana-tiny", *options]
     assert found["router"].block_size == 8
     assert routing.DEFAULT_BLOCK_SIZE == 16 and spawning.LOCALHOST in command
 
 
-def test_servers_of_two_models_are_refused():
-    async def main():
-        async with scene(3) as s:
-            s.fakes[1].model = "other"
-            with pytest.raises(ValueError, match="servers must serve the same model: other on ") as caught:
-                await SameModel(s.proxy).check()
-            names = [url.partition("://")[2] for url in (s.fakes[1].url, s.fakes[0].url)]
-            assert str(caught.value).endswith(f"other on {names[0]}, fake on {names[1]}")
-
-    asyncio.run(main())
+async def test_servers_of_two_models_are_refused():
+    async with scene(3) as s:
+        s.fakes[1].model = "other"
+        with pytest.raises(ValueError, match="servers must serve the same model: other on ") as caught:
+            await SameModel(s.proxy).check()
+        names = [url.partition("://")[2] for url in (s.fakes[1].url, s.fakes[0].url)]
+        assert str(caught.value).endswith(f"other on {names[0]}, fake on {names[1]}")
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_reason():

@@ -62,35 +62,32 @@ def known(fleet, served) -> dict[bytes, set[str]]:
 
 
 @pytest.mark.parametrize("host_slots", [0, 12])
-def test_the_index_is_what_the_engines_cache_after_many_requests(host_slots):
-    async def main():
-        shape = {"num_blocks": 40, "host_slots": host_slots, "scope": SCOPE}
-        keys = {"api_keys": ("inner",)}
-        with serving(make_llm(**shape), **keys) as one, serving(make_llm(**shape), **keys) as two:
-            settings = {"api_keys": ("k1", "k2"), "server_api_key": "inner", "policy": "round_robin"}
-            async with proxy_before(one, two, **settings) as (fleet, follower, url, client):
-                rng = np.random.default_rng(1)
-                texts = [rng.integers(0, 20, 40).tolist() for _ in range(6)]
+async def test_the_index_is_what_the_engines_cache_after_many_requests(host_slots):
+    shape = {"num_blocks": 40, "host_slots": host_slots, "scope": SCOPE}
+    keys = {"api_keys": ("inner",)}
+    with serving(make_llm(**shape), **keys) as one, serving(make_llm(**shape), **keys) as two:
+        settings = {"api_keys": ("k1", "k2"), "server_api_key": "inner", "policy": "round_robin"}
+        async with proxy_before(one, two, **settings) as (fleet, follower, url, client):
+            rng = np.random.default_rng(1)
+            texts = [rng.integers(0, 20, 40).tolist() for _ in range(6)]
 
-                async def ask(number):
-                    prompt = texts[number % 6][: 12 + number % 29]
-                    headers = {"Authorization": f"Bearer k{number % 2 + 1}"}
-                    body = {"prompt": prompt, "max_tokens": 3}
-                    async with client.post(url + "/v1/completions", json=body, headers=headers) as got:
-                        assert got.status == 200
-                        return (await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+            async def ask(number):
+                prompt = texts[number % 6][: 12 + number % 29]
+                headers = {"Authorization": f"Bearer k{number % 2 + 1}"}
+                body = {"prompt": prompt, "max_tokens": 3}
+                async with client.post(url + "/v1/completions", json=body, headers=headers) as got:
+                    assert got.status == 200
+                    return (await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-                for start in range(0, 60, 6):
-                    await asyncio.gather(*(ask(start + n) for n in range(6)))
-                await until(lambda: known(fleet, one) == cached(one) and known(fleet, two) == cached(two))
-                assert len(cached(one)) > 8 and follower.num_batches > 4
-                assert sum(served.llm.engine.memory.counters.replaced for served in (one, two)) > 0
-                # What the router expects of a prompt (none of these ends with a block) is what the server then finds.
-                before = fleet.router.counts.expected_tokens
-                found = [await ask(number) for number in (25, 26, 27, 30) for _ in range(3)]
-                assert fleet.router.counts.expected_tokens - before == sum(found) > 0
-
-    asyncio.run(main())
+            for start in range(0, 60, 6):
+                await asyncio.gather(*(ask(start + n) for n in range(6)))
+            await until(lambda: known(fleet, one) == cached(one) and known(fleet, two) == cached(two))
+            assert len(cached(one)) > 8 and follower.num_batches > 4
+            assert sum(served.llm.engine.memory.counters.replaced for served in (one, two)) > 0
+            # What the router expects of a prompt (none of these ends with a block) is what the server then finds.
+            before = fleet.router.counts.expected_tokens
+            found = [await ask(number) for number in (25, 26, 27, 30) for _ in range(3)]
+            assert fleet.router.counts.expected_tokens - before == sum(found) > 0
 
 
 def test_a_router_that_reconnects_gets_what_it_missed_and_a_restarted_server_all_again():
@@ -172,51 +169,45 @@ def replayed(text: str, router: Router) -> None:
                 assert not router.events("s", batch)
 
 
-def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
-    async def main():
-        log = KVEventLog(make_engine(caching=True))
-        keys = [number.to_bytes(4, "big") for number in range(KEPT + 50)]
+async def test_the_log_keeps_ten_thousand_batches_and_then_tells_everything():
+    log = KVEventLog(make_engine(caching=True))
+    keys = [number.to_bytes(4, "big") for number in range(KEPT + 50)]
 
-        async def read(last_id: str, count: int) -> list[str]:
-            stream = log.stream(last_id, lambda: False, 15.0)
-            found = [await anext(stream) for _ in range(count + 1)]
-            await stream.aclose()
-            assert found[0].startswith("event: cache")
-            return found[1:]
+    async def read(last_id: str, count: int) -> list[str]:
+        stream = log.stream(last_id, lambda: False, 15.0)
+        found = [await anext(stream) for _ in range(count + 1)]
+        await stream.aclose()
+        assert found[0].startswith("event: cache")
+        return found[1:]
 
-        [first] = await read("", 1)
-        assert '"sequence":-1,"events":[{"type":"AllBlocksCleared"}]' in first
-        for number, key in enumerate(keys[:10]):
-            log.add([BlockEvent(DEVICE, key, keys[number - 1] if number else None, True)])
-        late = await read(f"{log.epoch}-6", 3)
-        assert [text.split("\n")[0] for text in late] == [f"id: {log.epoch}-{n}" for n in (7, 8, 9)]
-        [other] = await read("0000-6", 1)  # of a process before this one
-        assert other.startswith(f"id: {log.epoch}-9\n") and other.count('"type":"BlockStored"') == 1
-        for key in keys[10:]:
-            log.add([BlockEvent(DEVICE, key, None, True), BlockEvent(DEVICE, key, None, False)])
-        [everything] = await read(f"{log.epoch}-6", 1)
-        router = Router(["s"])
-        replayed(everything, router)
-        assert set(router.index._caches[0].stored) == set(keys[:10])
-        for text in await read(f"{log.epoch}-{log._next - 4}", 3):
-            check_index(router.index)
-            assert "BlockRemoved" in text
-
-    asyncio.run(main())
+    [first] = await read("", 1)
+    assert '"sequence":-1,"events":[{"type":"AllBlocksCleared"}]' in first
+    for number, key in enumerate(keys[:10]):
+        log.add([BlockEvent(DEVICE, key, keys[number - 1] if number else None, True)])
+    late = await read(f"{log.epoch}-6", 3)
+    assert [text.split("\n")[0] for text in late] == [f"id: {log.epoch}-{n}" for n in (7, 8, 9)]
+    [other] = await read("0000-6", 1)  # of a process before this one
+    assert other.startswith(f"id: {log.epoch}-9\n") and other.count('"type":"BlockStored"') == 1
+    for key in keys[10:]:
+        log.add([BlockEvent(DEVICE, key, None, True), BlockEvent(DEVICE, key, None, False)])
+    [everything] = await read(f"{log.epoch}-6", 1)
+    router = Router(["s"])
+    replayed(everything, router)
+    assert set(router.index._caches[0].stored) == set(keys[:10])
+    for text in await read(f"{log.epoch}-{log._next - 4}", 3):
+        check_index(router.index)
+        assert "BlockRemoved" in text
 
 
-def test_a_reader_is_sent_comments_in_silence_and_the_end_when_the_server_ends():
-    async def main():
-        log, ended = KVEventLog(make_engine(caching=True)), []
-        stream = log.stream("", lambda: bool(ended), 0.01)
-        found = [await anext(stream) for _ in range(4)]
-        assert found[2:] == [PING, PING]
-        log.add([BlockEvent(DEVICE, b"a", None, True)])
-        assert "BlockStored" in await anext(stream)
-        ended.append(True)
-        assert [text async for text in stream] == [DONE]
-
-    asyncio.run(main())
+async def test_a_reader_is_sent_comments_in_silence_and_the_end_when_the_server_ends():
+    log, ended = KVEventLog(make_engine(caching=True)), []
+    stream = log.stream("", lambda: bool(ended), 0.01)
+    found = [await anext(stream) for _ in range(4)]
+    assert found[2:] == [PING, PING]
+    log.add([BlockEvent(DEVICE, b"a", None, True)])
+    assert "BlockStored" in await anext(stream)
+    ended.append(True)
+    assert [text async for text in stream] == [DONE]
 
 
 def test_a_reader_that_leaves_ends_its_stream(monkeypatch):
@@ -238,7 +229,7 @@ def test_a_reader_that_leaves_ends_its_stream(monkeypatch):
         assert closed.wait(10)
 
 
-def test_prefixes_of_an_adapter_are_expected_where_requests_with_it_went():
+async def test_prefixes_of_an_adapter_are_expected_where_requests_with_it_went():
     def served():
         folder = lora.GOLDEN / lora.BASE
         few = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
@@ -248,25 +239,22 @@ def test_prefixes_of_an_adapter_are_expected_where_requests_with_it_went():
             llm.engine.factory.adapter_of(adapter)
         return serving(AsyncLLM.around(llm), lora_modules=adapters, served_model_names=("base",))
 
-    async def main():
-        with served() as one, served() as two:
-            async with proxy_before(one, two) as (fleet, follower, url, client):
-                await until(lambda: follower.num_batches > 1)
-                proxy = types.SimpleNamespace(fleet=fleet, reader=follower._reader, server_headers={})
-                await SameModel(proxy).check()
-                assert sorted(follower._reader.adapters) == ["all", "plain"]
+    with served() as one, served() as two:
+        async with proxy_before(one, two) as (fleet, follower, url, client):
+            await until(lambda: follower.num_batches > 1)
+            proxy = types.SimpleNamespace(fleet=fleet, reader=follower._reader, server_headers={})
+            await SameModel(proxy).check()
+            assert sorted(follower._reader.adapters) == ["all", "plain"]
 
-                async def ask(model):
-                    body = {"model": model, "prompt": list(range(5, 27)), "max_tokens": 2}
-                    async with client.post(url + "/v1/completions", json=body) as got:
-                        assert got.status == 200
-                        return (await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+            async def ask(model):
+                body = {"model": model, "prompt": list(range(5, 27)), "max_tokens": 2}
+                async with client.post(url + "/v1/completions", json=body) as got:
+                    assert got.status == 200
+                    return (await got.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-                for expected in (0, 20):
-                    for model in ("base", "plain", "all"):
-                        before = fleet.router.counts.expected_tokens
-                        assert await ask(model) == expected
-                        assert fleet.router.counts.expected_tokens - before == expected
-                        await until(lambda: known(fleet, one) == cached(one) and known(fleet, two) == cached(two))
-
-    asyncio.run(main())
+            for expected in (0, 20):
+                for model in ("base", "plain", "all"):
+                    before = fleet.router.counts.expected_tokens
+                    assert await ask(model) == expected
+                    assert fleet.router.counts.expected_tokens - before == expected
+                    await until(lambda: known(fleet, one) == cached(one) and known(fleet, two) == cached(two))

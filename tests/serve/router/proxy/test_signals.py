@@ -61,38 +61,30 @@ async def ask_until_refused(url: str, ended: list[list], streams: bool) -> None:
                 return
 
 
-def test_sigterm_under_load_loses_nothing_that_was_accepted():
-    async def main():
-        fakes, ended = [FakeServer(0.02, 0.02), FakeServer(0.02, 0.02)], []
-        async with routed(*fakes) as (route, url):
-            load = [
-                asyncio.create_task(ask_until_refused(url, ended, number % 2 == 0)) for number in range(NUM_CLIENTS)
-            ]
-            await until(lambda: len(ended) > NUM_CLIENTS and all(fake.num_active > 2 for fake in fakes), 60)
-            before = len(ended)
-            route.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(asyncio.gather(*load), 60)
-            assert await asyncio.wait_for(route.wait(), 60) == 0
-            assert len(ended) > before and not any(fake.num_aborted for fake in fakes)
-            assert sum(len(fake.requests) for fake in fakes) == len(ended)
-            streams = [got for got in ended if len(got) > 1]
-            assert streams and all(len(got) == NUM_TOKENS + 1 and "error" not in got[-1] for got in streams)
-
-    asyncio.run(main())
+async def test_sigterm_under_load_loses_nothing_that_was_accepted():
+    fakes, ended = [FakeServer(0.02, 0.02), FakeServer(0.02, 0.02)], []
+    async with routed(*fakes) as (route, url):
+        load = [asyncio.create_task(ask_until_refused(url, ended, number % 2 == 0)) for number in range(NUM_CLIENTS)]
+        await until(lambda: len(ended) > NUM_CLIENTS and all(fake.num_active > 2 for fake in fakes), 60)
+        before = len(ended)
+        route.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(asyncio.gather(*load), 60)
+        assert await asyncio.wait_for(route.wait(), 60) == 0
+        assert len(ended) > before and not any(fake.num_aborted for fake in fakes)
+        assert sum(len(fake.requests) for fake in fakes) == len(ended)
+        streams = [got for got in ended if len(got) > 1]
+        assert streams and all(len(got) == NUM_TOKENS + 1 and "error" not in got[-1] for got in streams)
 
 
-def test_a_second_signal_ends_streams_with_an_error_event():
-    async def main():
-        fake, ended = FakeServer(0.0, 1.0), []
-        async with routed(fake) as (route, url):
-            load = [asyncio.create_task(ask_until_refused(url, ended, True)) for _ in range(4)]
-            await until(lambda: fake.num_active == 4, 60)
-            route.send_signal(signal.SIGTERM)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(route.wait(), 0.5)
-            route.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(asyncio.gather(*load), 60)
-            assert await asyncio.wait_for(route.wait(), 60) == 0
-            assert [len(got) < NUM_TOKENS and "error" in got[-1] for got in ended] == [True] * 4
-
-    asyncio.run(main())
+async def test_a_second_signal_ends_streams_with_an_error_event():
+    fake, ended = FakeServer(0.0, 1.0), []
+    async with routed(fake) as (route, url):
+        load = [asyncio.create_task(ask_until_refused(url, ended, True)) for _ in range(4)]
+        await until(lambda: fake.num_active == 4, 60)
+        route.send_signal(signal.SIGTERM)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(route.wait(), 0.5)
+        route.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(asyncio.gather(*load), 60)
+        assert await asyncio.wait_for(route.wait(), 60) == 0
+        assert [len(got) < NUM_TOKENS and "error" in got[-1] for got in ended] == [True] * 4

@@ -1,7 +1,5 @@
 """Servers' own figures of their load: compared with the ledger and shown, and without a say in choices."""
 
-import asyncio
-
 import pytest
 
 from ksana_jax.serve.router import RoutedRequest
@@ -37,40 +35,34 @@ def test_engines_of_one_server_are_added_and_other_metrics_are_none():
     assert read_figures("process_cpu_seconds_total 1.0\n", (0, 0), 0.0) is None
 
 
-def test_what_others_send_is_the_error_of_the_ledger_and_decides_nothing():
-    async def main():
-        async with scene(3, policy="least_work", watch_s=0.02) as s:
-            s.fakes[0].metrics, s.fakes[1].metrics = METRICS % (40, 2), METRICS % (0, 0)
-            servers = [s.fleet.servers[fake.url] for fake in s.fakes]
-            await until(lambda: servers[0].own is not None and servers[1].own is not None)
-            _, listed = await s.get("/servers")
-            own = [server["own"] for server in listed["servers"]]
-            assert [own[0][key] for key in ("running", "waiting", "kv_usage", "ledger_error")] == [40, 2, 0.25, 42]
-            assert own[1]["ledger_error"] == 0 <= own[1]["age_s"] and own[2] is None
-            _, text = await s.get("/metrics")
-            assert f'router:ledger_error{{server="{servers[0].name}"}} 42.0' in text
-            assert f'router:server_requests{{server="{servers[0].name}",state="waiting"}} 2.0' in text
-            assert f'router:server_kv_usage{{server="{servers[1].name}"}} 0.25' in text
-            assert f'router:ledger_error{{server="{servers[2].name}"}}' not in text
-            # The busy server is chosen as often as the others.
-            for _ in range(60):
-                await s.ask()
-            assert min(len(fake.requests) for fake in s.fakes) > 8
-            s.fleet.died(servers[0], "gone")
-            assert servers[0].own is None
-
-    asyncio.run(main())
+async def test_what_others_send_is_the_error_of_the_ledger_and_decides_nothing():
+    async with scene(3, policy="least_work", watch_s=0.02) as s:
+        s.fakes[0].metrics, s.fakes[1].metrics = METRICS % (40, 2), METRICS % (0, 0)
+        servers = [s.fleet.servers[fake.url] for fake in s.fakes]
+        await until(lambda: servers[0].own is not None and servers[1].own is not None)
+        _, listed = await s.get("/servers")
+        own = [server["own"] for server in listed["servers"]]
+        assert [own[0][key] for key in ("running", "waiting", "kv_usage", "ledger_error")] == [40, 2, 0.25, 42]
+        assert own[1]["ledger_error"] == 0 <= own[1]["age_s"] and own[2] is None
+        _, text = await s.get("/metrics")
+        assert f'router:ledger_error{{server="{servers[0].name}"}} 42.0' in text
+        assert f'router:server_requests{{server="{servers[0].name}",state="waiting"}} 2.0' in text
+        assert f'router:server_kv_usage{{server="{servers[1].name}"}} 0.25' in text
+        assert f'router:ledger_error{{server="{servers[2].name}"}}' not in text
+        # The busy server is chosen as often as the others.
+        for _ in range(60):
+            await s.ask()
+        assert min(len(fake.requests) for fake in s.fakes) > 8
+        s.fleet.died(servers[0], "gone")
+        assert servers[0].own is None
 
 
-def test_a_real_server_agrees_with_the_ledger():
-    async def main():
-        with serving(make_llm(), api_keys=("k",)) as one:
-            settings = ProxySettings(port=0, probe_s=0.05, watch_s=0.01, server_api_key="k")
-            async with Fleet(settings) as fleet:
-                server = await fleet.add(f"http://127.0.0.1:{one.port}")
-                await until(lambda: server.own is not None and server.own.ledger_error == 0)
-                fleet.choose(RoutedRequest("1", 10), ())  # which never reaches it
-                await until(lambda: server.own is not None and server.own.ledger_error == -1)
-                fleet.router.finished("1", fleet.clock())
-
-    asyncio.run(main())
+async def test_a_real_server_agrees_with_the_ledger():
+    with serving(make_llm(), api_keys=("k",)) as one:
+        settings = ProxySettings(port=0, probe_s=0.05, watch_s=0.01, server_api_key="k")
+        async with Fleet(settings) as fleet:
+            server = await fleet.add(f"http://127.0.0.1:{one.port}")
+            await until(lambda: server.own is not None and server.own.ledger_error == 0)
+            fleet.choose(RoutedRequest("1", 10), ())  # which never reaches it
+            await until(lambda: server.own is not None and server.own.ledger_error == -1)
+            fleet.router.finished("1", fleet.clock())
