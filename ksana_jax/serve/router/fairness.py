@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import collections
+import queue
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-
-
-class QueueFull(RuntimeError):
-    """The queue has no room for another request."""
 
 
 class FairQueue(Generic[Item]):
@@ -47,10 +44,10 @@ class FairQueue(Generic[Item]):
         """Adds a request.
 
         Raises:
-          QueueFull: there are max_queued requests.
+          queue.Full: there are max_queued requests.
         """
         if self.max_queued is not None and self._num_queued >= self.max_queued:
-            raise QueueFull(f"{self._num_queued:,} requests wait, at most {self.max_queued:,} may")
+            raise queue.Full(f"{self._num_queued:,} requests wait, at most {self.max_queued:,} may")
         if client not in self._queues:
             self._counters[client] = max(self.counter(client), self._floor())
             self._queues[client] = collections.deque()
@@ -78,11 +75,11 @@ class FairQueue(Generic[Item]):
 
     def remove(self, client: str, item: Item) -> bool:
         """Removes a request whose client has disconnected; returns whether it was queued."""
-        queue = self._queues.get(client, ())
-        at = next((at for at, waiting in enumerate(queue) if waiting is item), None)
+        items = self._queues.get(client, ())
+        at = next((at for at, waiting in enumerate(items) if waiting is item), None)
         if at is None:
             return False
-        del queue[at]  # pyright: ignore[reportIndexIssue]  it is a deque, since something was found in it
+        del items[at]  # pyright: ignore[reportIndexIssue]  it is a deque, since something was found in it
         self._left(client)
         return True
 

@@ -1,12 +1,13 @@
 """Fairness between clients: virtual token counters."""
 
 import collections
+import queue
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ksana_jax.serve.router.fairness import FairQueue, QueueFull
+from ksana_jax.serve.router.fairness import FairQueue
 
 
 def popped(queue, count, cost=100):
@@ -66,7 +67,7 @@ def test_a_full_queue_refuses_until_there_is_room():
     q = FairQueue(max_queued=2)
     q.push("a", 1)
     q.push("b", 2)
-    with pytest.raises(QueueFull, match="2 requests wait, at most 2 may"):
+    with pytest.raises(queue.Full, match="2 requests wait, at most 2 may"):
         q.push("c", 3)
     assert q.pop() == ("a", 1) and len(q) == 1
     q.push("c", 3)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 from collections.abc import AsyncIterator, Callable
 
-from ksana_jax.serve.router.fairness import FairQueue, QueueFull
+from ksana_jax.serve.router.fairness import FairQueue
 from ksana_jax.serve.router.proxy.settings import ProxySettings
 from ksana_jax.serve.server.errors import APIError
 
@@ -51,7 +52,7 @@ class RequestQueue:
         turn = asyncio.get_running_loop().create_future()
         try:
             self.queue.push(client, turn)
-        except QueueFull as error:
+        except queue.Full as error:
             raise APIError(429, str(error), code="queue_full", retry_after_s=1) from None
         self.go_on()
         try:
