@@ -171,7 +171,7 @@ def test_an_attention_pattern(chunked):
 # ------------------------------------------------------------------ all of them
 
 
-def test_simulated_lives_draw_what_is_added(chunked):
+def test_random_simulations_draw_what_is_added(chunked):
     with (
         only(policies.SCHEDULING_POLICIES, "most_tokens_left", most_tokens_left),
         only(replacement.REPLACEMENT_POLICIES, "most_recent", most_recent),

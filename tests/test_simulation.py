@@ -42,19 +42,19 @@ EXAMPLES = int(os.environ.get("KSANA_EXAMPLES", 100))
 
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
-def test_every_life_ends_well(rng):
+def test_every_simulation_ends_well(rng):
     simulate(rng, num_steps=50)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
-def test_every_life_with_evictions_and_codecs_ends_well(rng):
+def test_every_simulation_with_evictions_and_codecs_ends_well(rng):
     simulate(rng, num_steps=30, kind=StoringSimulation)
 
 
 @settings(max_examples=EXAMPLES // 5, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from([SealingSimulation, SelectingSimulation]))
-def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
+def test_every_simulation_with_block_codecs_or_selection_ends_well(rng, kind):
     simulate(rng, num_steps=30, kind=kind)
 
 
@@ -68,7 +68,7 @@ def test_every_life_with_block_codecs_or_selection_ends_well(rng, kind):
         ]
     ),
 )
-def test_every_life_with_drafts_ends_well(rng, kind):
+def test_every_simulation_with_drafts_ends_well(rng, kind):
     simulate(rng, num_steps=30, kind=kind)
 
 
@@ -77,12 +77,12 @@ def test_what_went_wrong_once_goes_well(seed):
     simulate(random.Random(seed))
 
 
-def seen_in(kind: type[Simulation], num_lives: int):
-    first, *others = (simulate(random.Random(seed), kind=kind).seen for seed in range(num_lives))
+def seen_in(kind: type[Simulation], num_simulations: int):
+    first, *others = (simulate(random.Random(seed), kind=kind).seen for seed in range(num_simulations))
     return sum(others, start=first)
 
 
-def test_lives_meet_everything_that_the_memory_does():
+def test_simulations_meet_everything_that_the_memory_does():
     expected = {"beam searches", "turns", "aborts", "restarts", "failed steps", "changes of pattern", "preemptions"}
     expected |= {
         "steps ahead",
@@ -99,7 +99,7 @@ def test_lives_meet_everything_that_the_memory_does():
     assert expected <= (+seen_in(Simulation, 61)).keys()
 
 
-def test_lives_meet_every_selection_and_continue_sessions():
+def test_simulations_meet_every_selection_and_continue_sessions():
     unseen = {f"engines with {name}" for name in (*SELECTION_METHODS, "whole", "streamed")}
     unseen |= {"hits_device", "hits_host", "hits_disk", "preemptions", "changes refused"}
     unseen |= {"sessions restored", "sessions refused"}
@@ -109,7 +109,7 @@ def test_lives_meet_every_selection_and_continue_sessions():
     assert not unseen
 
 
-def test_lives_find_exact_first_tokens_that_go_early(monkeypatch):
+def test_simulations_find_exact_first_tokens_that_go_early(monkeypatch):
     keeps = Sealing.residual_live
 
     def keeps_no_first_tokens(sealing, live):
@@ -224,7 +224,7 @@ PLANTED += [pytest.param(other_blocks, StoringSimulation, range(40), marks=pytes
 
 
 @pytest.mark.parametrize(("plant", "kind", "seeds"), PLANTED)
-def test_lives_find_a_planted_bug(plant, kind, seeds, monkeypatch):
+def test_simulations_find_a_planted_bug(plant, kind, seeds, monkeypatch):
     plant(monkeypatch)
     for seed in seeds:
         try:
@@ -242,7 +242,7 @@ def test_a_target_accepts_most_of_its_own_drafts_in_its_lives():
     assert drafted > 500 and 0.8 * drafted < accepted < drafted  # 0.90; 0.61 if it only reads what is left
 
 
-def test_lives_find_accepted_tokens_that_stay_on_their_branches(monkeypatch):
+def test_simulations_find_accepted_tokens_that_stay_on_their_branches(monkeypatch):
     monkeypatch.setattr(FakeExecutor, "_move_slots", lambda executor, sources, targets: None)
     with pytest.raises(AssertionError):
         for seed in range(30):

@@ -240,14 +240,14 @@ class AsyncLLM:
     # ------------------------------------------------------------------ state
 
     def sleep_when_idle(
-        self, after_s: float | None, level: int = 1, residents: ModelMemoryManager | None = None
+        self, after_s: float | None, level: int = 1, model_memory: ModelMemoryManager | None = None
     ) -> None:
         """Lets the LLM sleep when it is idle; the next request wakes it up. On the event loop.
 
         Args:
           after_s: seconds without a request after which it sleeps; None waits until others need its memory.
           level: see `LLM.sleep`.
-          residents: the budget that it shares with others.
+          model_memory: the budget that it shares with others.
 
         Raises:
           ConfigError: it cannot sleep; the message says why.
@@ -255,7 +255,7 @@ class AsyncLLM:
         if self.llm is None:
             raise ConfigError("an engine without an LLM cannot sleep")
         self.replicas.each(check)
-        self._idle_sleep = IdleSleep(self.llm, after_s, level, lambda: bool(self._open.by_id), residents)
+        self._idle_sleep = IdleSleep(self.llm, after_s, level, lambda: bool(self._open.by_id), model_memory)
         self._idle_sleep.start()
 
     def awake(self) -> contextlib.AbstractAsyncContextManager[None]:

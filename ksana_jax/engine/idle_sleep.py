@@ -29,7 +29,7 @@ class IdleSleep:
       after_s: seconds without a request after which the LLM sleeps; at most as many more may pass. None keeps it awake.
       level: of `LLM.sleep`.
       is_busy: whether requests are open.
-      residents: the budget that it shares with others, for whom it sleeps too; None for none.
+      model_memory: the budget that it shares with others, for whom it sleeps too; None for none.
 
     Attributes:
       moves_s: seconds in which it fell asleep and woke up.
@@ -43,16 +43,16 @@ class IdleSleep:
         after_s: float | None,
         level: int,
         is_busy: Callable[[], bool],
-        residents: ModelMemoryManager | None = None,
+        model_memory: ModelMemoryManager | None = None,
     ):
         self._llm, self._after_s, self._level, self._is_busy = llm, after_s, level, is_busy
         self._num_users, self._changing = 0, asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self.has_ended = False
         self._task: asyncio.Task[bool] | None = None
-        self.name, self.size, self._residents = display_name(llm.name), footprint(llm, level), residents
-        if residents is not None:
-            residents.used(self)
+        self.name, self.size, self._model_memory = display_name(llm.name), footprint(llm, level), model_memory
+        if model_memory is not None:
+            model_memory.used(self)
 
     @contextlib.asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -61,8 +61,8 @@ class IdleSleep:
         Raises:
           NotServing: it cannot wake up.
         """
-        if self._residents is not None:
-            await self._residents.turn(self)
+        if self._model_memory is not None:
+            await self._model_memory.turn(self)
         self._num_users += 1
         try:
             async with self._changing:
@@ -71,17 +71,17 @@ class IdleSleep:
                         await self._wake()
                     except Exception as error:
                         raise NotServing(f"the model cannot wake up: {error}") from error
-            if self._residents is not None:
-                self._residents.used(self)
+            if self._model_memory is not None:
+                self._model_memory.used(self)
             yield
         finally:
             self._num_users -= 1
             self.start()
 
     async def _wake(self) -> None:
-        if self._residents is None:
+        if self._model_memory is None:
             return await self._timed("woke up", self._llm.wake_up)
-        async with self._residents.room(self):
+        async with self._model_memory.room(self):
             await self._timed("woke up", self._llm.wake_up)
 
     def start(self) -> None:

@@ -132,20 +132,20 @@ class ModelMemoryManager:
 
     @property
     def moves_s(self) -> float:
-        return sum(resident.moves_s for resident in self._by_use)
+        return sum(model.moves_s for model in self._by_use)
 
-    def used(self, resident: ManagedModel) -> None:
+    def used(self, model: ManagedModel) -> None:
         """Records that a model is new, or that a request has asked for it."""
-        self._by_use.pop(resident, None)
-        self._by_use[resident] = None
+        self._by_use.pop(model, None)
+        self._by_use[model] = None
 
-    async def turn(self, resident: ManagedModel) -> None:
+    async def turn(self, model: ManagedModel) -> None:
         """Waits while a model must become idle to make room for another one."""
-        while resident in self._yielding:
+        while model in self._yielding:
             await self._has_moved.wait()
 
     @contextlib.asynccontextmanager
-    async def room(self, resident: ManagedModel) -> AsyncIterator[None]:
+    async def room(self, model: ManagedModel) -> AsyncIterator[None]:
         """Makes room for a sleeping model, which has to wake up inside.
 
         Raises:
@@ -156,10 +156,10 @@ class ModelMemoryManager:
                 async with asyncio.timeout(self._timeout_s):
                     await stack.enter_async_context(self._moving)
                     stack.callback(self._move)
-                    await self._make_room(resident)
+                    await self._make_room(model)
             except TimeoutError:
                 busy = ", ".join(r.name for r in self._by_use if not (r.is_asleep or r.is_idle))
-                needed = resident.size.awake - _bytes(resident)
+                needed = model.size.awake - _bytes(model)
                 raise ModelMemoryFull(
                     f"it needs {byte_size(needed)} more, {byte_size(self.used_bytes)} of "
                     f"{byte_size(self.num_bytes)} are in use, and {busy or 'others'} had requests for "
@@ -172,10 +172,10 @@ class ModelMemoryManager:
         self._has_moved.set()
         self._has_moved = asyncio.Event()
 
-    async def _make_room(self, resident: ManagedModel) -> None:
+    async def _make_room(self, model: ManagedModel) -> None:
         began = time.monotonic()
-        while (short := self.used_bytes + resident.size.awake - _bytes(resident) - self.num_bytes) > 0:
-            if resident.has_ended:
+        while (short := self.used_bytes + model.size.awake - _bytes(model) - self.num_bytes) > 0:
+            if model.has_ended:
                 raise ModelMemoryFull("the server is shutting down")
             awake = [r for r in self._by_use if not r.is_asleep]
             if time.monotonic() - began >= self._turn_s:
@@ -185,13 +185,13 @@ class ModelMemoryManager:
                 await asyncio.sleep(LOOK_S)
 
 
-def _bytes(resident: ManagedModel) -> int:
+def _bytes(model: ManagedModel) -> int:
     """Returns the bytes that a model has now."""
-    return resident.size.asleep if resident.is_asleep else resident.size.awake
+    return model.size.asleep if model.is_asleep else model.size.awake
 
 
-def _first(residents: Sequence[ManagedModel], num_bytes: int) -> Sequence[ManagedModel]:
-    """Returns the first residents that free so many bytes; none if all of them do not."""
-    freed = [r.size.awake - r.size.asleep for r in residents]
+def _first(models: Sequence[ManagedModel], num_bytes: int) -> Sequence[ManagedModel]:
+    """Returns the first models that free so many bytes; none if all of them do not."""
+    freed = [r.size.awake - r.size.asleep for r in models]
     count = next((at for at, total in enumerate(itertools.accumulate(freed), 1) if total >= num_bytes), 0)
-    return [r for r, some in zip(residents[:count], freed, strict=False) if some]
+    return [r for r, some in zip(models[:count], freed, strict=False) if some]

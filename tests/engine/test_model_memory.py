@@ -36,20 +36,20 @@ class Fake:
         return self.is_asleep
 
 
-async def ask(residents: ModelMemoryManager, one: Fake) -> None:
+async def ask(model_memory: ModelMemoryManager, one: Fake) -> None:
     """What `IdleSleep` does for a request that ends at once."""
-    await residents.turn(one)
+    await model_memory.turn(one)
     if one.is_asleep:
-        async with residents.room(one):
+        async with model_memory.room(one):
             one.is_asleep = False
-    residents.used(one)
+    model_memory.used(one)
 
 
 def in_budget(num_bytes: int, *models: Fake, **settings) -> ModelMemoryManager:
-    residents = ModelMemoryManager(num_bytes, **settings)
+    model_memory = ModelMemoryManager(num_bytes, **settings)
     for one in models:
-        residents.used(one)
-    return residents
+        model_memory.used(one)
+    return model_memory
 
 
 def awake(*models: Fake) -> str:
@@ -58,24 +58,24 @@ def awake(*models: Fake) -> str:
 
 async def test_models_sleep_by_their_last_use_and_as_few_as_make_room():
     a, b, c, big = models = (*(Fake(name, 10) for name in "abc"), Fake("x", 20))
-    residents = in_budget(30, *models)
+    model_memory = in_budget(30, *models)
     for one in (a, b, c, a, big):
-        await ask(residents, one)
+        await ask(model_memory, one)
     assert awake(*models) == "AX"
-    await ask(residents, b)
+    await ask(model_memory, b)
     assert awake(*models) == "BX"
 
 
 async def test_a_busy_model_stays_and_its_new_requests_wait_after_its_turn():
     a, b = Fake("a", 10), Fake("b", 10)
-    residents = in_budget(10, a, b, turn_s=0.1)
-    await ask(residents, a)
+    model_memory = in_budget(10, a, b, turn_s=0.1)
+    await ask(model_memory, a)
     a.is_idle = False
-    waiting = asyncio.create_task(ask(residents, b))
+    waiting = asyncio.create_task(ask(model_memory, b))
     await asyncio.sleep(0.03)
-    await ask(residents, a)  # still its turn
+    await ask(model_memory, a)  # still its turn
     await asyncio.sleep(0.15)
-    later = asyncio.create_task(ask(residents, a))
+    later = asyncio.create_task(ask(model_memory, a))
     await asyncio.sleep(0.05)
     assert not waiting.done() and not later.done() and awake(a, b) == "A"
     a.is_idle = True
@@ -86,16 +86,16 @@ async def test_a_busy_model_stays_and_its_new_requests_wait_after_its_turn():
 
 async def test_a_request_does_not_wait_for_ever():
     a, b, c = models = Fake("a", 2**20), Fake("b", 2**20), Fake("c", 2**20)
-    residents = in_budget(2**20, *models, turn_s=0.05, timeout_s=0.2)
-    await ask(residents, a)
+    model_memory = in_budget(2**20, *models, turn_s=0.05, timeout_s=0.2)
+    await ask(model_memory, a)
     a.is_idle = False
-    found = await asyncio.gather(ask(residents, b), ask(residents, c), return_exceptions=True)
+    found = await asyncio.gather(ask(model_memory, b), ask(model_memory, c), return_exceptions=True)
     message = "it needs 1.0 MiB more, 1.0 MiB of 1.0 MiB are in use, and a had requests for 0.2 seconds"
     assert [(type(error), str(error)) for error in found] == [(ModelMemoryFull, message)] * 2
-    await ask(residents, a)  # nobody waits for its place any more
+    await ask(model_memory, a)  # nobody waits for its place any more
     b.has_ended = True
     with pytest.raises(ModelMemoryFull, match="the server is shutting down"):
-        await ask(residents, b)
+        await ask(model_memory, b)
 
 
 # ---------------------------------------------------------------------- engines
@@ -134,15 +134,15 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
     alone = [llm.generate(one, GREEDY)[0].outputs[0].token_ids for llm, one in zip(two, asked, strict=True)]
 
     async def run():
-        residents = ModelMemoryManager(one_pool(two))
+        model_memory = ModelMemoryManager(one_pool(two))
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
-                served.sleep_when_idle(None, 1, residents)
+                served.sleep_when_idle(None, 1, model_memory)
             for _ in range(3):
                 for served, one, expected in zip((a, b), asked, alone, strict=True):
                     assert await tokens(served, one) == (expected, 32)
                     assert [llm.is_sleeping for llm in two] == [served is b, served is a]
-                    assert residents.used_bytes <= residents.num_bytes
+                    assert model_memory.used_bytes <= model_memory.num_bytes
             assert all(llm.wake_s > 0 for llm in two)
 
     two[0].sleep()
@@ -151,10 +151,10 @@ def test_one_of_two_models_is_awake_and_finds_its_prefixes_again(two):
 
 def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
     async def run():
-        residents = ModelMemoryManager(one_pool(two), turn_s=0.05, timeout_s=0.2)
+        model_memory = ModelMemoryManager(one_pool(two), turn_s=0.05, timeout_s=0.2)
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
-                served.sleep_when_idle(None, 1, residents)
+                served.sleep_when_idle(None, 1, model_memory)
             async with a.awake():
                 with pytest.raises(NotServing, match=r"the model cannot wake up: it needs .* in use, and around had"):
                     await tokens(b, prompt(32, 1, 9))
@@ -167,10 +167,10 @@ def test_a_request_that_gets_no_room_is_refused_with_the_reason(two):
 
 def test_a_client_that_leaves_while_a_model_wakes_does_not_free_its_room(two, monkeypatch):
     async def run():
-        residents = ModelMemoryManager(one_pool(two))
+        model_memory = ModelMemoryManager(one_pool(two))
         async with AsyncLLM.around(two[0]) as a, AsyncLLM.around(two[1]) as b:
             for served in (a, b):
-                served.sleep_when_idle(None, 1, residents)
+                served.sleep_when_idle(None, 1, model_memory)
             wake_up, begun, may_end = two[1].wake_up, threading.Event(), threading.Event()
             monkeypatch.setattr(two[1], "wake_up", lambda: (begun.set(), may_end.wait(10), wake_up()))
             leaving = asyncio.create_task(tokens(b, prompt(32, 1, 9)))
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_while_a_model_wakes_does_not_free_its_room(two, mo
             await staying
             with pytest.raises(asyncio.CancelledError):
                 await leaving
-            assert residents.used_bytes <= residents.num_bytes
+            assert model_memory.used_bytes <= model_memory.num_bytes
 
     two[1].sleep()
     two[0].wake_up()
@@ -212,7 +212,7 @@ def test_a_budget_must_hold_each_model_while_the_others_sleep(two):
 
 async def live(llms, num_requests: int, seed: int) -> int:
     """Requests for two models that share the room of one, some of them left unread; returns the number of changes."""
-    rng, residents = random.Random(seed), ModelMemoryManager(one_pool(llms), turn_s=0.05)
+    rng, model_memory = random.Random(seed), ModelMemoryManager(one_pool(llms), turn_s=0.05)
     changes, num_left = [0], num_requests
     prompts = [(model, seed, length) for model in (0, 1) for seed in range(4) for length in (7, 18, 33)]
     expected = {}
@@ -223,13 +223,13 @@ async def live(llms, num_requests: int, seed: int) -> int:
     llms[1].sleep()
     async with AsyncLLM.around(llms[0]) as a, AsyncLLM.around(llms[1]) as b:
         for served in (a, b):
-            served.sleep_when_idle(0.3 if rng.random() < 0.5 else None, 1, residents)
+            served.sleep_when_idle(0.3 if rng.random() < 0.5 else None, 1, model_memory)
             served.observers.append(lambda news: check())
         for llm in llms:
             count(llm, changes)
 
         def check() -> None:
-            assert residents.used_bytes <= residents.num_bytes
+            assert model_memory.used_bytes <= model_memory.num_bytes
 
         async def client() -> None:
             nonlocal num_left
@@ -264,7 +264,7 @@ def count(llm, changes: list[int]) -> None:
     llm.wake_up = counted(type(llm).wake_up)
 
 
-@pytest.mark.parametrize("num_lives", [1, pytest.param(60, marks=pytest.mark.soak)])
-def test_random_lives_of_two_models_give_the_tokens_of_each_alone(two, num_lives):
-    for seed in range(num_lives):
+@pytest.mark.parametrize("num_simulations", [1, pytest.param(60, marks=pytest.mark.soak)])
+def test_random_simulations_of_two_models_give_the_tokens_of_each_alone(two, num_simulations):
+    for seed in range(num_simulations):
         assert asyncio.run(live(two, 60, seed)) >= 4, "they took turns"

@@ -29,7 +29,7 @@ async def test_a_closed_pool_cancels_what_waits_and_refuses_more():
     pool.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    with pytest.raises(RuntimeError, match="have ended"):
+    with pytest.raises(RuntimeError, match="have shut down"):
         await pool.run(print)
     may_end.set()
     assert await running

@@ -62,11 +62,11 @@ class Listening(Simulation):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_heard_in_a_life_is_what_the_tiers_have(seed):
+def test_what_is_heard_in_a_simulation_is_what_the_tiers_have(seed):
     simulate(random.Random(seed), num_steps=40, kind=Listening)
 
 
-def test_these_lives_store_drop_and_clear():
+def test_these_simulations_store_drop_and_clear():
     runs = [simulate(random.Random(seed), num_steps=40, kind=Listening) for seed in range(12)]
     assert sum(run.num_heard for run in runs) > 100
     seen = sum((run.seen for run in runs[1:]), start=runs[0].seen)

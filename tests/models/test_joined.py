@@ -14,7 +14,7 @@ from ksana_jax.devices import tuning
 from ksana_jax.models.joined import joined, separate
 from ksana_jax.models.operators import XLA_OPERATORS
 from ksana_jax.models.params import init_params, quantised
-from ksana_jax.runner import runner
+from ksana_jax.runner import programs
 from tests.native.test_layer import EVERYTHING, PLAIN, weights
 
 
@@ -85,7 +85,7 @@ def test_an_engine_generates_the_same_from_joined_weights(monkeypatch):
 
     given, apart = tokens()
     joins = dataclasses.replace(tuning.tuning("cpu"), joins_matrices=True)
-    monkeypatch.setattr(runner, "tuning", lambda platform: joins)
+    monkeypatch.setattr(programs, "tuning", lambda platform: joins)
     used, together = tokens()
     assert given.w_qkv is None and used.w_q is None and used.w_qkv is not None and used.w_qkv.shape == (64, 32)
     assert together == apart

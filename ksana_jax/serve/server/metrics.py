@@ -94,7 +94,7 @@ class ServingMetrics(Collector):
                 _add_histograms(families, _BLOCKS, self._block_times[engine].histograms)
         families.engine = ""
         if self._llm.llm is not None:
-            _add_residents(families, self._llm.llm)
+            _add_model_memory(families, self._llm.llm)
         for reason, count in self._num_refused.items():
             families.counter("ksana:refused_requests", "Requests refused by the server.", count, reason=reason)
         stats, text = self._llm.stats(), "Prompt tokens of requests that have no first token yet."
@@ -182,7 +182,7 @@ def _add_engine(families: _Families, engine: Engine) -> None:
         families.counter("ksana:kv_moved_bytes", text, size, way=way.replace(" ", "_"))
 
 
-def _add_residents(families: _Families, llm: LLM) -> None:
+def _add_model_memory(families: _Families, llm: LLM) -> None:
     """Adds the memory of a model, and whether it sleeps."""
     text = "Bytes of weights with adapters, and of the pool, on the device, or each of several; of weights on the host."
     for part, num_bytes in resident_bytes(llm).items():

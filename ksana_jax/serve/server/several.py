@@ -84,9 +84,9 @@ class ServedModels:
     def begin(self, llms: Sequence[AsyncLLM]) -> None:
         """Begins to serve models that are loaded, in the order of the names; on the event loop."""
         budget = self.settings.device_memory_bytes
-        residents = None if budget is None else ModelMemoryManager(budget)
+        model_memory = None if budget is None else ModelMemoryManager(budget)
         for serving, llm in zip(self.models, llms, strict=True):
-            serving.lag, serving.residents = self.lag, residents
+            serving.lag, serving.model_memory = self.lag, model_memory
             serving.begin(llm)
 
     @property

@@ -40,12 +40,12 @@ class Serving:
       progress: what is done while the model loads, such as "compiling 3 of 12".
       metrics, limits: of the engine, once it is loaded.
       lag: of the event loop; started by the runner of the loop.
-      residents: the budget that the model shares with others; None for none.
+      model_memory: the budget that the model shares with others; None for none.
     """
 
     metrics: ServingMetrics
     limits: QueueLimits
-    residents: ModelMemoryManager | None = None
+    model_memory: ModelMemoryManager | None = None
     _stepped_s = 0.0
 
     def __init__(self, settings: ServerSettings):
@@ -67,8 +67,8 @@ class Serving:
             max_num_queued_reqs=settings.max_num_queued_reqs,
             max_num_queued_tokens=settings.max_num_queued_tokens,
         )
-        if settings.sleep_after is not None or self.residents is not None:
-            llm.sleep_when_idle(settings.sleep_after, settings.sleep_level, self.residents)
+        if settings.sleep_after is not None or self.model_memory is not None:
+            llm.sleep_when_idle(settings.sleep_after, settings.sleep_level, self.model_memory)
         self._stepped_s = time.monotonic()
         llm.observers.append(self._observe)
         self._llm = llm
