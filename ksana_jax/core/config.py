@@ -258,10 +258,9 @@ class EngineConfig:
       max_lora_rank: maximum rank of an adapter.
       max_cpu_loras: adapters kept in host memory, beside the adapters of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
-      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
-        installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so |
-        "module:function", "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`.
-        None is jax's own.
+      device: the device of the whole process: a platform of jax, such as "cpu", "cuda" or an installed PJRT plugin's
+        "npu"; or {"platform": "npu", "plugin": "installed" | PATH.so | "package.module:function", "options": {},
+        "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None takes jax's default.
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;

@@ -45,7 +45,10 @@ def test_each_value_has_one_spelling(given, plain):
         ),
         ({"platform": "npu", "plugin": "/none/a.so"}, "device.plugin is /none/a.so, and there is no such file"),
         ({**OWN, "platform": "cpu"}, "device.platform is 'cpu', jax's own name"),
-        ({"platform": "npu", "options": {"a": 1}}, "device.options are for a plugin given by its path"),
+        (
+            {"platform": "npu", "options": {"a": 1}},
+            "by its path or as 'package.module:function': an installed",
+        ),
         ({**OWN, "donation": "yes"}, "device.donation is 'yes'"),
         ({**OWN, "memory_bytes": 0}, "device.memory_bytes is 0"),
         (
