@@ -10,6 +10,9 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 from ksana_jax.kv.eviction.calibrated import Calibrated, require_rotated
 
+# The rotation takes 8 bytes for each position, layer and pair of channels.
+MAX_FUTURE = 2**14
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Expected(EvictionMethod):
@@ -20,7 +23,7 @@ class _Expected(EvictionMethod):
     over the query heads of a kv head.
 
     Args:
-      future: positions over which the rotation is averaged.
+      future: positions over which the rotation is averaged; at most 16,384.
       covariance: False leaves the covariance out.
       value_norms: False leaves the norms of values out.
       epsilon: added to the weight before it is multiplied by the norm.
@@ -40,7 +43,7 @@ class _Expected(EvictionMethod):
         require_rotated(self)
         name = f"kv_eviction {type(self).__name__}"
         checks.require(
-            checks.integer(f"{name}: future", self.future, 1),
+            checks.integer(f"{name}: future", self.future, 1, MAX_FUTURE),
             checks.boolean(f"{name}: covariance", self.covariance),
             checks.boolean(f"{name}: value_norms", self.value_norms),
             checks.number(f"{name}: epsilon", self.epsilon, 0),
