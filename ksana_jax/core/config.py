@@ -52,7 +52,7 @@ class ModelConfig:
       embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of the outputs of attention and MLP
         when they are added to hidden states, and of the logits.
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
-        position 0; None for no such table. Texts then have no more than max_position tokens.
+        position 0; None for no such table. Sequences then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
@@ -166,7 +166,7 @@ class ModelConfig:
         return dataclasses.replace(self, num_layers=num_layers, **cut)
 
 
-# Text positions and numbers of blocks, which are int32, stay below FAR.
+# Positions and numbers of blocks, which are int32, stay below FAR.
 MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20

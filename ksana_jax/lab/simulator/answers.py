@@ -30,8 +30,8 @@ class PlannedAnswer:
 class Answers:
     """Decides which tokens the steps of one engine sample.
 
-    A token depends on the request and its position in the text, not on the batch: a preempted request resumes with the
-    same tokens.
+    A token depends on the request and its position in the sequence, not on the batch: a preempted request resumes with
+    the same tokens.
 
     Args:
       num_rows: of the engine. eos_ids: of the model.

@@ -87,7 +87,7 @@ class _Expected(EvictionMethod):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(_Expected):
-    """Expected attention of queries with the mean and the covariance of the text's so far, without the sinks'.
+    """Expected attention of queries with the mean and the covariance of the sequence's so far, without the sinks'.
 
     Each block holds sums of the outer products of its tokens' queries, which take several times the memory of its keys
     and values.
@@ -125,7 +125,7 @@ class ExpectedAttentionStats(_Expected, Calibrated):
 
 
 class _MeanRotation:
-    """The rotation of each layer, averaged over the positions that follow the text; scaled as keys and queries are."""
+    """The rotation of each layer, averaged over the positions after the sequence; scaled as keys and queries are."""
 
     def __init__(self, cached: Cached, future: int, xp: Any):
         frequencies, scale = cached.constants["inv_freq"], cached.constants["rope_scale"]  # [n, Lg, H/2]
