@@ -145,7 +145,10 @@ class RequestFactory:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.layout.blocks_to_finish(max_len, count - num_question) * max(params.beam_width, 1)
+        width = max(params.beam_width, 1)
+        if width * len(scheduler.layout.groups) * -(-max_len // blocks.block_size) <= blocks.num_blocks:
+            return  # windows and evictions need fewer blocks than whole sequences
+        needed = width * scheduler.layout.blocks_to_finish(max_len, count - num_question)
         if needed > blocks.num_blocks:
             raise ContextLengthError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "

@@ -24,6 +24,11 @@ from ksana_jax.scheduler.sequence import Sequence
 LOOKAHEAD = 16
 
 
+def fcfs(seq: Sequence) -> float:
+    """Serves requests in order of arrival, so no request starves: the default policy."""
+    return seq.seq_id
+
+
 class WaitingQueue:
     """Holds the waiting sequences of a scheduler.
 
