@@ -29,11 +29,13 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
+from ksana_jax.runner.prompt_scores import lower_scores
 from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
 from ksana_jax.runner.step_runs import lower_in_runs
-from ksana_jax.runner.token_programs import OutputHead, VerificationKey, settings_packing
+from ksana_jax.runner.token_programs import OutputHead, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.tree_paths import lower_trees
+from ksana_jax.runner.verification import VerificationKey, lower_verification
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 
@@ -231,10 +233,10 @@ class ModelPrograms:
         if isinstance(key, VerificationKey):
             if key.tree:
                 return lower_trees(self._head, self.params, self.cache, len(self.layout.groups), key)
-            return self._head.lower_verification(self.params, key)
+            return lower_verification(self._head, self.params, key)
         kind, size, *rest = key
         if kind == "score":
-            return self._head.lower_scores(self.params, size, *rest)
+            return lower_scores(self._head, self.params, size, *rest)
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.final_norm.dtype)
         return self._head.lower_choice(self.params, hidden, *rest)
 

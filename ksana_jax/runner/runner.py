@@ -10,16 +10,12 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
-from ksana_jax.runner.decode_loop import LoopKey, Stop, serves
+from ksana_jax.runner.decode_loop import FetchedStep, LoopKey, Stop, serves
 from ksana_jax.runner.programs import ModelPrograms
-from ksana_jax.runner.token_programs import (
-    VerificationKey,
-    report_packing,
-    scores_packing,
-    settings_packing,
-    verification_packing,
-)
-from ksana_jax.runner.transfer import Fetched, FetchedStep, FetchedVerification, bucket_of_top, started
+from ksana_jax.runner.prompt_scores import scores_packing
+from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
+from ksana_jax.runner.transfer import Fetched, started
+from ksana_jax.runner.verification import FetchedVerification, VerificationKey, verification_packing
 from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
 
 

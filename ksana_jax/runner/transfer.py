@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.core.request import MAX_LOGPROBS
-from ksana_jax.sampling.acceptance import num_before
-from ksana_jax.scheduler.step.types import NO_TOKENS, StepOutput, TileGroup
+from ksana_jax.scheduler.step.types import NO_TOKENS, StepOutput
 
 
 class Packing:
@@ -63,9 +61,12 @@ def packed(arrays: Any) -> jax.Array:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def bucket_of_top(count: int, vocab_size: int) -> int:
-    """Returns the bucket for a number of most probable tokens whose scores are reported."""
-    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
+class Report(Protocol):
+    """What the device reports of a step, on its way to the host."""
+
+    def result(self) -> Any:
+        """Waits for it."""
+        ...
 
 
 class Fetched:
@@ -80,35 +81,9 @@ class Fetched:
         return self.packing.unpack(np.asarray(self.vector))
 
 
-class FetchedVerification(NamedTuple):
-    """The result of `verify_tokens`, on its way to the host. part: the tiles of the step's rows."""
-
-    report: Fetched
-    part: TileGroup
-
-    def result(self) -> Any:
-        """Waits for it; returns (tokens, num_accepted, sampled, scores) of `StepOutput`."""
-        tokens, accepted, sampled, scores = self.report.result()
-        used = self.part.count * self.part.width
-        if len(accepted) > self.part.count:
-            accepted = num_before(accepted[:used].reshape(self.part))
-        return tokens[:used], accepted, sampled, scores
-
-
-class FetchedStep(NamedTuple):
-    """The report of one step of a loop, on its way to the host with the other reports."""
-
-    reports: Fetched
-    step: int
-
-    def result(self) -> Any:
-        """Waits for all steps; returns the arrays of this one as the packing's pytree."""
-        return self.reports.packing.unpack(np.asarray(self.reports.vector)[self.step])
-
-
 def started(
-    tokens: Fetched | FetchedVerification | FetchedStep | None,
-    prompt_scores: Fetched | None = None,
+    tokens: Report | None,
+    prompt_scores: Report | None = None,
     finish_moves: Callable[[], None] | None = None,
     move_s: float = 0.0,
     compiled: bool = False,

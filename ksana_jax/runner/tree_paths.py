@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from ksana_jax.models.params import Params
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.token_programs import OutputHead, VerificationKey, verify_tokens
+from ksana_jax.runner.token_programs import OutputHead
+from ksana_jax.runner.verification import VerificationKey, verification_arguments, verify_tokens
 from ksana_jax.sharding.specs import BY_HEAD, EVERYWHERE
 
 
@@ -23,7 +24,7 @@ def lower_trees(head: OutputHead, params: Params, cache: Any, num_groups: int, k
         functools.partial(verify_trees, head=head, key=key), returns=(BY_HEAD, EVERYWHERE), donated=0
     )
     slots = jax.ShapeDtypeStruct((num_groups, key.part.count * key.part.width), jnp.int32)
-    return lower(run, cache, slots, *head.verification_arguments(params, key))
+    return lower(run, cache, slots, *verification_arguments(head, params, key))
 
 
 def verify_trees(

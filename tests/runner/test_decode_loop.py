@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.transfer import FetchedStep
+from ksana_jax.runner.decode_loop import FetchedStep, LoopKey
 from tests.engine.small import Letters, make_llm
 from tests.machine import native_products
 
