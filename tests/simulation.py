@@ -248,7 +248,7 @@ class Simulation:
             self.disk.tick()
         for request, counts in before.items():
             grown = [len(c.token_ids) for c in request.completions] != counts
-            if request.finished or (request.completions[0].streams and grown):
+            if request.finished or (grown and getattr(request.completions[0], "streams", False)):
                 assert request in reported
         for request in reported:
             assert request not in self.ended, "something came after the end"  # I10

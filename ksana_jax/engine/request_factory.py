@@ -18,6 +18,7 @@ from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
 from ksana_jax.engine.stop_strings import special_stops
+from ksana_jax.engine.watched import WatchedCompletion
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
@@ -180,7 +181,12 @@ class RequestFactory:
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
             seq = self._new_sequence(request, token_ids, salt, index, seed, bad_words, asked.num_question)
-            request.completions.append(Completion(index, seq, given, specials, streams))
+            # These need each token as soon as it is sampled.
+            if streams or params.stop_strings or params.logprobs is not None:
+                completion = WatchedCompletion(index, seq, given, special_stops=specials, streams=streams)
+            else:
+                completion = Completion(index, seq, given)
+            request.completions.append(completion)
         if params.beam_width:
             leader = self.new_beam(request, token_ids, salt, asked.num_question)
             width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids
