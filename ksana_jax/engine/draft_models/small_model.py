@@ -19,6 +19,7 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.ladders import draft_buckets, largest_tiles, plain_shapes
 from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput, StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import verification_arrays
 
@@ -42,11 +43,11 @@ class SmallModel:
     """
 
     def __init__(self, runner: Runner, context: ProposerContext):
-        config, buckets = context.config, context.buckets.of_drafts(context.config)
+        config, buckets = context.config, draft_buckets(context.buckets, context.config)
         assert config.num_blocks is not None
         self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
         self._most_tokens, self.num_sampled = config.max_num_batched_tokens, buckets.decodes[-1]
-        self._tiles = buckets.largest_tiles
+        self._tiles = largest_tiles(buckets)
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
         self._places, self._held = context.layout.places, HeldKeys(config.num_blocks, config.block_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
@@ -74,7 +75,7 @@ class SmallModel:
         Args:
           samples, distributions: see `LoopKey`. scores: whether drafts end at improbable tokens.
         """
-        shapes = self._buckets.plain_shapes(max_width)
+        shapes = plain_shapes(self._buckets, max_width)
         # Texts are computed in chunks, even a single token.
         keys: list[Any] = [shape for shape in shapes if not only_decodes(shape)]
         for shape in filter(only_decodes, shapes):

@@ -16,6 +16,7 @@ from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, Spec
 from ksana_jax.scheduler.speculative.draft_length import Goodput
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.types import StepShape
+from ksana_jax.scheduler.step.verification import most_drafts
 
 T = TypeVar("T")
 logger = logging.getLogger("ksana_jax")
@@ -69,7 +70,7 @@ class Speculation:
 
     def most_at(self, rows: np.ndarray) -> int:
         """Returns the maximum draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
-        most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
+        most = min(self.method.most_at(len(rows)), most_drafts(self.buckets, len(rows)))
         return self.goodput.choose(len(rows), most) if most and len(rows) and self.goodput is not None else most
 
     @property
