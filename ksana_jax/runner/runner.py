@@ -16,7 +16,8 @@ from ksana_jax.runner.prompt_scores import scores_packing
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
 from ksana_jax.runner.transfer import Fetched, started
 from ksana_jax.runner.verification import FetchedVerification, VerificationKey, verification_packing
-from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape
 
 
 class Runner(ModelPrograms):

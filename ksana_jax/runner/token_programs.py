@@ -18,7 +18,8 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.transfer import Packing, packed
 from ksana_jax.sampling.sampler import sample, score
 from ksana_jax.sampling.vocabulary import Vocabulary
-from ksana_jax.scheduler.step.types import SamplingArrays, TokenScores
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import TokenScores
 from ksana_jax.sharding.placement import Placement
 
 

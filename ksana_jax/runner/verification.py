@@ -16,7 +16,8 @@ from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, goo
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.sampler import adjust, distribution, sample, score
 from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
-from ksana_jax.scheduler.step.types import SamplingArrays, StepInput, StepShape, TileGroup
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import StepInput, StepShape, TileGroup
 
 
 class VerificationKey(NamedTuple):

@@ -180,7 +180,7 @@ class Scheduler:
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
         waits |= memory.prefixes.enabled and bool(self.row_blocks.windowed)
         waits |= self.eviction is not None and self.eviction.waits
-        return waits or bool(r.num_beams + r.num_dense)
+        return waits or bool(r.num_beams + r.settings.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
         """Chooses a step; ahead: None if blocks might be missing for tokens of running rows."""

@@ -20,10 +20,13 @@ from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.ladders import draft_buckets, largest_tiles, plain_shapes
-from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput, StepShape, TileGroup
+from ksana_jax.scheduler.step.settings import RowSettings, SamplingArrays
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import verification_arrays
 
 _NO_ROWS = np.zeros(0, np.intp)
+# Its steps return what `decode` asks for, not what the rows do.
+_NO_SETTINGS = RowSettings(0)
 
 
 class SmallModel:
@@ -139,9 +142,9 @@ class SmallModel:
         return np.array(of_rows, np.intp), np.array(counts, np.intp)
 
     def _view(self, rows: Rows) -> Rows:
-        """Returns rows as this model sees them: with one group of blocks, and as far as it has computed them."""
+        """Returns rows for a step of this model: with one group of blocks, and as far as it has computed them."""
         view, mine = copy.copy(rows), slice(self._group, self._group + 1)
-        view.num_computed, view.num_asking, view.num_groups = self.num_computed, 0, 1
+        view.num_computed, view.settings, view.num_groups = self.num_computed, _NO_SETTINGS, 1
         for name in ("block_tables", "block_starts", "num_blocks", "num_evicted"):
             setattr(view, name, getattr(rows, name)[mine])
         return view
@@ -220,22 +223,6 @@ class SmallModel:
     @staticmethod
     def _sampling(rows: Rows, which: np.ndarray, size: int, at: int) -> SamplingArrays | None:
         """Returns the target's settings of tokens whose place is `at` further, without penalties and biases."""
-        if not np.count_nonzero(rows.samples[which]):
+        if not np.count_nonzero(rows.settings.samples[which]):
             return None
-
-        def padded(column: np.ndarray, default: float) -> np.ndarray:
-            out = np.full((size, *column.shape[1:]), default, column.dtype)
-            out[: len(which)] = column[which]
-            return out
-
-        return SamplingArrays(
-            padded(rows.temperature, 0),
-            padded(rows.top_k, 0),
-            padded(rows.top_p, 1),
-            padded(rows.min_p, 0),
-            padded(rows.seeds, 0),
-            padded(rows.num_tokens - rows.num_prompt + np.int32(at), 0),
-            padded(rows.repetition_penalty, 1),
-            padded(rows.presence_penalty, 0),
-            padded(rows.frequency_penalty, 0),
-        )
+        return rows.settings.of_tokens(which, (rows.num_tokens - rows.num_prompt)[which] + np.int32(at), size)

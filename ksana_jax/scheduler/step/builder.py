@@ -83,7 +83,7 @@ class BatchBuilder:
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:
         """Keeps a step from which the next one may follow."""
         may_share = self.buckets.shared_rows and len(batch.decodes) > 1
-        follows = not (len(batch.chunks) or may_share or rows.num_dense or batch.drafts is not None)
+        follows = not (len(batch.chunks) or may_share or rows.settings.num_dense or batch.drafts is not None)
         self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
 
     def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -91,7 +91,7 @@ class BatchBuilder:
         if batch.drafts is not None:
             of_pool = self.block_size, self.num_blocks
             step, ends = verification(batch, batch.drafts, rows, self.buckets, *of_pool, self.acceptance)
-            if rows.num_asking:
+            if rows.settings.num_asking:
                 add_settings(step, batch, rows, ends, self.vocab_size)
             return step, ends
         decodes, chunks = batch.decodes, batch.chunks
@@ -111,7 +111,7 @@ class BatchBuilder:
         # Padding is at -1.
         num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
-        if rows.num_asking:
+        if rows.settings.num_asking:
             add_settings(step, batch, rows, ends, self.vocab_size)
         return step, ends
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.bias import bias_of
-from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -14,18 +15,18 @@ _NO_TOKENS = np.zeros(0, np.int32)
 def add_settings(step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray, vocab_size: int) -> None:
     """Fills in sampling settings and log-probabilities that the rows need beyond greedy tokens."""
     running, sampled = batch.rows, batch.sampled
-    if rows.samples[sampled].any():
+    if rows.settings.samples[sampled].any():
         step.sampling = sampling_arrays(rows, sampled, step, vocab_size)
-    num_logprobs = int(rows.num_logprobs[sampled].max(initial=-1))
+    num_logprobs = int(rows.settings.num_logprobs[sampled].max(initial=-1))
     step.num_logprobs = None if num_logprobs < 0 else num_logprobs
-    scored = rows.num_prompt_logprobs[running] >= 0
+    scored = rows.settings.num_prompt_logprobs[running] >= 0
     if not scored.any():
         return
     # A token is scored where the previous one is computed.
     scored &= rows.num_computed[running] + 1 < rows.num_prompt[running]
     if not scored.any():
         return
-    step.num_prompt_logprobs = int(rows.num_prompt_logprobs[running[scored]].max())
+    step.num_prompt_logprobs = int(rows.settings.num_prompt_logprobs[running[scored]].max())
     step.targets = np.full(step.shape.num_tokens, -1, np.int32)
     for row, count, end in zip(running[scored], batch.num_per_row[scored], ends[scored], strict=True):
         start = int(rows.num_computed[row])
@@ -42,30 +43,15 @@ def sampling_arrays(rows: Rows, sampled: np.ndarray, step: StepInput, vocab_size
         assert step.drafts is not None
         nth = np.pad(step.drafts.depths()[: len(sampled)], ((0, 0), (1, 0))).reshape(-1)
 
-    def fill(values: np.ndarray, default: float) -> np.ndarray:
-        found = np.full((size, *values.shape[1:]), default, values.dtype)
-        found[: len(values)] = values
-        return found
-
-    settings = SamplingArrays(
-        temperature=fill(rows.temperature[of_tokens], 0),
-        top_k=fill(rows.top_k[of_tokens], 0),
-        top_p=fill(rows.top_p[of_tokens], 1),
-        min_p=fill(rows.min_p[of_tokens], 0),
-        seeds=fill(rows.seeds[of_tokens], 0),
-        num_outputs=fill((rows.num_tokens - rows.num_prompt)[of_tokens] + nth, 0),
-        repetition_penalty=fill(rows.repetition_penalty[of_tokens], 1),
-        presence_penalty=fill(rows.presence_penalty[of_tokens], 0),
-        frequency_penalty=fill(rows.frequency_penalty[of_tokens], 0),
-    )
-    if not rows.dense[sampled].any():
+    settings = rows.settings.of_tokens(of_tokens, (rows.num_tokens - rows.num_prompt)[of_tokens] + nth, size)
+    if not rows.settings.dense[sampled].any():
         return settings
     counts = np.zeros((size, vocab_size), np.int32)
     in_prompt = np.zeros((size, vocab_size), bool)
     bias = np.zeros((size, vocab_size), np.float32)
     for place, row in enumerate(sampled.tolist()):
         seq = rows.seqs[row]
-        if seq is None or not rows.dense[row]:
+        if seq is None or not rows.settings.dense[row]:
             continue
         split, end = seq.num_prompt, int(rows.num_tokens[row])
         runs = [_NO_TOKENS] if step.drafts is None else step.drafts.runs(place)

@@ -23,6 +23,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.settings import SamplingArrays
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 NO_ROWS = np.zeros(0, np.intp)
@@ -243,28 +244,6 @@ def fed(tokens: Array, previous: Array, xp: Any) -> Array:
     # A row without a finite score has sampled -1: any token will do, since its sequence ends.
     sampled = xp.maximum(previous[xp.maximum(-1 - tokens, 0)], 0)
     return xp.where(tokens < 0, sampled, tokens)
-
-
-class SamplingArrays(NamedTuple):
-    """Sampling settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
-
-    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
-    counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
-    in_prompt: [n, V] bool, or None as for counts. bias: [n, V] float32, added to the logits, or None as for counts.
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    seeds: Array
-    num_outputs: Array
-    repetition_penalty: Array
-    presence_penalty: Array
-    frequency_penalty: Array
-    counts: Array | None = None
-    in_prompt: Array | None = None
-    bias: Array | None = None
 
 
 class TokenScores(NamedTuple):
