@@ -22,7 +22,7 @@ from ksana_jax.engine.watched import WatchedCompletion
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
-from ksana_jax.scheduler.step.bias import bad_word_ids
+from ksana_jax.scheduler.step.sampling import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

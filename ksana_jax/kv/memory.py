@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from ksana_jax.core.patterns import FULL
-from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
@@ -54,7 +53,7 @@ class KVMemory:
       clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
 
     Attributes:
-      device, host: tiers; host is None without one.
+      device, host: tiers; host is None without one. blocks: the device's pool. block_size: B, tokens of a block.
       prefixes: prefix cache; without `caching` nothing asks it.
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier.
@@ -76,7 +75,7 @@ class KVMemory:
         clock: Callable[[], float] = time.perf_counter,
         read_timeout_s: float = 1.0,
     ):
-        self.index, self.disk = index, disk
+        self.index, self.disk, self.block_size = index, disk, index.block_size
         self.layout = KVLayout(group_layers([FULL]), index.block_size)
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
@@ -94,7 +93,7 @@ class KVMemory:
         self.device = DeviceTier(
             num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
-        self.disk_reads = self.swap = None
+        self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
         if self.host is not None:
             if self.disk is not None:
                 self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
@@ -124,16 +123,6 @@ class KVMemory:
         self._make_tiers(self.blocks.num_blocks, host_data)
         for listener in self._listeners:
             listener.cleared()
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.index.block_size
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The device's pool."""
-        return self.device.pool
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
         """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""

@@ -34,8 +34,7 @@ from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_w
 from ksana_jax.runner.step_runs import lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, settings_packing
 from ksana_jax.runner.transfer import Packing
-from ksana_jax.runner.tree_paths import lower_trees
-from ksana_jax.runner.verification import VerificationKey, lower_verification
+from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 

@@ -133,7 +133,7 @@ class RowBlocks:
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
         r, allocated = self.rows, int(self.rows.allocated_until[row] - self.rows.num_computed[row])
-        available = self.memory.device.pool.num_available
+        available = self.memory.blocks.num_available
         if r.forked[row]:
             wanted = -(-max(most - allocated, 0) // self._size) * r.num_groups
             available -= self.copying.prepare(row, available - wanted)

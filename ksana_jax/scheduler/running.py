@@ -125,7 +125,7 @@ class Provision:
         if np.count_nonzero(r.forked):
             copies = self.row_blocks.copying.shared(decodes).sum(axis=(0, 2))
             needed += int(copies.sum())
-        if needed > self.memory.device.pool.num_available:
+        if needed > self.memory.blocks.num_available:
             return self._by_force(decodes), None
         new = self.row_blocks.take(short) if len(short) else None
         if copies is not None:
@@ -161,7 +161,7 @@ class Provision:
 
     def _make_room_to_write(self, row: int) -> bool:
         """Makes room for one more token of a row, and for copies of the blocks that it shares; see `_make_room`."""
-        r, available = self.row_blocks.rows, self.memory.device.pool.num_available
+        r, available = self.row_blocks.rows, self.memory.blocks.num_available
         count = r.num_groups if r.num_computed[row] >= r.allocated_until[row] else 0
         if r.forked[row]:
             count += self.row_blocks.copying.prepare(row, available - count)
@@ -172,7 +172,7 @@ class Provision:
 
         The first row always gets its blocks: a request that the pool cannot hold was refused on arrival.
         """
-        while self.memory.device.pool.num_available < count:
+        while self.memory.blocks.num_available < count:
             last = int(self.running.order[-1])
             if last != row:
                 self.preempt(last)

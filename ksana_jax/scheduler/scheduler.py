@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.request import FinishReason
-from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import Scope
@@ -70,6 +69,7 @@ class Scheduler:
         self._make_books(layout, memory.index.scope)
 
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:
+        self.blocks = self.memory.blocks
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
         self.running = Running(self.max_num_seqs)
         self._unsettled: list[ScheduledBatch] = []  # steps that are scheduled
@@ -106,11 +106,6 @@ class Scheduler:
     def waiting(self) -> list[tuple[Any, int, Sequence]]:
         """(rank, seq_id, sequence) of waiting sequences, sorted."""
         return self.queue.entries
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The device's pool."""
-        return self.memory.blocks
 
     @property
     def has_work(self) -> bool:
@@ -189,7 +184,7 @@ class Scheduler:
         # Over all rows, which is cheaper than over some. Free rows have neither tokens nor blocks.
         left, short = rows.num_tokens - rows.num_computed, (rows.num_tokens > rows.allocated_until).nonzero()[0]
         decodes, only_decodes = order, np.count_nonzero(left == 1) == len(order)
-        if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.pool.num_available:
+        if ahead and self.provision.num_missing(short, only_decodes) > self.blocks.num_available:
             return None
         if not only_decodes or len(order) > most:
             decodes = order[left[order] == 1][:most]

@@ -33,7 +33,7 @@ class Sequence:
       seed: seed of its random stream.
       owner: the request that it belongs to; opaque to the scheduler.
       request_id, index: its name for inspection; index is its completion's, or a beam's own.
-      bad_words: token ids of its request's bad words, see `scheduler.step.bias`.
+      bad_words: token ids of its request's bad words, see `scheduler.step.sampling`.
       kv: its state in KV memory.
       is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.

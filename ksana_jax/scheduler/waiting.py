@@ -169,7 +169,7 @@ class Admission:
             the blocks that they share.
           reserve: blocks that stay free for the running rows.
         """
-        device, size, total = self.memory.device, self.memory.block_size, len(seq.token_ids)
+        size, total = self.memory.block_size, len(seq.token_ids)
         kv, held = seq.kv, seq.kv.held
         done = hit.num_tokens if hit else held.num_computed if held else 0
         left = total - done
@@ -187,12 +187,12 @@ class Admission:
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
-        room = device.pool.num_available - (0 if kv.shared else reserve)
+        room = self.memory.blocks.num_available - (0 if kv.shared else reserve)
         if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
             return True
         if not alone:
             return False
-        while first_blocks() > device.pool.num_available:
+        while first_blocks() > self.memory.blocks.num_available:
             if not self.queue.reclaim_shared(seq):
                 return False
         return True

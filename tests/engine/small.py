@@ -23,7 +23,7 @@ from ksana_jax.models.params import init_params
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
 from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.tokenizers import Tokenizer, TokenizerError
-from ksana_jax.tokenizers.detokenizer import Piece
+from ksana_jax.tokenizers.base import Piece
 from tests.reference import reference_logprobs
 
 BOS, EOS = 0, 1

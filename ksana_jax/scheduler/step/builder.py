@@ -14,7 +14,7 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, query_numbers
 from ksana_jax.scheduler.step.sampling import add_settings
-from ksana_jax.scheduler.step.sharing import sharing_decodes
+from ksana_jax.scheduler.step.shared_prefix import sharing_decodes
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
 from ksana_jax.scheduler.step.verification import verification
 
@@ -116,7 +116,7 @@ class BatchBuilder:
         return step, ends
 
     def sharing_decodes(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepShape, StepArrays, np.ndarray] | None:
-        """Returns the decodes of a step that shares leading blocks; see `sharing.sharing_decodes`."""
+        """Returns the decodes of a step that shares leading blocks; see `shared_prefix.sharing_decodes`."""
         least = self.min_saved_tokens // self.block_size
         return sharing_decodes(
             batch, rows, self.buckets, self.with_decodes, self.sink_width, least, self.residual_groups
