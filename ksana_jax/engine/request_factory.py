@@ -50,7 +50,7 @@ def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -
 
 
 def ending_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the ids that end a text: the model's, and the tokenizer's that have a row in the embedding."""
+    """Returns the ids that end an output: the model's, and the tokenizer's that have a row in the embedding."""
     more = () if tokenizer is None else tokenizer.eos_ids
     return tuple(dict.fromkeys((*model.eos_ids, *(i for i in more if i < model.vocab_size))))
 

@@ -67,7 +67,7 @@ class Runner(ModelPrograms):
         finish, move_s, compiled = self._start_moves(step.moves)
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
         given = self.params.embed[step.arrays.tokens] if self.embeds_on_host else self._fed(shape)
-        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._seen.arrays)
+        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._patterns.arrays)
         tokens = prompt_scores = None
         if step.targets is not None:
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
@@ -105,7 +105,7 @@ class Runner(ModelPrograms):
         finish, move_s, compiled = self._start_moves(steps[0].moves)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
         run, given = self._program(key), self._fed(key.shape)
-        made = run(self.params, self.cache, vectors, given, self._seen.arrays, stop)
+        made = run(self.params, self.cache, vectors, given, self._patterns.arrays, stop)
         self.cache, self._sampled, reports, drawn_from = made
         fetched = Fetched(reports, report_packing(key.shape.num_tokens, key.num_top))
         compiled |= len(self._compiled) > before

@@ -18,7 +18,7 @@ from ksana_jax.scheduler.step.types import ScheduledBatch
 class Drafting:
     """Drafts for rows, with blocks from `provision` in the tables of `row_blocks`.
 
-    Draft tokens are in no text and in no prefix index. Their keys and values are in slots of the row that its next
+    Draft tokens are in no sequence and in no prefix index. Their keys and values are in slots of the row that its next
     tokens write to before anything reads them.
 
     Args:
@@ -39,10 +39,10 @@ class Drafting:
         in_step = min(self.speculation.most_at(decodes), self.longest_step // count - 1)
         if in_step < 1 or r.num_beams:
             return None
-        # The last token of a text is never computed, and rows evict between steps.
+        # The last token of a sequence is never computed, and rows evict between steps.
         until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
-        # The last token of a prompt, with its other tokens cached, need not be the text's last.
+        # The last token of a prompt, with its other tokens cached, need not be the sequence's last.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
         if self.speculation.needs_blocks:
             most = self.provision.to_drafts(decodes, most)
@@ -57,7 +57,7 @@ class Drafting:
         """Lets the proposer follow a step with chunks of rows [n], before blocks that left their windows are returned.
 
         Args:
-          running: all running rows; if these have no drafts, the proposer reads the remaining texts once they do.
+          running: all running rows; if these have no drafts, the proposer reads the remaining tokens once they do.
         """
         if self.row_blocks.windowed and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
             self.speculation.keep_up(self.row_blocks.rows, rows)
@@ -65,7 +65,7 @@ class Drafting:
     def append(
         self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends a step's tokens after `Scheduler.advance`, up to the end of each text, and returns the blocks
+        """Appends a step's tokens after `Scheduler.advance`, up to the end of each sequence, and returns the blocks
         of rejected tokens.
 
         Args:

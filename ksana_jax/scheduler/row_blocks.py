@@ -31,11 +31,11 @@ class RowBlocks:
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
         self._eviction = layout.eviction
-        self.lives = [group.live for group in layout.groups]
+        self.visible = [group.live for group in layout.groups]
         # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
         self.windowed = [
-            (live, np.array([group for group, other in enumerate(self.lives) if other == live]))
-            for live in dict.fromkeys(self.lives)
+            (live, np.array([group for group, other in enumerate(self.visible) if other == live]))
+            for live in dict.fromkeys(self.visible)
             if live.window is not None
         ]
         self._size = memory.block_size

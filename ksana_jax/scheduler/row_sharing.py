@@ -18,7 +18,7 @@ def share(blocks: RowBlocks, row: int, num_tokens: int) -> HeldBlocks:
 
 
 def before(blocks: RowBlocks, row: int, num_tokens: int) -> HeldBlocks:
-    """Returns a row's blocks that begin before a text position, which is after its last eviction."""
+    """Returns a row's blocks that begin before a sequence position, which is after its last eviction."""
     r = blocks.rows
     evicted = r.num_evicted[:, row].copy()
     starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])

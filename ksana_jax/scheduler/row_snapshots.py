@@ -30,7 +30,7 @@ class RowSnapshots:
     row_blocks: RowBlocks
 
     def pin(self, seq: Sequence, prefixes: PrefixCache) -> Hit | None:
-        """Finds the longest snapshot of a waiting sequence's text, and pins it; None without any."""
+        """Finds the longest snapshot of a waiting sequence's tokens, and pins it; None without any."""
         most = self._most(seq, seq.max_cached_tokens)
         if most < 1 or (found := self.snapshots.find(seq.kv, seq.token_ids[:most], seq.num_context)) is None:
             return None
@@ -40,7 +40,7 @@ class RowSnapshots:
         return hit
 
     def _most(self, seq: Sequence, count: int) -> int:
-        """Returns how many of a text's first tokens have a state that does not depend on which of them are output."""
+        """Returns how many of a sequence's tokens have a state that does not depend on which of them are output."""
         return min(count, seq.num_prompt) if self.snapshots.schedule.method.counts_outputs else count
 
     def plan(self, row: int) -> None:
@@ -97,7 +97,7 @@ class RowSnapshots:
         if length < 1 or (evicted != self._evicted(seq, length)).any():
             return False
         held, alive = before(self.row_blocks, row, length), np.ones(0, bool)
-        for group, live in enumerate(self.row_blocks.lives):  # a step's last blocks may not have been returned yet
+        for group, live in enumerate(self.row_blocks.visible):  # a step's last blocks may not have been returned yet
             starts = held.starts[held.groups == group]
             dead = live.window is not None and live.dead_blocks(starts, memory.block_size, length)
             alive = np.append(alive, ~(np.zeros(len(starts), bool) | dead))

@@ -151,8 +151,8 @@ class Scheduler:
         """Chooses the step after the last one scheduled, which has advanced and is not settled, or returns None: it has
         nothing to compute, or depends on the tokens that `running` samples. Then settle first.
 
-        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts no row: the text of a
-        preempted sequence must be known. Sequences found to have ended leave their rows as usual (`gone`).
+        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts no row: the tokens
+        of a preempted sequence must be known. Sequences found to have ended leave their rows as usual (`gone`).
         """
         r = self.rows
         if running.drafts is not None or self._needs_tokens():
@@ -168,7 +168,7 @@ class Scheduler:
     def _needs_tokens(self) -> bool:
         """True if the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
-        step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue a text.
+        step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue tokens.
         """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)

@@ -1,7 +1,7 @@
 """Host-side state of sequences: an object for each sequence, and a row of NumPy arrays while it runs.
 
-A decode step touches only arrays, for any number of sequences. Objects are used for rare events in a sequence's life
-(admission, preemption, the end), and if a request wants text or log-probabilities in every step.
+A decode step touches only arrays, for any number of sequences. Objects are used for rare events (admission,
+preemption, the end), and if a request wants text or log-probabilities in every step.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ class Rows:
     compute are num_tokens - num_computed.
     num_known: [R] tokens in token_ids; num_tokens, or less while steps that sample the last ones run (`expect`).
     newest: [R] the last of a row's num_tokens tokens, as in `StepArrays.tokens`: -1 - i if a running step samples it.
-    num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
-      cache position is its text position minus this number; the two are equal if nothing is evicted.
+    num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would reach them. A token's
+      cache position is its sequence position minus this number; the two are equal if nothing is evicted.
     block_tables, block_starts: [Gk, R, P] live blocks by position, and where in the cache each begins; FAR if absent.
     probes: token ids of the context and the probe of rows that compute one, after which num_tokens is a token further.
     num_rewrites: how often num_evicted or tables of running rows have changed, other than by `RowBlocks.take`.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
     num_blocks: [Gk, R] number of live blocks.
-    allocated_until: [R] text position up to which blocks of all groups are allocated.
+    allocated_until: [R] sequence position up to which blocks of all groups are allocated.
     prefix_end: [R] `allocated_until` when the sequence was placed: the end of its shared, cached or swapped blocks.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
@@ -132,7 +132,7 @@ class Rows:
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
         self._begins = 64 * np.arange(num_rows)  # index of each row's start in the flattened array
-        self._longest = 0  # no text is longer
+        self._longest = 0  # no row is longer
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_known = np.zeros(num_rows, np.int32)
         self.newest = np.zeros(num_rows, np.int32)
@@ -213,7 +213,7 @@ class Rows:
 
     def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
         """Counts the token of each row that a running step, the last one scheduled, samples at a place among its
-        sampled tokens, unless it is the last of its text, which is never computed."""
+        sampled tokens, unless it is the last of its sequence, which is never computed."""
         length, tokens = self.num_computed[rows] + ONE, self._of_running[places]
         goes_on = length < self.max_len[rows]
         if np.count_nonzero(goes_on) < len(rows):
@@ -248,7 +248,7 @@ class Rows:
         np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)
 
     def drop_after(self, row: int, length: int) -> None:
-        """Drops the tokens of a row's text after the first `length`; the row is about to end."""
+        """Drops a row's tokens after the first `length`; the row is about to end."""
         self.num_known[row] = self.num_tokens[row] = length
 
     def block_ids(self, row: int) -> np.ndarray:

@@ -114,7 +114,7 @@ class SmallModel:
             begun |= np.isin(which, of_rows)
 
     def _has_block(self, view: Rows, which: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns whether each of some rows has the block of a text position."""
+        """Returns whether each of some rows has the block of a sequence position."""
         starts, at = view.block_starts[0][which], positions[:, None]
         there = np.arange(starts.shape[1]) < view.num_blocks[0, which][:, None]
         return (there & (starts <= at) & (at - self._size < starts)).any(axis=1)

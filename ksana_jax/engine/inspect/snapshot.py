@@ -43,7 +43,7 @@ class BlockRecord(NamedTuple):
     state: "free"; "moving", its content has not arrived yet; "held", it has owners; "cached", kept without an owner.
     ref_count: number of owners. owners: the owners.
     hash: its key in the prefix index, in hex; None if it is not indexed.
-    start: cache position of its first slot, the text position unless its owner evicted tokens; None if it is free.
+    start: cache position of its first slot, the sequence position unless its owner evicted tokens; None if it is free.
     num_tokens: number of filled slots.
     last_use: counter value of the prefix index, which rises with each hit and insertion; None if it is not indexed.
     """

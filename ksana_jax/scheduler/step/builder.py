@@ -32,9 +32,9 @@ def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
 class BatchBuilder:
     """Turns scheduled steps into arrays.
 
-    A decode step of the same rows as the previous step takes over its block tables, and new blocks
-    enter them in place. A step under way may thus gain blocks that begin after all its tokens: it cannot see them. Any
-    other change of tables makes new arrays.
+    A decode step of the same rows as the previous step takes over its block tables, and new blocks enter them in place.
+    A step under way may thus gain blocks that begin after all its tokens, which do not attend to them. Any other change
+    of tables makes new arrays.
 
     Args:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
@@ -176,7 +176,7 @@ class LastDecodes:
     """The decode step that was built last, without shared blocks.
 
     In the next step of the same rows, positions and slots are one further. Block tables are taken over, and new blocks
-    enter them in place: an earlier step that still uses them may see blocks after its tokens, not their content.
+    enter them in place: an earlier step that still uses them may find blocks after its tokens, not their content.
 
     Args:
       decodes: its rows; only this array, not an equal one, means the same sequences in them.

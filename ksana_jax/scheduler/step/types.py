@@ -63,7 +63,7 @@ class ScheduledBatch:
       settled, new_tokens: rows that got tokens, and each row's token; with drafts [n, w], the first num_new of them.
       num_new: number of each row's new tokens; None where it is 1.
       beams: rows that have computed all their tokens and whose request chooses the next one.
-      live_blocks: blocks in use when no token was left to see others, before ended sequences released theirs.
+      live_blocks: blocks in use once no query needs more, before ended sequences released theirs.
     """
 
     decodes: np.ndarray
@@ -188,23 +188,23 @@ class StepArrays(NamedTuple):
 
     tokens: [T] ids; -1 - i is the i-th token that the previously submitted step samples, see
       `fed`. In an executor with the embedding on the host, their embedding rows [T, D].
-    positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
-    cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
-      text positions minus `Rows.num_evicted`. -1 for padding.
+    positions: [T] sequence positions, at which queries and keys are rotated; -1 for padding.
+    cache_positions: [Gk, T] positions in the cache of each group of layers, which patterns and masks compare:
+      sequence positions minus `Rows.num_evicted`. -1 for padding.
     slots: [Gk, T] slots for the token's keys and values in each group of layers: block * B + offset; M*B for padding.
-    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent. When
-      the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row attends to, by position; any valid id if absent.
+      When the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
     block_starts: [Gk, S, P] cache position of each block's first slot; FAR if absent.
     sampled: [J] indices in [0, T) of the tokens whose logits are computed; 0 for padding.
-    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
-      before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
+    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group attend to, in addition to their own
+      tables and before them in the sequence; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
       shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
     query_numbers: [Gk, T] float32, of `query_numbers` of an eviction or selection method; None if it gives none.
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
-    ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, the tokens that each one sees: bit j for
+    ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, what each of them attends to: bit j for
       the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
-      visible position. Tokens before the root are seen as usual. None unless shape.tree.
+      visible position. Tokens before the root are attended to as usual. None unless shape.tree.
     adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
     """
 

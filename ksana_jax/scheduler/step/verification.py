@@ -1,6 +1,6 @@
 """Steps that verify drafts: a tile for each row, of its newest token and its draft tokens. No jax.
 
-Tokens of a tree that are equally far from the row's newest one have the same text position, but separate slots:
+Tokens of a tree that are equally far from the row's newest one have the same sequence position, but separate slots:
 the n-th draft token's is n slots after the newest one's.
 """
 
