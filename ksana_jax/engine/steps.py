@@ -15,8 +15,8 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.builder import BatchBuilder
-from ksana_jax.scheduler.step.executor import Executor, Pending
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepOutput, share_a_call
+from ksana_jax.scheduler.step.executor import Executor, Pending, share_a_call
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepOutput
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ After the step, `commit` confirms the moves. A host slot is pinned while a move 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -27,13 +27,12 @@ from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves, PendingMoves
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
 from ksana_jax.kv.swap import Swap
-from ksana_jax.kv.tier import DEVICE, HOST, CacheListener
+from ksana_jax.kv.tier import HOST, CacheListener
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64
@@ -172,37 +171,3 @@ class KVMemory:
                     self.host.write_to_disk_later(node)
             yield
             self.disk.flush()
-
-    # ------------------------------------------------------------------ who owns what
-
-    def owners(self) -> Iterator[Owner]:
-        """Yields the owners of host slots that are not sequences: moves and late reads."""
-        if self.host is not None:
-            yield Owner("", 0, "moves", HOST, np.array(self.host.in_moves, np.int32))
-            if self.disk_reads is not None:
-                yield Owner("", 0, "reads", HOST, self.disk_reads.late)
-
-    def moving(self, level: int) -> set[int]:
-        """Blocks of a tier whose content has not arrived yet."""
-        if level == DEVICE:
-            return {*self.moves.copies, *self.moves.loads}
-        reading = () if self.disk_reads is None else self.disk_reads.reading()
-        return {*reading, *(slot for saves in self.moves.all_saves for slot in saves)}
-
-    def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
-        """Checks that reference counts agree with the blocks that sequences hold.
-
-        Args:
-          owned: one array of device blocks per owner. swapped: one array of host slots per owner.
-
-        Raises:
-          AssertionError: see `BlockManager.check`, `Tier.check` and `PrefixIndex.check`.
-        """
-        self.device.pool.check(owned)
-        self.device.check()
-        self.index.check()
-        if self.host is not None:
-            own = (owner.ids for owner in self.owners())
-            reserved = () if self.disk_reads is None else self.disk_reads.all_reserved()
-            self.host.pool.check([*own, *reserved, *swapped])
-            self.host.check()

@@ -116,7 +116,7 @@ class PrefixCache:
         """Pins the nodes of a hit where they are, and counts those to load."""
         hit.num_loads = sum(node.at[DEVICE] < 0 for node in hit.nodes)
         on_device, on_host = _places(hit.nodes)
-        self._device.share(on_device)
+        self._device.pool.share(on_device)
         if self._host is not None:
             self._host.pool.share(on_host)
 
@@ -325,7 +325,7 @@ class PrefixCache:
                 self._device.keep(node, block)
             elif node.at[DEVICE] != block:
                 kept[at] = node.at[DEVICE]
-                self._device.share(np.array([kept[at]], np.int32))
+                self._device.pool.share(np.array([kept[at]], np.int32))
         if parent is not None:
             state.nodes[group] = parent
         index.drop_if_empty(parent)

@@ -12,7 +12,7 @@ def share(blocks: RowBlocks, row: int, num_tokens: int) -> HeldBlocks:
     """Adds an owner to the blocks of a row's first tokens, and returns them."""
     held = before(blocks, row, num_tokens)
     assert num_tokens == blocks.rows.num_computed[row] or not np.any(held.num_evicted), "the beginning is missing"
-    blocks.memory.device.share(held.ids)
+    blocks.memory.blocks.share(held.ids)
     blocks.rows.forked[row] = True
     return held._replace(origins=Origin.SHARED)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.request import FinishReason
+from ksana_jax.kv.owner import moving_blocks
 from ksana_jax.kv.prefix_cache import Hit, PrefixCache
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.tier import DEVICE
@@ -102,7 +103,7 @@ class RowSnapshots:
             dead = live.window is not None and live.dead_blocks(starts, memory.block_size, length)
             alive = np.append(alive, ~(np.zeros(len(starts), bool) | dead))
         held = held._replace(ids=held.ids[alive], starts=held.starts[alive], groups=held.groups[alive])
-        if not memory.moving(DEVICE).isdisjoint(held.ids.tolist()):
+        if not moving_blocks(memory, DEVICE).isdisjoint(held.ids.tolist()):
             return False
         return self.snapshots.keep(seq.kv, r.token_ids[row, :length], seq.num_context, held)
 

@@ -133,21 +133,6 @@ class Provision:
                 self.row_blocks.provide(row, 1)
         return decodes, new
 
-    def to_drafts(self, decodes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Provides rows that have blocks for one token with blocks for draft tokens.
-
-        Args:
-          counts: [decodes] draft tokens of each row.
-
-        Returns:
-          Number of them that have blocks: fewer if the pool has none left, since a guess must not preempt.
-        """
-        r, counts = self.row_blocks.rows, counts.copy()
-        until = r.num_computed[decodes] + 1 + counts
-        for place in (until > r.allocated_until[decodes]).nonzero()[0].tolist():
-            counts[place] = self.row_blocks.extend(int(decodes[place]), 1 + int(counts[place])) - 1
-        return counts
-
     def _by_force(self, decodes: np.ndarray) -> np.ndarray:
         """Gives rows the blocks they need for one token, in order, preempting from the end; returns those that run."""
         r = self.row_blocks.rows

@@ -14,6 +14,7 @@ import numpy as np
 from ksana_jax.core.request import FinishReason
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.forking import fork_prompts
@@ -94,7 +95,7 @@ class Scheduler:
         self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:
-            self.drafting = Drafting(blocks, self.provision, self.speculation, most_tokens)
+            self.drafting = Drafting(blocks, self.speculation, most_tokens)
         self.admission = Admission(self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction)
 
     @property
@@ -112,10 +113,6 @@ class Scheduler:
         return bool(self.waiting) or len(self.order) > 0
 
     # ------------------------------------------------------------------ sequences come and go
-
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
-        self.queue.add(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, whatever its state; a finished one is left alone."""
@@ -355,6 +352,6 @@ class Scheduler:
         """
         order, waiting = self.order.tolist(), [seq.kv for _, _, seq in self.waiting]
         owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
-        self.memory.check(owned, [kv.swapped.ids for kv in waiting if kv.swapped])
+        check_memory(self.memory, owned, [kv.swapped.ids for kv in waiting if kv.swapped])
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

@@ -296,19 +296,6 @@ class StepInput:
     acceptance: str = "sampled"
 
 
-def share_a_call(steps: Seq[StepInput]) -> bool:
-    """True if one call can compute steps of decodes in sequence: they have one shape and request the same numbers,
-    and no blocks move between them."""
-
-    def kind(step: StepInput) -> tuple[Any, ...]:
-        return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
-
-    first, *others = steps
-    if first.drafts is not None:
-        return False
-    return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
-
-
 @dataclasses.dataclass
 class StepOutput:
     """The output of an executor for one step: sampled tokens [num_sampled], and the requested scores.
