@@ -17,8 +17,7 @@ from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
-from ksana_jax.engine.stop_strings import special_stops
-from ksana_jax.engine.watched import WatchedCompletion
+from ksana_jax.engine.watched import WatchedCompletion, special_stops
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence

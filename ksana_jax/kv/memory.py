@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ksana_jax.core.patterns import FULL
-from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk.tier import DiskTier
@@ -31,7 +30,7 @@ from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
-from ksana_jax.kv.swap import Swap
+from ksana_jax.kv.swap import Costs, Swap
 from ksana_jax.kv.tier import HOST, CacheListener
 
 # Blocks that `flush` moves and writes before it waits for the disk.

@@ -71,15 +71,9 @@ def serves(step: StepInput) -> bool:
     return only_decodes(step.shape) and share_a_call([step]) and not dense
 
 
-class FetchedStep(NamedTuple):
-    """The report of one step of a loop, on its way to the host with the other reports."""
-
-    reports: Fetched
-    step: int
-
-    def result(self) -> Any:
-        """Waits for all steps; returns the arrays of this one as the packing's pytree."""
-        return self.reports.packing.unpack(np.asarray(self.reports.vector)[self.step])
+def report_of(reports: Fetched, step: int) -> Any:
+    """Waits for all steps of a loop; returns the arrays that one of them reports, as the packing's pytree."""
+    return reports.packing.unpack(np.asarray(reports.vector)[step])
 
 
 def lower_loop(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,6 @@ def packed(arrays: Any) -> jax.Array:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-class Report(Protocol):
-    """What the device reports of a step, on its way to the host."""
-
-    def result(self) -> Any:
-        """Waits for it."""
-        ...
-
-
 class Fetched:
     """Arrays on the device in one vector, on their way to the host."""
 
@@ -82,8 +74,8 @@ class Fetched:
 
 
 def started(
-    tokens: Report | None,
-    prompt_scores: Report | None = None,
+    tokens: Callable[[], Any] | None,
+    prompt_scores: Callable[[], Any] | None = None,
     finish_moves: Callable[[], None] | None = None,
     move_s: float = 0.0,
     compiled: bool = False,
@@ -91,20 +83,20 @@ def started(
     """Returns the output of a step that the device is computing.
 
     Args:
-      tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, sampled, scores) of
-        `StepOutput`; None if none are sampled.
+      tokens: waits for the device and returns (tokens, their `TokenScores` or None), with drafts (tokens,
+        num_accepted, sampled, scores) of `StepOutput`; None if none are sampled.
       finish_moves: host work that remains for moves before the step; None without any.
-      prompt_scores: `TokenScores`, or None. compiled: True if a program was compiled for the step.
+      prompt_scores: waits for `TokenScores`, or None. compiled: True if a program was compiled for the step.
     """
 
     def fetch(output: StepOutput) -> None:
         if finish_moves is not None:
             finish_moves()  # while the device computes
         if tokens is not None:
-            output.tokens, *of_drafts, output.scores = tokens.result()
+            output.tokens, *of_drafts, output.scores = tokens()
             if of_drafts:
                 output.num_accepted, output.sampled = of_drafts
         if prompt_scores is not None:
-            output.prompt_scores = prompt_scores.result()
+            output.prompt_scores = prompt_scores()
 
     return StepOutput(NO_TOKENS, move_s=move_s, compiled=compiled, fetch=fetch)

@@ -87,19 +87,16 @@ def verification_packing(key: VerificationKey) -> Packing:
     return Packing((tokens, accepted, tokens if key.tree else None, scores))
 
 
-class FetchedVerification(NamedTuple):
-    """The result of `verify_tokens`, on its way to the host. part: the tiles of the step's rows."""
+def verified(report: Fetched, part: TileGroup) -> tuple[Any, ...]:
+    """Waits for the result of `verify_tokens`; returns (tokens, num_accepted, sampled, scores) of `StepOutput`.
 
-    report: Fetched
-    part: TileGroup
-
-    def result(self) -> Any:
-        """Waits for it; returns (tokens, num_accepted, sampled, scores) of `StepOutput`."""
-        tokens, accepted, sampled, scores = self.report.result()
-        used = self.part.count * self.part.width
-        if len(accepted) > self.part.count:
-            accepted = num_before(accepted[:used].reshape(self.part))
-        return tokens[:used], accepted, sampled, scores
+    part: the tiles of the step's rows.
+    """
+    tokens, accepted, sampled, scores = report.result()
+    used = part.count * part.width
+    if len(accepted) > part.count:
+        accepted = num_before(accepted[:used].reshape(part))
+    return tokens[:used], accepted, sampled, scores
 
 
 def lower_verification(head: OutputHead, params: Params, key: VerificationKey) -> Any:
