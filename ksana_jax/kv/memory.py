@@ -56,6 +56,7 @@ class KVMemory:
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier.
       layout: contents of a block.
+      listeners: told of blocks that device and host cache, use and drop.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
 
@@ -79,7 +80,7 @@ class KVMemory:
         self.num_blocks_by_origin: dict[str, int] = {}
         self._replacement, self._caching = find_replacement_policy(replacement), caching
         self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
-        self._listeners: list[CacheListener] = []
+        self.listeners: list[CacheListener] = []
         self._make_tiers(num_blocks, host_data)
 
     def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None) -> None:
@@ -99,15 +100,7 @@ class KVMemory:
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
         for tier in (self.device, self.host):
             if tier is not None:
-                tier.listeners = self._listeners
-
-    def listen(self, listener: CacheListener) -> None:
-        """Reports blocks that device and host cache, use and drop to a listener from now on, until `unlisten`."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: CacheListener) -> None:
-        """Unregisters a listener."""
-        self._listeners.remove(listener)
+                tier.listeners = self.listeners
 
     def reset(self, host_data: np.ndarray | None) -> None:
         """Forgets the contents of device and host after a failure that may have left the bookkeeping inconsistent.
@@ -119,7 +112,7 @@ class KVMemory:
             self.disk.reset()
         self.index.clear()
         self._make_tiers(self.blocks.num_blocks, host_data)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.cleared()
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
