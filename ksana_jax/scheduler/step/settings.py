@@ -33,7 +33,7 @@ class SamplingArrays(NamedTuple):
     bias: Any = None
 
 
-# Of rows and padding without settings.
+# Values for rows and padding without settings.
 _DEFAULTS = (0, 0, 1, 0, 0, 0, 1, 0, 0)
 
 
