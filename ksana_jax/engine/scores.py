@@ -16,12 +16,7 @@ from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
 
 
-def add_prompt_scores(
-    rows: Rows,
-    step: Step,
-    output: StepOutput,
-    rows_of: dict[Completion, int],
-) -> None:
+def add_prompt_scores(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
     """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
 
     Args:

@@ -50,14 +50,7 @@ class Swap:
     """
 
     def __init__(
-        self,
-        device: DeviceTier,
-        host: HostTier,
-        moves: PendingMoves,
-        counters: Counters,
-        *,
-        preempt: str,
-        costs: Costs,
+        self, device: DeviceTier, host: HostTier, moves: PendingMoves, counters: Counters, *, preempt: str, costs: Costs
     ):
         self._device, self._host, self._moves, self._counters = device, host, moves, counters
         self._preempt, self._costs = preempt, costs

@@ -165,8 +165,7 @@ class Scheduler:
     def _needs_tokens(self) -> bool:
         """True if the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
-        step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue what is
-        known.
+        step by step, blocks enter the prefix index before windows and evictions make room, and drafts need them.
         """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)

@@ -73,6 +73,5 @@ def share_a_call(steps: Seq[StepInput]) -> bool:
         return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
 
     first, *others = steps
-    if first.drafts is not None:
-        return False
-    return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
+    alike = all(step.moves is None and kind(step) == kind(first) for step in others)
+    return alike and first.drafts is None and first.targets is None

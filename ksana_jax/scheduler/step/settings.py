@@ -10,9 +10,7 @@ from ksana_jax.core.request import SamplingParams
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
-
-    NumPy on the host, jax inside a compiled step.
+    """Sampling settings [n] of the first n sampled tokens, NumPy or jax; see `SamplingParams`. Padding has defaults.
 
     seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
     counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
