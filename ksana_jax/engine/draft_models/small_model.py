@@ -1,4 +1,4 @@
-"""A draft model on the block tables of an engine's rows: computes the missing tokens of their texts, and decodes."""
+"""A draft model on the block tables of an engine's rows: computes their missing tokens, and decodes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _NO_SETTINGS = RowSettings(0)
 class SmallModel:
     """Keys and values of a draft model, in blocks with the ids of the target's.
 
-    It has the pattern of the target's layer that sees farthest back, and shares the blocks of its group.
+    It has the pattern of the target's layer that attends farthest back, and shares the blocks of its group.
 
     Args:
       runner: of the draft model.
       context: the engine that it drafts for.
 
     Attributes:
-      num_computed: [R] tokens of each row's text whose keys and values are stored, as far as the row still has blocks
+      num_computed: [R] tokens of each row whose keys and values are stored, as far as the row still has blocks
         for them.
       num_sampled: J, see `StepShape.max_sampled`.
       forgets: whether rows return blocks before they end.
@@ -89,7 +89,7 @@ class SmallModel:
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
         """Computes the tokens of some rows that the target has computed, and this model has not.
 
-        Where a row no longer has all blocks that these tokens would see, their keys and values are approximate.
+        Where a row no longer has all blocks that these tokens would attend to, their keys and values are approximate.
         """
         if not len(which):
             return
@@ -99,7 +99,7 @@ class SmallModel:
         while True:
             since = np.minimum(self.num_computed[which], until)
             missing = self._held.first_missing(view, which, until, since)
-            # Slots after a missing token belong to another text.
+            # Slots after a missing token belong to another sequence.
             goes_on = begun & self._has_block(view, which, since)
             self.num_computed[which] = np.where(goes_on, since, missing)
             behind = self.num_computed[which] < until
@@ -120,8 +120,8 @@ class SmallModel:
         return (there & (starts <= at) & (at - self._size < starts)).any(axis=1)
 
     def _chunks(self, view: Rows, which: list[int], until: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns rows and how many tokens they compute next, in blocks that follow each other in the text and that no
-        other row writes to."""
+        """Returns rows and how many tokens they compute next, in adjacent blocks of the sequence that no other row
+        writes to."""
         budget, taken = StepBudget(self._most_tokens, list(self._tiles)), set()
         of_rows, counts = [], []
         for row, end in zip(which, until, strict=True):

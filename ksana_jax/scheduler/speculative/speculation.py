@@ -59,8 +59,8 @@ class Speculation:
         self.goodput = None
         if method.adaptive == "goodput":
             self.goodput = Goodput(context.buckets, context.config.num_scheduler_steps)
-        # When the last step ended, 0 if there was no text since; and the texts that have rows.
-        self._last_end_s, self._num_texts = 0.0, 0
+        # When the last step ended, 0 if no sequence has run since; and the number of sequences in rows.
+        self._last_end_s, self._num_running = 0.0, 0
         # Draft length for which the proposer was asked since the last step ended, 0 if it was not.
         self._length = 0
         # Draft length and seconds of the last step; None if its time is not comparable with others.
@@ -83,7 +83,7 @@ class Speculation:
         for row in entered:
             seq = rows.seqs[row]
             assert seq is not None
-            self._num_texts += 1
+            self._num_running += 1
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
 
     def end(self, row: int, seq: Sequence) -> None:
@@ -91,8 +91,8 @@ class Speculation:
         drafts, tokens, accepted = (self._of_rows[row] + seq.drafts).tolist()
         seq.drafts, self._of_rows[row] = (drafts, tokens, accepted), 0
         self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
-        self._num_texts -= 1
-        if not self._num_texts:
+        self._num_running -= 1
+        if not self._num_running:
             self._last_end_s = 0.0
 
     def end_all(self, rows: Rows) -> None:
@@ -160,7 +160,7 @@ class Speculation:
           shape: None if its time is not comparable: it has chunks of prompts, or something was compiled.
           began_s: when the host began to schedule it. ended_s: when its tokens arrived.
         """
-        # The host's work since the previous step belongs to this one, unless there were no texts.
+        # The host's work since the previous step belongs to this one, unless no sequence was running.
         since, self._last_end_s = self._last_end_s or began_s, ended_s
         length, self._length = self._length, 0
         self._step_s = None if shape is None else (length, ended_s - since)
