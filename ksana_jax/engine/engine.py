@@ -119,7 +119,7 @@ class Engine(IdleChanges):
             for completion in request.completions:
                 if isinstance(completion, WatchedCompletion) or completion.seq.params.prompt_logprobs is not None:
                     self._watched[completion] = None
-            self.scheduler.queue.add(leader)
+            self.scheduler.add(leader)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in any state; unknown and finished requests are ignored."""

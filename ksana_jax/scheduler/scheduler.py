@@ -114,6 +114,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ sequences come and go
 
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence; `seq.forks` wait until it has computed its prompt."""
+        self.queue.add(seq)
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, whatever its state; a finished one is left alone."""
         if seq.finish_reason is not None:

@@ -56,7 +56,7 @@ class WaitingQueue:
             self.entries = sorted((seq.rank, seq.seq_id, seq) for seq in waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Inserts a sequence by rank; its forks wait until it has computed its prompt."""
+        """Inserts a sequence by rank."""
         self.rank(seq)
         if seq.forks:
             self.leaders[seq] = None
