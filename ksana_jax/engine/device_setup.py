@@ -197,7 +197,7 @@ def _made(model: ModelConfig, settings: dict[str, Any], kind: Callable[..., Any]
 
 
 def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
-    """Returns the operations to compute a block at a text position, relative to the first block."""
+    """Returns the operations to compute a block at a sequence position, relative to the first block."""
     per_token = 2 * num_params
     per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
 

@@ -9,7 +9,7 @@ from ksana_jax.sampling.noise import gumbel_noise
 from ksana_jax.sampling.sums import sum_by_halves
 from ksana_jax.sampling.truncation import Limits, least_kept
 from ksana_jax.sampling.vocabulary import WHOLE, Vocabulary
-from ksana_jax.scheduler.step.types import SamplingArrays
+from ksana_jax.scheduler.step.settings import SamplingArrays
 
 # Width of the groups of a row's scores that top-k search and drawing use.
 GROUP = 128
