@@ -74,7 +74,7 @@ def kinds_of(config: ModelConfig) -> tuple[str, ...]:
 def native_normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms, in C++; the contract of `models.layers.normaliser`."""
     if (plus_one := norm_kind(spec.kind).plus_one) is None:
-        from ksana_jax.native.layer_norm import layer_norm as apply
+        from ksana_jax.native.operators import layer_norm as apply
     else:
         from ksana_jax.native.operators import rms_norm
 

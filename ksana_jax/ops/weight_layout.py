@@ -14,7 +14,7 @@ from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
-from ksana_jax.native.layer import ACTIVATIONS, Norms, Weights, project, rest_of_layer
+from ksana_jax.native.operators import ACTIVATIONS, Norms, Weights, project, rest_of_layer
 from ksana_jax.native.shapes import PANEL
 
 

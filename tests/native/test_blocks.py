@@ -10,7 +10,7 @@ import pytest
 from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.models.params import stated, weights_of
 from ksana_jax.native.grouped import grouped_blocks
-from ksana_jax.native.layer import Weights, project
+from ksana_jax.native.operators import Weights, project
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.weight_packing import pack, unpack
 from tests.machine import native_products

@@ -9,9 +9,7 @@ import pytest
 
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.native.kernel import KERNEL
-from ksana_jax.native.layer import Norms, Weights, project, rest_of_layer
-from ksana_jax.native.layer_norm import layer_norm
-from ksana_jax.native.operators import linear, rms_norm
+from ksana_jax.native.operators import Norms, Weights, layer_norm, linear, project, rest_of_layer, rms_norm
 from ksana_jax.ops.norm import native_normaliser
 from pallas_kernels.arguments import SINKS_AT_CEILING, Spec, make
 from pallas_kernels.contract import Pool
