@@ -143,7 +143,8 @@ class ModelPrograms:
             self.ropes,
             *places,
             max_repositioned_sinks,
-            self.implementation,
+            self.implementation.load(),
+            self.implementation.load_for_trees(),
             *methods,
             self.operators,
             self._tuning,
@@ -201,7 +202,7 @@ class ModelPrograms:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self.implementation.schedule and alike != self._seen.alike:
+        if self._network.attention.schedule and alike != self._seen.alike:
             self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
         self._seen = _Seen(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
 

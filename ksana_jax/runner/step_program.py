@@ -22,7 +22,7 @@ from ksana_jax.models.operators import Operators
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import embedded, final_norm, run_layers, sink_logits
 from ksana_jax.ops.by_head import attend_by_head
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.paged import PagedLayer, paged_attend
 from ksana_jax.runner.compiling import lower
@@ -40,6 +40,7 @@ class Network:
     ropes: of each layer.
     places: see `kv.layout.KVLayout.places`; of layers in order.
     residual_places: for each of them the places of exact keys and values beside codes, or empty.
+    attention: functions of the chosen implementation. tree_attention: those for steps with trees of drafts.
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.
     tuning: of the platform. features: that programs may use on the devices.
@@ -50,7 +51,8 @@ class Network:
     places: tuple[tuple[int, int], ...]
     residual_places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     num_repositioned_sinks: int
-    implementation: Implementation
+    attention: PagedAttention
+    tree_attention: PagedAttention
     observers: tuple[EvictionMethod | None, ...]
     selections: tuple[SelectionMethod | None, ...]
     operators: Operators
@@ -180,9 +182,9 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
         from ksana_jax.models.adapted import bound
 
         ps = [bound(p, slots) for p in ps]
-    implementation, features = network.implementation.of_step(shape), network.features
+    attention = network.tree_attention if shape.tree else network.attention
     attends = paged_attend if each == 1 else functools.partial(attend_by_head, each)
-    attend = attends(layers, shape, network.num_repositioned_sinks, implementation, features)
+    attend = attends(layers, shape, network.num_repositioned_sinks, attention, network.features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
     x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers[::each]], operators=operators)
     return cache, x
