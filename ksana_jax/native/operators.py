@@ -1,6 +1,6 @@
 """Products with weights, norms, and a layer's products with the norms and additions between them: calls into C++.
 
-Packed weights are arrays [panels, in / p, 64, p]; see `ops.weight_layout`, which this package does not know. In all
+Packed weights are arrays [panels, in / p, 64, p]; see `ops.native_operators`, which this package does not know. In all
 calls, a row of the result depends on that row of the arguments alone, bit by bit, whatever the other rows and their
 number.
 """

@@ -18,6 +18,20 @@ DTYPES = ("float32", "bfloat16")
 # codes are uint8.
 STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3, "uint8": 4}
 
+# Functions of bindings.cc that steps call.
+SYMBOLS = ("ksana_attend", "ksana_linear", "ksana_rms_norm", "ksana_layer_norm", "ksana_project", "ksana_rest_of_layer")
+SYMBOLS += ("ksana_grouped_linear", "ksana_grouped_blocks")
+
+
+def register_targets() -> None:
+    """Registers all functions of the library before steps are traced, which would register each that they call.
+
+    Raises:
+      CannotBuild: the library cannot be compiled here.
+    """
+    for symbol in SYMBOLS:
+        target(symbol)
+
 
 @functools.cache
 def target(symbol: str) -> str:

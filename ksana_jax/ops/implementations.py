@@ -13,6 +13,7 @@ from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.operator_settings import ATTENTION_GROUP
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.model_layout import layout_of
+from ksana_jax.native.target import register_targets
 from ksana_jax.ops.attention import Attended, ragged_paged_attention
 from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.pool import KVCache
@@ -94,6 +95,7 @@ def _triton() -> PagedAttention:
 def _native() -> PagedAttention:
     from ksana_jax.ops.native_kernels import NATIVE
 
+    register_targets()
     return PagedAttention(NATIVE.write, NATIVE.attend)
 
 

@@ -127,7 +127,7 @@ class ModelPrograms:
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
         self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        self.operators: Operators = placement.operators(self.products.operators(norms.normaliser))
+        self.operators: Operators = placement.operators(self.products.operators(norms.load()))
         self.params = self.weights(params, consume=consume_params)
         self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
         make = functools.partial(placement.pool, layout, num_blocks)
