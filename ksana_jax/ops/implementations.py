@@ -56,17 +56,17 @@ class Implementation(NamedTuple):
 def _not_hopper(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernels
+    from ksana_jax.ops import gpu_kernels, kernel_limits
 
-    return kernels.unsupported(gpu_kernels.HOPPER, needs)
+    return kernel_limits.unsupported(gpu_kernels.HOPPER, needs)
 
 
 def _not_triton(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernels
+    from ksana_jax.ops import gpu_kernels, kernel_limits
 
-    return kernels.unsupported(gpu_kernels.TRITON, needs)
+    return kernel_limits.unsupported(gpu_kernels.TRITON, needs)
 
 
 def _not_native(needs: Requirements) -> str | None:

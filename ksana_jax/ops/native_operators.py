@@ -39,7 +39,7 @@ def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, d
         return native.linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return native.linear(x, w.codes, b, dtype=dtype, scales=w.scales)
-    return (layers if isinstance(w, Matrix) else native).linear(x, w, b, dtype=dtype)
+    return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else native.linear(x, w, b, dtype=dtype)
 
 
 def linear_of_few_rows(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
