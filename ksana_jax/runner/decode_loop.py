@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.step_program import Network, step_packed
+from ksana_jax.runner.network import Network
+from ksana_jax.runner.step_program import step_packed
 from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with, report_packing
 from ksana_jax.runner.transfer import Packing, bucket_of_top
 from ksana_jax.scheduler.step.types import StepInput, StepShape, share_a_call

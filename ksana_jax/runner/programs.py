@@ -29,7 +29,8 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
+from ksana_jax.runner.network import Network, pool_and
+from ksana_jax.runner.step_program import lower_whole, step_whole
 from ksana_jax.runner.step_runs import lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, VerificationKey, settings_packing
 from ksana_jax.runner.transfer import Packing
