@@ -24,11 +24,7 @@ SYMBOLS += ("ksana_grouped_linear", "ksana_grouped_blocks")
 
 
 def register_targets() -> None:
-    """Registers all functions of the library before steps are traced, which would register each that they call.
-
-    Raises:
-      CannotBuild: the library cannot be compiled here.
-    """
+    """Registers all functions of the library, as `target` does, before steps that call them are traced."""
     for symbol in SYMBOLS:
         target(symbol)
 

@@ -14,6 +14,7 @@ from ksana_jax.core.operator_settings import ATTENTION_GROUP
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.native.target import register_targets
+from ksana_jax.ops import kernel_limits, native_kernels
 from ksana_jax.ops.attention import Attended, ragged_paged_attention
 from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.pool import KVCache
@@ -53,26 +54,23 @@ class Implementation(NamedTuple):
         return self.load() if self.trees else REFERENCE
 
 
+def _gpu() -> Any:
+    """Imports Pallas."""
+    from ksana_jax.ops import gpu_kernels
+
+    return gpu_kernels
+
+
 def _not_hopper(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernel_limits
-
-    return kernel_limits.unsupported(gpu_kernels.HOPPER, needs)
+    return kernel_limits.unsupported(_gpu().HOPPER, needs)
 
 
 def _not_triton(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernel_limits
-
-    return kernel_limits.unsupported(gpu_kernels.TRITON, needs)
-
-
-def _not_native(needs: Requirements) -> str | None:
-    from ksana_jax.ops import native_kernels
-
-    return native_kernels.unsupported(needs)
+    return kernel_limits.unsupported(_gpu().TRITON, needs)
 
 
 def _device(needs: Requirements) -> str:
@@ -81,22 +79,18 @@ def _device(needs: Requirements) -> str:
 
 
 def _hopper() -> PagedAttention:
-    from ksana_jax.ops.gpu_kernels import HOPPER
-
-    return PagedAttention(HOPPER.write, HOPPER.attend, HOPPER.schedule)
+    kernels = _gpu().HOPPER
+    return PagedAttention(kernels.write, kernels.attend, kernels.schedule)
 
 
 def _triton() -> PagedAttention:
-    from ksana_jax.ops.gpu_kernels import TRITON
-
-    return PagedAttention(TRITON.write, TRITON.attend)  # its kernels make their work list in each layer
+    kernels = _gpu().TRITON
+    return PagedAttention(kernels.write, kernels.attend)  # they make their work list in each layer
 
 
 def _native() -> PagedAttention:
-    from ksana_jax.ops.native_kernels import NATIVE
-
     register_targets()
-    return PagedAttention(NATIVE.write, NATIVE.attend)
+    return PagedAttention(native_kernels.NATIVE.write, native_kernels.NATIVE.attend)
 
 
 REFERENCE = PagedAttention(write, ragged_paged_attention)
@@ -105,7 +99,7 @@ _GPU = "an NVIDIA GPU of compute capability"
 IMPLEMENTATIONS = (
     Implementation("hopper", _hopper, _not_hopper, f"{_GPU} 9.0"),
     Implementation("triton", _triton, _not_triton, f"{_GPU} 8.0 or later"),
-    Implementation("native", _native, _not_native, "a CPU, and C++ of a wheel or a compiler"),
+    Implementation("native", _native, native_kernels.unsupported, "a CPU, and C++ of a wheel or a compiler"),
     Implementation("xla", lambda: REFERENCE, lambda needs: None, trees=True),
 )
 
