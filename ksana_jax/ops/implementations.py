@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.operator_settings import ATTENTION_GROUP
+from ksana_jax.core.operator_settings import ATTENTION_GROUP, first_serving
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.native.target import register_targets
@@ -135,15 +135,7 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
-    if name == "auto":
-        return next(i for i in implementations() if i.unsupported(needs) is None)
-    for i in implementations():
-        if i.name == name:
-            if reason := i.unsupported(needs):
-                raise ValueError(f"operators.attention {name!r}: {reason}")
-            return i
-    names = ", ".join(i.name for i in implementations())
-    raise ValueError(f"operators.attention is {name!r}, must be auto or one of {names}")
+    return first_serving("attention", name, implementations(), lambda i: i.unsupported(needs))
 
 
 # A Llama-8B.

@@ -1,4 +1,4 @@
-"""What kernels do not support, in words: found by asking each about the shapes of an example of its calls."""
+"""Reasons why kernels cannot serve an engine: each kernel is asked about the shapes of an example of its calls."""
 
 from __future__ import annotations
 

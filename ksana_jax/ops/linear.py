@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ksana_jax.core import processor
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
+from ksana_jax.core.operator_settings import first_serving
 from ksana_jax.models.joined import joined
 from ksana_jax.models.layers import Linear, Normalise
 from ksana_jax.models.operators import Operators
@@ -150,13 +151,4 @@ def choose_linear(
             return f"computes parts of a layer at once, and {num_devices} devices add up parts of it"
         return i.why_not(platform, dtype, compute_capability)
 
-    if name == "auto":
-        if serving := [i for i in allowed if unsupported(i) is None]:
-            return serving[0]
-        name = allowed[-1].name
-    for i in allowed:
-        if i.name == name:
-            if reason := unsupported(i):
-                raise ValueError(f"operators.linear {name!r}: {reason}")
-            return i
-    raise ValueError(f"operators.linear is {name!r}, must be auto or one of {', '.join(i.name for i in allowed)}")
+    return first_serving("linear", name, allowed, unsupported)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
+from ksana_jax.core.operator_settings import first_serving
 from ksana_jax.models import layers
 from ksana_jax.models.layers import NORMS, Normalise
 from ksana_jax.native.callers import why_not_called
@@ -53,14 +54,7 @@ def choose_norm(platform: str, dtype: str, kinds: tuple[str, ...], name: str = "
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
-    for i in NORM_IMPLEMENTATIONS:
-        reason = i.unsupported(platform, dtype, kinds)
-        if reason is None and name in ("auto", i.name):
-            return i
-        if name == i.name:
-            raise ValueError(f"operators.norm {name!r}: {reason}")
-    names = ", ".join(i.name for i in NORM_IMPLEMENTATIONS)
-    raise ValueError(f"operators.norm is {name!r}, must be auto or one of {names}")
+    return first_serving("norm", name, NORM_IMPLEMENTATIONS, lambda i: i.unsupported(platform, dtype, kinds))
 
 
 def kinds_of(config: ModelConfig) -> tuple[str, ...]:
