@@ -18,7 +18,8 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.transfer import Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
-from ksana_jax.sampling.sampler import adjust, distribution, sample, score
+from ksana_jax.sampling.probabilities import distribution, score
+from ksana_jax.sampling.sampler import adjust, sample
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
 from ksana_jax.scheduler.step.types import SamplingArrays, StepInput, StepShape, TileGroup, TokenScores
