@@ -1,4 +1,4 @@
-"""Names the implementation of each operator that an engine uses; `ops.table` resolves the names. No jax."""
+"""Names the implementation of each operator that an engine uses, and chooses by name; `ops.table` has them. No jax."""
 
 from __future__ import annotations
 

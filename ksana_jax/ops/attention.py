@@ -376,4 +376,5 @@ def _scores(
             at_ceiling = context.pattern.sink_position == CEILING
             kv_pos, q_pos = jnp.where(at_ceiling, 0, kv_pos), sink_query_position(context.pattern, q_pos, 0)
         scores += biases(context.alibi, q_pos, kv_pos, scores.shape[1]).reshape(scores.shape)
-    return jnp.where(chosen_SKRC, soft_capped(scores, context.soft_cap), -jnp.inf)
+    scores = scores if context.soft_cap is None else soft_capped(scores, context.soft_cap)
+    return jnp.where(chosen_SKRC, scores, -jnp.inf)

@@ -15,9 +15,9 @@ from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
 from ksana_jax.models.int8_matrix import Int8Matrix
-from ksana_jax.models.layers import Normalise, norm_kind
+from ksana_jax.models.layers import NORMS, Normalise
 from ksana_jax.models.matrix import Matrix
-from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.models.mlp import MLPS
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
 from ksana_jax.native import operators as native
@@ -39,7 +39,7 @@ def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, d
         return native.linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)
     if isinstance(w, Int8Matrix) and not w.rounds_inputs:
         return native.linear(x, w.codes, b, dtype=dtype, scales=w.scales)
-    return layers.linear(x, w, b, dtype=dtype) if isinstance(w, Matrix) else native.linear(x, w, b, dtype=dtype)
+    return w.multiply(x, b, dtype=dtype) if isinstance(w, Matrix) else native.linear(x, w, b, dtype=dtype)
 
 
 def linear_of_few_rows(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
@@ -69,7 +69,7 @@ def grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
 
 def normaliser(spec: NormSpec) -> Normalise:
     """Returns the function that applies a layer's norms; the contract of `models.layers.normaliser`."""
-    plus_one = norm_kind(spec.kind).plus_one
+    plus_one = NORMS[spec.kind].plus_one
     apply = native.layer_norm if plus_one is None else functools.partial(native.rms_norm, plus_one=plus_one)
     return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))
 
@@ -122,7 +122,7 @@ class PackedOperators(Operators):
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
         matrices: Any = p.w_o, p.w_gate, p.w_up, p.w_down
-        norms, activation = _norms(spec.norms), mlp_kind(spec.mlp.kind).activation
+        norms, activation = _norms(spec.norms), MLPS[spec.mlp.kind].activation
         packed = _are_packed(*matrices) and spec.residual_scale == 1 and spec.norms.placement not in PARALLEL
         if norms is None or activation not in ACTIVATIONS or not packed:
             return super().after_attention(x, attended, p, spec, following)
@@ -134,7 +134,7 @@ class PackedOperators(Operators):
 
 
 def _norms(spec: NormSpec) -> Norms | None:
-    plus_one = norm_kind(spec.kind).plus_one
+    plus_one = NORMS[spec.kind].plus_one
     return None if plus_one is None else Norms(spec.eps, plus_one)
 
 
