@@ -9,8 +9,8 @@ Files in the order in which a greedy request enters them on a CPU; `examples/one
             loop over steps), `scheduler/running` (budget and preemption), `kv/block_manager` (free blocks),
             `scheduler/row_blocks` (block tables), `kv/memory` (where blocks are)
   build     `scheduler/step/builder` (a step as arrays), `scheduler/step/buckets` (their sizes)
-  run       `runner/runner` (compiled steps), `runner/transfer` (one transfer each way), `runner/step_program` (layers),
-            `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/layer` (products in C++),
+  run       `runner/runner` (compiled steps), `runner/transfer` (one transfer each way), `runner/network` (layers),
+            `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/operators` (in C++),
             `models/operators` (heads), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
             `sampling/sampler` (the next token)
 

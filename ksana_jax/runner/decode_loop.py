@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.step_program import Network, step_packed
+from ksana_jax.runner.network import Network
+from ksana_jax.runner.step_program import step_packed
 from ksana_jax.runner.token_programs import OutputHead, bucket_of_top, choose_tokens, report_packing, sampling_of
 from ksana_jax.runner.transfer import Fetched, Packing
-from ksana_jax.sampling.sampler import distribution
+from ksana_jax.sampling.probabilities import distribution
 from ksana_jax.scheduler.step.executor import share_a_call
 from ksana_jax.scheduler.step.types import StepInput, StepShape
 

@@ -29,8 +29,9 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
+from ksana_jax.runner.network import Network, pool_and
 from ksana_jax.runner.prompt_scores import lower_scores
-from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
+from ksana_jax.runner.step_program import lower_whole, step_whole
 from ksana_jax.runner.step_runs import lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, settings_packing
 from ksana_jax.runner.transfer import Packing
@@ -128,7 +129,7 @@ class ModelPrograms:
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
         self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        self.operators: Operators = placement.operators(self.products.operators(norms.normaliser))
+        self.operators: Operators = placement.operators(self.products.operators(norms.load()))
         self.params = self.weights(params, consume=consume_params)
         self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
         make = functools.partial(placement.pool, layout, num_blocks)
@@ -144,7 +145,8 @@ class ModelPrograms:
             self.ropes,
             *places,
             max_repositioned_sinks,
-            self.implementation,
+            self.implementation.load(),
+            self.implementation.load_for_trees(),
             *methods,
             self.operators,
             self._tuning,
@@ -202,7 +204,7 @@ class ModelPrograms:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self.implementation.schedule and alike != self._patterns.alike:
+        if self._network.attention.schedule and alike != self._patterns.alike:
             self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
         self._patterns = _Patterns(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
 

@@ -13,7 +13,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.token_programs import OutputHead, score_shapes
 from ksana_jax.runner.transfer import Packing, packed
-from ksana_jax.sampling.sampler import score
+from ksana_jax.sampling.probabilities import score
 
 # Maximum number of tokens whose scores over the whole vocabulary are computed at a time.
 SCORED_AT_ONCE = 128

@@ -16,7 +16,8 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.transfer import Packing, packed
-from ksana_jax.sampling.sampler import sample, score
+from ksana_jax.sampling.probabilities import score
+from ksana_jax.sampling.sampler import sample
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.scheduler.step.settings import SamplingArrays
 from ksana_jax.scheduler.step.types import TokenScores

@@ -19,7 +19,8 @@ from ksana_jax.runner.token_programs import OutputHead, sampling_of, sampling_sh
 from ksana_jax.runner.transfer import Fetched, Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, num_before, rule_of
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
-from ksana_jax.sampling.sampler import adjust, distribution, sample, score
+from ksana_jax.sampling.probabilities import distribution, score
+from ksana_jax.sampling.sampler import adjust, sample
 from ksana_jax.scheduler.step.drafts import Drafts, FlatDrafts
 from ksana_jax.scheduler.step.settings import SamplingArrays
 from ksana_jax.scheduler.step.types import StepInput, StepShape, TileGroup

@@ -36,7 +36,7 @@ def test_products_are_those_of_float64(rows, columns, inner, dtype):
 @pytest.mark.parametrize(("columns", "inner"), [(7, 31), (43, 64), (1100, 100)])
 def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
     x, w = drawn(rows, inner, dtype=dtype), quantise(drawn(columns, inner))
-    got = jax.jit(lambda x, w: choose_linear("cpu", dtype, "native").apply(x, w, dtype=jnp.float32))(x, w)
+    got = jax.jit(lambda x, w: choose_linear("cpu", dtype, "native").load().linear(x, w, dtype=jnp.float32))(x, w)
     x, codes, scales = (np.asarray(a, np.float64) for a in (x, w.codes, w.scales))
     w = codes * scales[:, None]
     np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
@@ -47,7 +47,7 @@ def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
-    linear = choose_linear("cpu", dtype, "native").apply
+    linear = choose_linear("cpu", dtype, "native").load().linear
     x, w = drawn(150, 96, dtype=dtype), drawn(203, 96, dtype=dtype)
     w = quantise(w) if as_codes else w
     rows = (slice(0, 1), slice(3, 5), slice(7, 20), slice(64, 131))
@@ -90,7 +90,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     with pytest.raises(ValueError, match=r"'hopper': needs an NVIDIA GPU of compute capability 9\.0, this is gpu 8\.0"):
         choose_linear("gpu", "bfloat16", "hopper", compute_capability=(8, 0))
     assert choose_linear("cpu", "float32").name == ("xla" if no_native_products else "packed")
-    assert choose_linear("cpu", "float32", "xla").apply is layers.linear
+    assert choose_linear("cpu", "float32", "xla").load().linear is layers.linear
     with pytest.raises(ValueError, match=r"operators\.linear 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
 )
 def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
     monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx2", "fma", features})
-    mixed = choose_linear("cpu", dtype, "mixed").apply
+    mixed = choose_linear("cpu", dtype, "mixed").load().linear
     for rows, is_native in ((1, True), (most, True), (most + 1, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
         assert ("ksana_linear" in program) == is_native
