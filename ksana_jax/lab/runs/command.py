@@ -16,7 +16,7 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combined
-from ksana_jax.lab.runs.compare import compare
+from ksana_jax.lab.runs.compare import compare, compare_rows
 from ksana_jax.lab.runs.config import load
 from ksana_jax.lab.runs.records import Shard
 from ksana_jax.lab.runs.report import Report, draw, report_of, write_tables
@@ -95,16 +95,21 @@ def _report_and_show(folders: Sequence[Path], out: Path | None) -> None:
 
 
 def compare_and_show(
-    a: Path, b: Path, out: Path | None = None, as_json: bool = False, trusted: Collection[str] | None = ()
+    a: Path,
+    b: Path | None,
+    rows: Sequence[str] = (),
+    out: Path | None = None,
+    as_json: bool = False,
+    trusted: Collection[str] | None = (),
 ) -> None:
-    """Prints run B against run A, row by row.
+    """Prints run B against run A, row by row; or, without B, the second of two rows of A against the first.
 
     Args:
       out: folder for compare.md and compare.json; None writes nothing.
       as_json: also print one line of JSON, with every number of the summaries.
       trusted: see `report`.
     """
-    made = compare(a, b, trusted)
+    made = compare_rows(a, *rows, trusted=trusted) if b is None else compare(a, b, trusted)
     line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +124,7 @@ def compare_and_show(
 
 def show(made: Report) -> None:
     """Prints table, conclusion and notes."""
-    _print(made.title, tables.terminal(made.rows, made.columns), made.conclusion, made.notes)
+    _print(made.title, tables.terminal(*made.grid), made.conclusion, made.notes)
 
 
 def _print(title: str, table: Table, conclusion: str, notes: Sequence[str]) -> None:

@@ -88,6 +88,63 @@ def plain_numbers(*axes: Axis) -> None:
         axis.set_minor_formatter("")
 
 
+# Keys of grids as the titles of axes; others are their last part in words.
+_TITLES = {
+    "window": "window (tokens)",
+    "num_sinks": "attention sinks (tokens)",
+    "num_tokens": "length (tokens)",
+    "prompt_tokens": "prompt (tokens)",
+    "rate": "requests/s",
+    "num_speculative_tokens": "draft length (tokens)",
+    "batch_size": "batch size (requests)",
+}
+
+
+def axis_title(key: str, values: Iterable[Any]) -> str:
+    """Returns the title of an axis over a key of the grid, in words and with its unit."""
+    name = key.rpartition(".")[2]
+    if name == "budget":
+        return "KV budget (tokens)" if all(isinstance(v, int) for v in values) else "KV budget (share of the sequence)"
+    return _TITLES.get(name, name.replace("num_", "number of ").replace("_", " "))
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Writes labels to the right of the points (label, x, y, colour) of an axes, as far apart as their lines are high.
+
+    Call it when limits and scales are set.
+    """
+    axes.figure.canvas.draw()
+    scale = 72 / axes.figure.dpi
+    heights = [float(axes.transData.transform((x, y))[1]) * scale for _, x, y, _ in ends]
+    for (label, x, y, colour), found, wanted in zip(ends, heights, apart(heights, 7.0), strict=True):
+        if math.isfinite(wanted):
+            axes.annotate(
+                label,
+                (x, y),
+                (5, wanted - found),
+                textcoords="offset points",
+                va="center",
+                fontsize=6,
+                color=colour,
+                annotation_clip=False,
+            )
+
+
+def apart(places: Sequence[float], gap: float) -> list[float]:
+    """Moves places as little as possible until all are at least a gap apart; their order stays."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    blocks: list[tuple[float, int]] = []  # where a block of neighbours begins, and how many they are
+    for place in (places[i] for i in order):
+        start, size = place, 1
+        while blocks and start < blocks[-1][0] + gap * blocks[-1][1]:
+            before, count = blocks.pop()
+            start = (before * count + (start - gap * count) * size) / (count + size)
+            size += count
+        blocks.append((start, size))
+    spread = [start + gap * i for start, size in blocks for i in range(size)]
+    return [place for _, place in sorted(zip(order, spread, strict=True))]
+
+
 def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
     """Puts the labels of some axes above a figure, equal ones once; nothing if there are none.
 

@@ -6,7 +6,7 @@ Kinds of line, each with "schema_version" and "kind":
   start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
   done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored.
-               summary, samples: its numbers by key, and the samples on which they were measured
+               summary, samples, parts: its numbers by key, and on which samples they were measured; see `Results`
   failed       the trial raised an exception; "error" holds its text
   table        columns, notes and sentence of the table, for readers without the task's code; see `recorded_results`
 
@@ -28,7 +28,7 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,15 +74,15 @@ class Records:
     """The records of an output folder, by current trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
-    record of those measurements}. summaries: {trial id: (numbers by key, samples by key)}, of trials whose records have
-    them. failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
+    record of those measurements}. summaries: {trial id: its `done` record}, of trials whose records have their numbers.
+    failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
     num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
     plan: dict[str, Any] | None = None
     done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     starts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    summaries: dict[str, tuple[dict[str, float], dict[str, Hashable]]] = dataclasses.field(default_factory=dict)
+    summaries: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] | None = None
     num_at_once: int = 1
@@ -155,8 +155,7 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 records.done.setdefault(ids[trial], measured)
                 records.starts.setdefault(ids[trial], starts[trial])
                 if "summary" in record:
-                    samples = {key: _hashable(sample) for key, sample in record.get("samples", {}).items()}
-                    records.summaries.setdefault(ids[trial], (record["summary"], samples))
+                    records.summaries.setdefault(ids[trial], record)
                 records.failed.pop(ids[trial], None)
             elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
@@ -170,10 +169,6 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
     if plan is not None and (records.plan is None or plan.get("number", 0) >= records.plan.get("number", 0)):
         records.plan = plan
     return spans
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _check_count(where: str, done: dict[str, Any], count: int) -> None:
@@ -194,8 +189,8 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "table": {"task": str, "columns": list, "num_trials": int},
 }
 _OPTIONAL_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "plan": {"number": int},
-    "done": {"num_measurements": int, "summary": dict, "samples": dict},
+    "plan": {"number": int, "baseline": str, "pivot": str},
+    "done": {"num_measurements": int, "summary": dict, "samples": dict, "parts": dict},
 }
 _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
 

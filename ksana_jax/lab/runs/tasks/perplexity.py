@@ -208,7 +208,7 @@ class Perplexity(PerplexityResults, BaseTask):
         }
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        perplexity_figure.draw(figure, rows)
+        perplexity_figure.draw(figure, rows, self.headline(rows))
 
 
 def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:
