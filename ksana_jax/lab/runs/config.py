@@ -281,12 +281,11 @@ def _title(title: str, name: str, written: Mapping[str, Any], overrides: Sequenc
 
 
 def _check_shown(source: Mapping[str, Any], variants: Sequence[Variant], grid: Mapping[str, Any]) -> None:
-    for key, names in (("baseline", [variant.name for variant in variants]), ("pivot", list(grid))):
+    rows = [variant.name for variant in variants]
+    for key, kind, names in (("baseline", "a variant's name", rows), ("pivot", "a key of the grid", list(grid))):
         if (name := source[key]) and name not in names:
             known = f"; the nearest is {nearest(name, names, cutoff=0.0)!r}" if any(names) else ""
-            raise ConfigError(
-                f"{key} is {name!r}, must be {'a variant' if key == 'baseline' else 'a key of the grid'}{known}"
-            )
+            raise ConfigError(f"{key} is {name!r}, must be {kind}{known}")
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:

@@ -1,6 +1,8 @@
 """Tables as text: bold for the best, a dash for missing values, nothing that breaks LaTeX."""
 
 import csv
+import dataclasses
+import io
 import re
 import shutil
 import subprocess
@@ -8,7 +10,8 @@ import subprocess
 import pytest
 from matplotlib.text import Text
 
-from ksana_jax.lab.runs import figures, tables
+from ksana_jax.lab.runs import figures, significance, tables
+from ksana_jax.lab.runs.tasks import change_figure
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, number
 
 COLUMNS = [Column("a", "A_1 %", number(1), "min"), Column("b", "B", number(0), "max", exact=True)]
@@ -128,7 +131,7 @@ def test_csv_has_means_deviations_and_counts():
     lines = tables.comma_separated(rows(), COLUMNS).splitlines()
     assert lines[0] == "row,pattern.window,seeds,a,a_sd,b,b_sd"
     assert lines[1].startswith("x & y,,2,1.0999999999999999,0.0999") and lines[1].endswith(",1000.0,0.0")
-    assert lines[2].startswith("z|w,8,1,3.2,0.19") and lines[2].endswith(",,")
+    assert lines[2].startswith("z|w,8,1,3.1999999999999997,0.19") and lines[2].endswith(",,")
 
 
 def test_a_column_where_all_agree_has_no_best():
@@ -177,3 +180,68 @@ def test_a_label_is_drawn_as_it_is(label):
     drawn = []
     assert figures.render(draw, 2)["pdf"].startswith(b"%PDF")
     assert drawn and not any(text.get_parse_math() for text in drawn)
+
+
+LOSS = Column("a", "ppl", number(2), "min", change="loss, %")
+
+
+def budgets() -> list[ResultRow]:
+    """Two methods at two budgets and a row outside the grid, against the full cache."""
+
+    def row(label, budget, *values, baseline=None):
+        given = {"samples": {"a": "xyz"}, "weights": {"a": [9.0, 9.0, 9.0]}, "geometric": True, "baseline": baseline}
+        return ResultRow(label, {"kv.budget": budget}, 3, [[]], {"a": values}, **given)
+
+    full = row("full", None, 2.0, 4.0, 8.0)
+    rows = [
+        row(label, b, 2.0 + 2 * x / b, 4.1 + x / b, 8.2 + x / b) for label, x in (("A", 1), ("B", 9)) for b in (2, 4)
+    ]
+    return [full, *(dataclasses.replace(r, baseline=full) for r in [*rows, row("int8", None, 2.01, 4.0, 8.0)])]
+
+
+def test_a_pivot_has_a_column_for_each_value_of_the_key():
+    made = tables.pivoted(budgets(), LOSS, "kv.budget")
+    assert made.heads == ["row", "budget 2", "budget 4"] and made.num_right == 2
+    assert [line[0] for line in made.cells] == ["A", "B", "int8"]
+    first, _, outside = made.cells
+    assert first[1].startswith("+23.3 [") and outside[1] == outside[2] == "+0.2 [−0.5, +0.9]"
+    # Without a baseline, the numbers themselves.
+    plain = [dataclasses.replace(row, baseline=None) for row in budgets()]
+    assert tables.pivoted(plain, LOSS, "kv.budget").cells[0] == ["full", "4.00", "4.00"]
+
+
+def test_csv_has_changes_intervals_and_corrected_p_values():
+    lines = list(csv.DictReader(io.StringIO(tables.comma_separated(budgets(), [LOSS]))))
+    assert [bool(line["a_change"]) for line in lines] == [False] + [True] * 5
+    single = significance.baseline_change(budgets()[5], "a").p
+    assert float(lines[5]["a_low"]) < float(lines[5]["a_change"]) < float(lines[5]["a_high"])
+    assert float(lines[5]["a_p"]) >= single
+
+
+def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
+    def drawn(draw, rows):
+        kept = []
+        figures.render(lambda figure: (draw(figure, rows, LOSS), kept.append(figure)), 3.9)
+        (axes,) = kept[0].axes
+        return axes
+
+    axes = drawn(change_figure.draw_lines, [r for r in budgets() if r.point["kv.budget"]])
+    labels = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert set(labels) == {"A", "B"} and axes.get_xlabel() == "KV budget (tokens)"
+    assert axes.get_ylabel() == "loss, %" and len(axes.containers) == 2
+    many = [dataclasses.replace(r, label=f"{r.label}{i}") for i in range(5) for r in budgets() if r.point["kv.budget"]]
+    axes = drawn(change_figure.draw_lines, many)
+    assert len(axes.texts) == change_figure.MAX_LINES and len(axes.containers) == 10
+    held = [
+        dataclasses.replace(r, values={**r.values, "live_kv_bytes": [64.0 * i]}) for i, r in enumerate(budgets(), 1)
+    ]
+    held = [dataclasses.replace(r, baseline=r.baseline and held[0]) for r in held]
+    axes = drawn(change_figure.draw_points, held)
+    assert [text.get_text() for text in axes.texts] == [row.name for row in held[1:]]
+
+
+def test_labels_keep_their_order_and_their_distance():
+    assert figures.apart([0.0, 20.0], 7.0) == [0.0, 20.0]
+    assert figures.apart([1.0, 0.0], 7.0) == [4.0, -3.0]
+    spread = figures.apart([5.0, 5.0, 5.0, 30.0], 7.0)
+    assert spread == [-2.0, 5.0, 12.0, 30.0]
