@@ -108,41 +108,37 @@ def axis_title(key: str, values: Iterable[Any]) -> str:
     return _TITLES.get(name, name.replace("num_", "number of ").replace("_", " "))
 
 
+_LABEL_POINTS = 7.0, 3.7  # height of a label, width of a character
+
+
 def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Writes labels to the right of the points (label, x, y, colour) of an axes, as far apart as their lines are high.
+    """Writes labels to the right of the points (label, x, y, colour) of an axes, above each other where they overlap.
 
     Call it when limits and scales are set.
     """
-    axes.figure.canvas.draw()
-    scale = 72 / axes.figure.dpi
-    heights = [float(axes.transData.transform((x, y))[1]) * scale for _, x, y, _ in ends]
-    for (label, x, y, colour), found, wanted in zip(ends, heights, apart(heights, 7.0), strict=True):
-        if math.isfinite(wanted):
-            axes.annotate(
-                label,
-                (x, y),
-                (5, wanted - found),
-                textcoords="offset points",
-                va="center",
-                fontsize=6,
-                color=colour,
-                annotation_clip=False,
-            )
+    given = {"textcoords": "offset points", "va": "center", "annotation_clip": False, "fontsize": 6}
+    drawn = [axes.annotate(label, (x, y), (7, 0), color=colour, **given) for label, x, y, colour in ends]
+    for _ in range(2):  # the layout gives labels room, which moves their points
+        axes.figure.canvas.draw()
+        places = axes.transData.transform([(x, y) for _, x, y, _ in ends]) * 72 / axes.figure.dpi
+        heights = stacked([(x, y, _LABEL_POINTS[1] * len(end[0])) for (x, y), end in zip(places, ends, strict=True)])
+        for text, (_, own), height in zip(drawn, places, heights, strict=True):
+            if math.isfinite(height):
+                text.set_position((7, height - own))
 
 
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Moves places as little as possible until all are at least a gap apart; their order stays."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    blocks: list[tuple[float, int]] = []  # where a block of neighbours begins, and how many they are
-    for place in (places[i] for i in order):
-        start, size = place, 1
-        while blocks and start < blocks[-1][0] + gap * blocks[-1][1]:
-            before, count = blocks.pop()
-            start = (before * count + (start - gap * count) * size) / (count + size)
-            size += count
-        blocks.append((start, size))
-    spread = [start + gap * i for start, size in blocks for i in range(size)]
-    return [place for _, place in sorted(zip(order, spread, strict=True))]
+def stacked(labels: Sequence[tuple[float, float, float]]) -> list[float]:
+    """Returns heights for labels (left end, height, width), in points: their own, or as far up as no two overlap."""
+    heights, placed = [y for _, y, _ in labels], []
+    for index in sorted(range(len(labels)), key=heights.__getitem__):
+        left, height, width = labels[index]
+        for other_left, other, other_width in placed:  # from the lowest up
+            beside = left < other_left + other_width and other_left < left + width
+            if beside and abs(other - height) < _LABEL_POINTS[0]:
+                height = other + _LABEL_POINTS[0]
+        heights[index] = height
+        placed = sorted([*placed, (left, height, width)], key=lambda label: label[1])
+    return heights
 
 
 def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:

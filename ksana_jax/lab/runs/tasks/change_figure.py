@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ksana_jax.lab.runs.figures import COLOURS, axis_title, label_ends, plain_numbers
 from ksana_jax.lab.runs.significance import Change, baseline_change
-from ksana_jax.lab.runs.tasks.results import Column, ResultRow, words
+from ksana_jax.lab.runs.tasks.results import SIMULATED, Column, ResultRow, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,35 +25,23 @@ GREY = "#BBBBBB"
 MARKERS = "osD^v<>P*X"
 # Largest ratio of ratios on a linear axis.
 _LINEAR = 2.0
-_TICKS = (
-    -95,
-    -90,
-    -75,
-    -50,
-    -25,
-    0,
-    25,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    5000,
-    10000,
-    100000,
-)  # %
+_TICKS = np.array([-95, -90, -75, -50, -25, 0, 25, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5])  # %
 
 
 def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws a line for each variant over the grid's last key. The seven with the least loss at its first value have
-    colours and labels at their ends; the others are grey."""
-    key = list(rows[0].point)[-1]
+    """Draws a line for each variant over the grid's last key or, where variants hold other bytes at its values, over
+    live KV. Seven have colours, intervals, and labels at their ends: those with the least loss at the first value; the
+    others are grey. Lines of simulated memory are dashed."""
+    from matplotlib.transforms import ScaledTranslation
+
+    key, of_bytes = list(rows[0].point)[-1], not _equal_bytes(rows)
     lines: dict[str, list[tuple[float, Change]]] = defaultdict(list)
     for row in rows:
         if row.point[key] is not None and (change := baseline_change(row, column.key)) is not None:
             others = words({k: v for k, v in row.point.items() if k != key})
-            lines[", ".join([row.label, *others])].append((row.point[key], change))
+            x = _held(row) if of_bytes else row.point[key]
+            if x is not None:
+                lines[", ".join([row.label, *others])].append((x, change))
     for points in lines.values():
         points.sort(key=lambda point: point[0])
     sign = 1 if column.best == "min" else -1
@@ -59,19 +49,28 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
     figure.set_figheight(HEIGHT_INCHES)
     axes = figure.subplots()
     for name in [*(name for name in lines if name not in best), *best]:
-        style: dict[str, Any] = {"color": GREY, "linewidth": 0.6, "zorder": 1}
-        if name in best:
-            index = best.index(name)
-            style = {"color": COLOURS[index], "marker": MARKERS[index], "linewidth": 1.0, "zorder": 2}
-        _errorbar(axes, lines[name], column, label=name if name in best else "_nolegend_", **style)
+        if name not in best:
+            axes.plot(*zip(*(_place(p, column) for p in lines[name]), strict=True), color=GREY, linewidth=0.6, zorder=1)
+            continue
+        index = best.index(name)
+        style = {"color": COLOURS[index], "marker": MARKERS[index], "linewidth": 1.0, "zorder": 2}
+        if name.endswith(SIMULATED):
+            style["linestyle"] = "--"
+        # Side by side, so that intervals do not hide each other.
+        moved = ScaledTranslation((index - (len(best) - 1) / 2) / 72, 0, figure.dpi_scale_trans)
+        _errorbar(axes, lines[name], column, label=name, transform=axes.transData + moved, **style)
     _finish(axes, column)
     values = sorted({x for points in lines.values() for x, _ in points})
     if min(values) > 0 and max(values) >= 8 * min(values):
         axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [f"{value:g}" for value in values])
-    axes.minorticks_off()
-    axes.set_xlabel(axis_title(key, values))
-    label_ends(axes, [(name, *_end(lines[name], column), COLOURS[best.index(name)]) for name in best])
+    if of_bytes:
+        _label_held(axes)
+    else:
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.minorticks_off()
+        axes.set_xlabel(axis_title(key, values))
+    ends = [(name.removesuffix(SIMULATED), *_place(lines[name][-1], column)) for name in best]
+    label_ends(axes, [(*end, COLOURS[index]) for index, end in enumerate(ends)])
 
 
 def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
@@ -81,10 +80,9 @@ def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> No
     axes = figure.subplots()
     shown = []
     for row in rows:
-        change, whole = baseline_change(row, column.key), row.baseline and row.baseline.mean("live_kv_bytes")
-        held = row.mean("live_kv_bytes" if "live_kv_bytes" in row.values else "simulated_kv_bytes")
-        if change is not None and whole and held:
-            shown.append((row.name, [(100 * held / whole, change)]))
+        change, held = baseline_change(row, column.key), _held(row)
+        if change is not None and held is not None:
+            shown.append((row.name, [(held, change)]))
     front = _front(shown, column) if len(shown) > MAX_POINTS else [name for name, _ in shown]
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(front)}
     for index, (name, point) in enumerate(shown):
@@ -94,9 +92,28 @@ def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> No
     kept = [points[0][0] for _, points in shown]
     if max(kept) > 4 * min(kept):
         axes.set_xscale("log", base=2)
+    _label_held(axes)
+    label_ends(axes, [(name, *_place(point, column), colours[name]) for name, [point] in shown if name in front])
+
+
+def _held(row: ResultRow) -> float | None:
+    """Returns a row's live KV in % of its baseline's."""
+    whole = row.baseline and row.baseline.mean("live_kv_bytes")
+    held = row.mean("live_kv_bytes" if "live_kv_bytes" in row.values else "simulated_kv_bytes")
+    return 100 * held / whole if held and whole else None
+
+
+def _equal_bytes(rows: Sequence[ResultRow]) -> bool:
+    """True if rows at the same point hold about as much KV: at most a tenth more than another."""
+    held: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        held[repr(row.point)].append(_held(row) or math.nan)
+    return all(max(found) <= 1.1 * min(found) for found in held.values() if all(map(math.isfinite, found)))
+
+
+def _label_held(axes: Axes) -> None:
     plain_numbers(axes.xaxis)
     axes.set_xlabel("KV held (% of the full cache)")
-    label_ends(axes, [(name, *_end(point, column), colours[name]) for name, point in shown if name in front])
 
 
 def _front(shown: Sequence[tuple[str, list[tuple[float, Change]]]], column: Column) -> list[str]:
@@ -110,13 +127,15 @@ def _front(shown: Sequence[tuple[str, list[tuple[float, Change]]]], column: Colu
 
 
 def _errorbar(axes: Axes, points: Sequence[tuple[float, Change]], column: Column, **style: Any) -> None:
-    middle = [_value(change.mean, change, column) for _, change in points]
+    middle = [_place(point, column)[1] for point in points]
     ends = [
         [abs(_value(end, change, column) - y) if end is not None and math.isfinite(end) else 0.0 for end in (low, high)]
         for y, (_, change) in zip(middle, points, strict=True)
         for low, high in [(change.low, change.high)]
     ]
     errors = list(zip(*ends, strict=True)) if any(map(any, ends)) else None
+    for (x, _), y, (below, above) in zip(points, middle, ends, strict=True):
+        axes.update_datalim([(x, y - below), (x, y + above)])
     axes.errorbar([x for x, _ in points], middle, errors, capsize=1.5, elinewidth=0.6, capthick=0.6, **style)
 
 
@@ -125,8 +144,8 @@ def _value(value: float, change: Change, column: Column) -> float:
     return 1 + value if change.relative else value * getattr(column.write, "factor", 1.0)
 
 
-def _end(points: Sequence[tuple[float, Change]], column: Column) -> tuple[float, float]:
-    x, change = points[-1]
+def _place(point: tuple[float, Change], column: Column) -> tuple[float, float]:
+    x, change = point
     return x, _value(change.mean, change, column)
 
 
@@ -134,17 +153,17 @@ def _finish(axes: Axes, column: Column) -> None:
     """Labels the axis of changes, which is logarithmic for ratios far apart."""
     axes.set_ylabel(re.sub(r"^(\S+) (\S+), %$", r"\1 at positions \2 (%)", column.change))
     axes.autoscale_view()
-    low, high = axes.get_ylim()
     if not column.change.endswith("%"):
         axes.axhline(0, color="#000000", linewidth=0.4)
         return
     axes.axhline(1, color="#000000", linewidth=0.4)
-    heights = [y for line in axes.lines for y in line.get_ydata(orig=False) if math.isfinite(y) and y > 0]
-    if max(heights) > _LINEAR * min(heights):
+    low, high = axes.dataLim.intervaly
+    low = max(low, 0.02)
+    if high > _LINEAR * low:
         axes.set_yscale("log")
-        low, high = min(heights) * 0.9, max(heights) * 1.1
-        axes.set_ylim(low, high)
-        axes.set_yticks([1 + tick / 100 for tick in _TICKS if low <= 1 + tick / 100 <= high])
+        axes.set_ylim(low := low * 0.9, high := high * 1.1)
+        ticks = 1 + _TICKS / 100
+        axes.set_yticks(ticks[(low <= ticks) & (ticks <= high)])
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda ratio, _: _percent(100 * (ratio - 1)))
 

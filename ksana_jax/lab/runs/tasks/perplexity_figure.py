@@ -38,7 +38,7 @@ def draw(figure: Figure, rows: Sequence[ResultRow], headline: Column | None) -> 
     measured = [row for row in rows if row.trials]
     changes = headline is not None and any(baseline_change(row, headline.key) for row in measured)
     on_grid = [row for row in measured if any(value is not None for value in row.point.values())]
-    if is_labelled_grid(on_grid):
+    if is_labelled_grid(measured):
         if changes and headline is not None:
             change_figure.draw_lines(figure, on_grid, headline)
         else:

@@ -241,7 +241,9 @@ def differ(rows: Sequence[ResultRow], key: str) -> bool:
 
 
 def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
-    """True if the rows are named variants over one key of numbers, such as a budget, and all streamed."""
+    """True if the rows are named variants over one key of numbers, such as a budget, and all streamed. Rows outside the
+    grid do not count."""
+    rows = [row for row in rows if not row.point or any(value is not None for value in row.point.values())]
     streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
     return bool(rows) and streamed and against_numbers(rows)
 
