@@ -38,6 +38,9 @@ def run(
         typer.Option(help="with --on ray: GPUs of one trial", show_default="1 if the cluster has any"),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation for runs over an hour")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only say which trials would run, and about how long")
+    ] = False,
 ) -> None:
     """Runs or resumes an experiment; prints its table and draws its figure."""
     from ksana_jax.native import build
@@ -48,7 +51,8 @@ def run(
     from ksana_jax.lab.runs.command import run_and_report
 
     debug = context.find_root().params["debug"]
-    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere, yes=yes))
+    given = {"debug": debug, "on_ray": elsewhere, "yes": yes, "dry_run": dry_run}
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, **given))
 
 
 def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:

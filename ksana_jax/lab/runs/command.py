@@ -18,6 +18,7 @@ from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combined
 from ksana_jax.lab.runs.compare import compare, compare_rows
 from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.outlook import outlook
 from ksana_jax.lab.runs.records import Shard
 from ksana_jax.lab.runs.report import Report, draw, report_of, write_tables
 from ksana_jax.lab.runs.run import own_names, run
@@ -36,12 +37,14 @@ def run_and_report(
     debug: bool = False,
     on_ray: OnRay | None = None,
     yes: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Runs the remaining trials of an experiment and shows the report of all finished trials.
 
     Args:
       out: output folder; None takes runs/NAME.
       on_ray: the cluster that runs the trials; None is this process.
+      dry_run: only say what would run.
       yes: do not ask on a terminal whether to continue a run of more than an hour.
 
     Returns:
@@ -51,6 +54,10 @@ def run_and_report(
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
+    for line in outlook(plan, folder, part):
+        errors.print(line, markup=False)
+    if dry_run:
+        return 0
     elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
     try:
         with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:

@@ -28,9 +28,9 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_update, read_bytes
@@ -39,6 +39,7 @@ from ksana_jax.lab.runs import plain_json
 from ksana_jax.lab.runs.identity import recorded_id
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Shard:
             raise ConfigError(f"shard {text!r} is not k/n with 1 <= k <= n, for instance 1/4")
         return cls(int(k), int(n))
 
+    def part_of(self, trials: Sequence[T]) -> list[T]:
+        """Returns the trials of this part."""
+        return [trial for i, trial in enumerate(trials) if i % self.count == self.index - 1]
+
     @property
     def suffix(self) -> str:
         """Suffix of this shard's file names; empty if there is only one shard."""
@@ -76,6 +81,7 @@ class Records:
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
     record of those measurements}. summaries: {trial id: its `done` record}, of trials whose records have their numbers.
     failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
+    seconds: {trial id: how long it took}.
     num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
@@ -86,6 +92,7 @@ class Records:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] | None = None
     num_at_once: int = 1
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read(folder: Path) -> Records:
@@ -152,6 +159,9 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 measured = opened.pop(trial)
                 _check_count(where, record, len(measured))
                 spans += _span(starts[trial], record)
+                times = [found.get("time") for found in (starts[trial], record)]
+                if all(isinstance(time, _NUMBER) for time in times):
+                    records.seconds[ids[trial]] = times[1] - times[0]
                 records.done.setdefault(ids[trial], measured)
                 records.starts.setdefault(ids[trial], starts[trial])
                 if "summary" in record:

@@ -148,7 +148,7 @@ def run(
                 before = read(folder)
             _write_plan(plan, before.plan, file)
             _write_run(plan, about, folder, shard)
-            mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
+            mine = shard.part_of(plan.trials)
             todo = [t for t in mine if t.id not in before.done]
             failed, num_ended = {}, len(mine) - len(todo)
             on_begin(todo)

@@ -106,10 +106,17 @@ def paired_t(
         return middle, None, None, 1.0 if differences[0] == 0 else 2.0 ** (1 - count)
     error = math.hypot(*(w * (x - middle) for w, x in zip(share, differences, strict=True)))
     error *= math.sqrt(count / (count - 1))
-    from scipy.special import stdtr, stdtrit  # half a second, which most commands save
+    from scipy.special import stdtr  # half a second, which most commands save
 
-    half = float(stdtrit(count - 1, 0.5 + PER_CENT / 200)) * error
+    half = half_width(count) * error
     return middle, middle - half, middle + half, float(2 * stdtr(count - 1, -abs(middle) / error))
+
+
+def half_width(count: int) -> float:
+    """Returns half of the width of the interval of a mean of some differences, in standard errors."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(count - 1, 0.5 + PER_CENT / 200))
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:

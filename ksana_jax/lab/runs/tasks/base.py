@@ -176,6 +176,10 @@ class BaseTask(Results):
         """
         return None
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        """Returns on how many samples, such as texts, a trial measures its headline."""
+        return 1
+
     def inputs(self, settings: Any) -> dict[str, str]:
         """Returns digests of the task's inputs, so that changed inputs make another trial."""
         names = [field.name for field in dataclasses.fields(settings) if field.metadata.get("texts")]

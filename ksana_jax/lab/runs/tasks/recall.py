@@ -96,6 +96,10 @@ class Recall(AskingTask):
                 **settings.options_at(value),
             )
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        settings = RecallSettings(**config["settings"])
+        return settings.num_examples * len(settings.swept[1])
+
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = RecallSettings(**trial.config["settings"]), trial.llm
         option, values = settings.swept

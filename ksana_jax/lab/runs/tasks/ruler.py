@@ -69,6 +69,9 @@ class Ruler(AskingTask):
         settings = RulerSettings(**config["settings"])
         return len(settings.tasks) * settings.num_examples * settings.num_tokens
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        return len(config["settings"]["tasks"]) * config["settings"]["num_examples"]
+
     def inputs(self, settings: RulerSettings) -> dict[str, str]:
         return {"haystack": digest(settings.haystack, _HAYSTACK)} if _reading(settings) else {}
 
