@@ -23,8 +23,8 @@ from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, def
 from ksana_jax.lab.align import scores
 from ksana_jax.lab.align.command import TextSet, draw_prompts, side_settings
 from ksana_jax.lab.align.scores import Scores
-from ksana_jax.lab.bench.machine import Load
 from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.machine_load import Load
 from ksana_jax.lab.runs.tasks.agreement import compare, completion
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits

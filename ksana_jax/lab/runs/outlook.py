@@ -36,9 +36,10 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
         rows = Counter(trial.label for trial in todo)
         lines[0] += f"; {len(mine) - len(todo)} others are done"
         lines.append(f"to run: {'; '.join(f'{label} ({count})' for label, count in rows.items())}")
-    seconds = [done.seconds[trial.id] for trial in mine if trial.id in done.seconds]
-    if seconds and tokens and (known := _tokens([trial for trial in mine if trial.id in done.seconds])):
-        lines.append(f"about {duration(sum(seconds) / known * tokens)}, at the speed of the trials that are done")
+    timed = [trial for trial in mine if (cost := done.costs.get(trial.id)) and cost.seconds]
+    if tokens and (known := _tokens(timed)):
+        seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
+        lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
     return [*lines, *_resolution(plan)]
 
 

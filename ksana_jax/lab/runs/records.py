@@ -30,7 +30,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_update, read_bytes
@@ -74,6 +74,13 @@ class Shard:
 WHOLE = Shard()
 
 
+class Cost(NamedTuple):
+    """Seconds of a trial, and the share of the processors' time that other programs took; None if not recorded."""
+
+    seconds: float | None
+    load: float | None
+
+
 @dataclasses.dataclass
 class Records:
     """The records of an output folder, by current trial ids; see `identity`.
@@ -81,7 +88,7 @@ class Records:
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
     record of those measurements}. summaries: {trial id: its `done` record}, of trials whose records have their numbers.
     failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
-    seconds: {trial id: how long it took}.
+    costs: {trial id: what it took}.
     num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
@@ -92,7 +99,7 @@ class Records:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] | None = None
     num_at_once: int = 1
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)
 
 
 def read(folder: Path) -> Records:
@@ -159,9 +166,7 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 measured = opened.pop(trial)
                 _check_count(where, record, len(measured))
                 spans += _span(starts[trial], record)
-                times = [found.get("time") for found in (starts[trial], record)]
-                if all(isinstance(time, _NUMBER) for time in times):
-                    records.seconds[ids[trial]] = times[1] - times[0]
+                records.costs.setdefault(ids[trial], Cost(record.get("seconds"), record.get("load")))
                 records.done.setdefault(ids[trial], measured)
                 records.starts.setdefault(ids[trial], starts[trial])
                 if "summary" in record:
@@ -200,7 +205,14 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 _OPTIONAL_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "plan": {"number": int, "baseline": str, "pivot": str},
-    "done": {"num_measurements": int, "summary": dict, "samples": dict, "parts": dict},
+    "done": {
+        "num_measurements": int,
+        "seconds": _NUMBER,
+        "load": (*_NUMBER, type(None)),
+        "summary": dict,
+        "samples": dict,
+        "parts": dict,
+    },
 }
 _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
 

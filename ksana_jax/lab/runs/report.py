@@ -276,6 +276,12 @@ def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
             f"Up to {records.num_at_once} trials shared one machine at the same time, which affects times and speeds."
         )
     planned = {trial for row in (records.plan or {"rows": []})["rows"] for trial in row["trials"]}
+    costs = [records.costs[trial] for trial in planned & records.costs.keys()]
+    if loads := [(cost.load, cost.seconds) for cost in costs if cost.load is not None and cost.seconds]:
+        mean = sum(load * seconds for load, seconds in loads) / sum(seconds for _, seconds in loads)
+        notes.append(
+            f"Other programs took {mean:.0%} of the processors' time meanwhile, {max(loads)[0]:.0%} in the worst trial."
+        )
     starts = [start.get("environment") for trial, start in records.starts.items() if trial in planned]
     kinds = dict.fromkeys(
         (e.get("device"), e.get("cpu"), e.get("cores")) for e in starts if isinstance(e, dict) and "cpu" in e
