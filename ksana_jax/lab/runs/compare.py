@@ -62,8 +62,21 @@ def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Compariso
       FileNotFoundError: a folder has no records.
       ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
+    names = names_of([a, b])
     with trusting(trusted):
-        return _compared(a, b)
+        runs = [_Run.read(folder) for folder in (a, b)]
+    check_comparable(names[0], runs[0].task, runs[0].rows, names[1], runs[1].task, runs[1].rows)
+    joined = [_joined(runs, i, j) for i, j in _join(*(run.configs for run in runs))]
+    notes = []
+    for name, run in zip(names, runs, strict=True):
+        if missing := [row.name for row, config in zip(run.rows, run.configs, strict=True) if config is None]:
+            notes.append(f"{name} has no finished trial of: {'; '.join(missing)}.")
+    notes += classes.notes(start for run in runs for start in run.starts)
+    rows = [row for run in runs for row in run.rows]
+    columns = _measured_columns(runs[0].task, rows)
+    title = " against ".join(reversed(names))
+    environment = _differing(*(run.environment for run in runs))
+    return Comparison(names[0], names[1], title, runs[0].name, joined, columns, environment, notes)
 
 
 def compare_rows(folder: Path, a: str, b: str, trusted: Collection[str] | None = ()) -> Comparison:
@@ -91,23 +104,6 @@ def _place(run: _Run, name: str) -> int:
 
 def _measured_columns(task: Results, rows: Sequence[ResultRow]) -> list[Column]:
     return [c for c in task.columns(rows) if any(r.mean(c.key) is not None for r in rows)]
-
-
-def _compared(a: Path, b: Path) -> Comparison:
-    names = names_of([a, b])
-    runs = [_Run.read(folder) for folder in (a, b)]
-    check_comparable(names[0], runs[0].task, runs[0].rows, names[1], runs[1].task, runs[1].rows)
-    joined = [_joined(runs, i, j) for i, j in _join(*(run.configs for run in runs))]
-    notes = []
-    for name, run in zip(names, runs, strict=True):
-        if missing := [row.name for row, config in zip(run.rows, run.configs, strict=True) if config is None]:
-            notes.append(f"{name} has no finished trial of: {'; '.join(missing)}.")
-    notes += classes.notes(start for run in runs for start in run.starts)
-    rows = [row for run in runs for row in run.rows]
-    columns = _measured_columns(runs[0].task, rows)
-    title = " against ".join(reversed(names))
-    environment = _differing(*(run.environment for run in runs))
-    return Comparison(names[0], names[1], title, runs[0].name, joined, columns, environment, notes)
 
 
 @dataclasses.dataclass(frozen=True)
