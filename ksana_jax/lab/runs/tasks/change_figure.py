@@ -23,6 +23,7 @@ MAX_LINES = 7
 MAX_POINTS = 12
 GREY = "#BBBBBB"
 MARKERS = "osD^v<>P*X"
+_HELD = "KV held (% of the full cache)"
 # Largest ratio of ratios on a linear axis.
 _LINEAR = 2.0
 _TICKS = np.array([-95, -90, -75, -50, -25, 0, 25, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5])  # %
@@ -74,15 +75,16 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
 
 
 def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws a point for each variant over its live KV, in % of its baseline's. Of more than twelve, those have colours
-    and labels that no other beats at their KV or less."""
+    """Draws a point for each variant over its live KV in % of its baseline's, or over its weights where they alone
+    differ. Of more than twelve, those have colours and labels that no other beats at their bytes or fewer."""
     figure.set_figheight(HEIGHT_INCHES)
     axes = figure.subplots()
-    shown = []
+    of_weights = len({row.mean("weight_bytes") for row in rows}) > 1 and len({_held(row) for row in rows}) <= 2
+    key, shown = "weight_bytes" if of_weights else "live_kv_bytes", []
     for row in rows:
-        change, held = baseline_change(row, column.key), _held(row)
-        if change is not None and held is not None:
-            shown.append((row.name, [(held, change)]))
+        change, size = baseline_change(row, column.key), _held(row, key)
+        if change is not None and size is not None:
+            shown.append((row.name, [(size, change)]))
     front = _front(shown, column) if len(shown) > MAX_POINTS else [name for name, _ in shown]
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(front)}
     for index, (name, point) in enumerate(shown):
@@ -92,14 +94,14 @@ def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> No
     kept = [points[0][0] for _, points in shown]
     if max(kept) > 4 * min(kept):
         axes.set_xscale("log", base=2)
-    _label_held(axes)
+    _label_held(axes, "weights (% of the baseline's)" if of_weights else _HELD)
     label_ends(axes, [(name, *_place(point, column), colours[name]) for name, [point] in shown if name in front])
 
 
-def _held(row: ResultRow) -> float | None:
-    """Returns a row's live KV in % of its baseline's."""
-    whole = row.baseline and row.baseline.mean("live_kv_bytes")
-    held = row.mean("live_kv_bytes" if "live_kv_bytes" in row.values else "simulated_kv_bytes")
+def _held(row: ResultRow, key: str = "live_kv_bytes") -> float | None:
+    """Returns a row's live KV, or other bytes, in % of its baseline's."""
+    whole = row.baseline and row.baseline.mean(key)
+    held = row.mean(key if key in row.values else "simulated_kv_bytes")
     return 100 * held / whole if held and whole else None
 
 
@@ -111,9 +113,9 @@ def _equal_bytes(rows: Sequence[ResultRow]) -> bool:
     return all(max(found) <= 1.1 * min(found) for found in held.values() if all(map(math.isfinite, found)))
 
 
-def _label_held(axes: Axes) -> None:
+def _label_held(axes: Axes, title: str = _HELD) -> None:
     plain_numbers(axes.xaxis)
-    axes.set_xlabel("KV held (% of the full cache)")
+    axes.set_xlabel(title)
 
 
 def _front(shown: Sequence[tuple[str, list[tuple[float, Change]]]], column: Column) -> list[str]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax.lab.runs.figures import byte_unit, has_positive, legend, line_style, plain_numbers
+from ksana_jax.lab.runs.figures import axis_title, byte_unit, has_positive, legend, line_style, plain_numbers
 from ksana_jax.lab.runs.significance import baseline_change
 from ksana_jax.lab.runs.tasks import change_figure
 from ksana_jax.lab.runs.tasks.perplexity_report import (
@@ -83,7 +83,7 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if min(given) > 0 and max(given) >= 8 * min(given):
         above.set_xscale("log", base=2)
         above.set_xticks(sorted(set(given)))
-    above.set_xlabel(key.rpartition(".")[2])
+    above.set_xlabel(axis_title(key, given))
     below.set_xlabel(f"live KV ({unit}); rings: least for their perplexity")
     for axes in (above, below):
         _logarithmic(axes)
@@ -146,7 +146,8 @@ def _against_last_key(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
     draw_lines(above, rows, f"ppl_{low}_{high}")
     draw_lines(below, rows, "live_kv_bytes", scale=_unit(rows)[0])
     above.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
-    below.set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
+    key = list(rows[0].point)[-1]
+    below.set_xlabel(axis_title(key, [row.point[key] for row in rows]))
 
 
 def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:
