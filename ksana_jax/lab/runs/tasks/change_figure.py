@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,19 +31,21 @@ _TICKS = np.array([-95, -90, -75, -50, -25, 0, 25, 50, 100, 200, 500, 1e3, 2e3, 
 
 
 def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws a line for each variant over the grid's last key or, where variants hold other bytes at its values, over
+    """Draws a line for each variant over the grid's last key or, where many hold other bytes than the others, over
     live KV. Seven have colours, intervals, and labels at their ends: those with the least loss at the first value; the
     others are grey. Lines of simulated memory are dashed."""
     from matplotlib.transforms import ScaledTranslation
 
-    key, of_bytes = list(rows[0].point)[-1], not _equal_bytes(rows)
+    key, multiples = list(rows[0].point)[-1], _multiples(rows)
+    others = {label: multiple for label, multiple in multiples.items() if abs(math.log(multiple)) > 0.1}
+    of_bytes = len(others) > len(multiples) / 4
     lines: dict[str, list[tuple[float, Change]]] = defaultdict(list)
     for row in rows:
         if row.point[key] is not None and (change := baseline_change(row, column.key)) is not None:
-            others = words({k: v for k, v in row.point.items() if k != key})
+            also = words({k: v for k, v in row.point.items() if k != key})
             x = _held(row) if of_bytes else row.point[key]
             if x is not None:
-                lines[", ".join([row.label, *others])].append((x, change))
+                lines[", ".join([row.label, *also])].append((x, change))
     for points in lines.values():
         points.sort(key=lambda point: point[0])
     sign = 1 if column.best == "min" else -1
@@ -70,7 +73,9 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
         axes.set_xlabel(axis_title(key, values))
-    ends = [(name.removesuffix(SIMULATED), *_place(lines[name][-1], column)) for name in best]
+    bytes_said = {} if of_bytes else {name: f" ({multiple:.0f}x the bytes)" for name, multiple in others.items()}
+    labels = [name.removesuffix(SIMULATED) + bytes_said.get(name, "") for name in best]
+    ends = [(label, *_place(lines[name][-1], column)) for label, name in zip(labels, best, strict=True)]
     label_ends(axes, [(*end, COLOURS[index]) for index, end in enumerate(ends)])
 
 
@@ -105,12 +110,14 @@ def _held(row: ResultRow, key: str = "live_kv_bytes") -> float | None:
     return 100 * held / whole if held and whole else None
 
 
-def _equal_bytes(rows: Sequence[ResultRow]) -> bool:
-    """True if rows at the same point hold about as much KV: at most a tenth more than another."""
-    held: dict[str, list[float]] = defaultdict(list)
+def _multiples(rows: Sequence[ResultRow]) -> dict[str, float]:
+    """Returns how many times as much KV each variant holds as the median of the variants, at the same point."""
+    held: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        held[repr(row.point)].append(_held(row) or math.nan)
-    return all(max(found) <= 1.1 * min(found) for found in held.values() if all(map(math.isfinite, found)))
+        held[repr(row.point)][row.label] = _held(row) or math.nan
+    return {
+        label: found / statistics.median(there.values()) for there in held.values() for label, found in there.items()
+    }
 
 
 def _label_held(axes: Axes, title: str = _HELD) -> None:
@@ -167,9 +174,10 @@ def _finish(axes: Axes, column: Column) -> None:
         ticks = 1 + _TICKS / 100
         axes.set_yticks(ticks[(low <= ticks) & (ticks <= high)])
         axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda ratio, _: _percent(100 * (ratio - 1)))
+    digits = 1 if high - low > 0.01 else 2
+    axes.yaxis.set_major_formatter(lambda ratio, _: _percent(100 * (ratio - 1), digits))
 
 
-def _percent(value: float) -> str:
-    text = f"{value:+,.1f}".removesuffix(".0").replace("-", "−")
-    return text if abs(value) > 0.05 else "0"
+def _percent(value: float, digits: int) -> str:
+    text = f"{value:+,.{digits}f}".removesuffix(".0").replace("-", "−")
+    return text if any(digit in "123456789" for digit in text) else "0"
