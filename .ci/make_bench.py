@@ -125,9 +125,7 @@ def _has(folder: Path, bench: Bench, repeats: int) -> bool:
 
 def performance(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> str:
     """Returns all tables with their notes, as Markdown."""
-    tables = [
-        markdown(r.title, r.rows, r.columns, [r.conclusion, *r.notes] if r.conclusion else r.notes) for _, r in made
-    ]
+    tables = [markdown(r.title, *r.grid, [r.conclusion, *r.notes] if r.conclusion else r.notes) for _, r in made]
     return "\n".join(["# Performance\n", *tables, *_missing(left_out)])
 
 
@@ -136,7 +134,7 @@ def summary(made: Sequence[tuple[Entry, Report]], left_out: Sequence[Entry]) -> 
     parts, said = [], set()
     for entry, report in made:
         if entry.table:
-            title, *table = markdown(report.title, report.rows, report.columns, []).splitlines()
+            title, *table = markdown(report.title, *report.grid, []).splitlines()
             parts.append("\n".join([f"**{title.removeprefix('## ')}**", *table, "", report.conclusion]).rstrip())
             # Notes common to all are printed once, the machine's load for each.
             notes = [note for note in report.notes if note not in said or note.startswith(("Other", "That"))]

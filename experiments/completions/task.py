@@ -114,8 +114,3 @@ class Completions(BaseTask):
             "mean over the seeds that have one.",
             *compilation_note(rows),
         ]
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [r for r in rows if r.trials]
-        same = [r.name for r in measured if r.mean("distinct") == 1]
-        return f"All completions are the same: {'; '.join(same) or 'in no row'}." if measured else ""

@@ -24,7 +24,6 @@ from ksana_jax.lab.runs.tasks.results import (
     Measurement,
     ResultRow,
     compilation_note,
-    extremes,
     kib,
     milliseconds,
     number,
@@ -104,13 +103,6 @@ class WindowLatency(BaseTask):
             "without the prompt of the streamed side. KV: maximum held within a step that generates a token.",
             *compilation_note(rows),
         ]
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        if not (found := extremes(rows, "speedup")):
-            return ""
-        (least, slow), (most, fast) = found
-        said = f"A token takes {most:,.1f} times less time than by recomputation with {fast.name!r}"
-        return f"{said}, {least:,.1f} times less with {slow.name!r}." if fast is not slow else f"{said}."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws latency above and KV below over the last key of the grid, a line for each side."""

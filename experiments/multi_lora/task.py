@@ -130,13 +130,6 @@ class MultiLora(PairedTask):
             *compilation_note(rows),
         ]
 
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        gains = [(value, row.name) for row in rows if (value := row.mean("gain")) is not None]
-        if not gains:
-            return ""
-        (low, least), (high, most) = min(gains), max(gains)
-        return f"Together, adapters have {low:.2f} times ({least}) to {high:.2f} times ({most}) the throughput."
-
 
 def _adapters(llm: LLM, folder: Path, count: int) -> list[LoRARequest]:
     """Writes random adapters, and reads them into host memory."""

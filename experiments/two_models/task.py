@@ -122,13 +122,6 @@ class TwoModels(PairedTask):
             *compilation_note(rows),
         ]
 
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        gains = [(value, row.name) for row in rows if (value := row.mean("gain")) is not None]
-        if not gains:
-            return ""
-        (low, least), (high, most) = min(gains), max(gains)
-        return f"One budget has {low:.2f} times ({least}) to {high:.2f} times ({most}) the speed of two halves."
-
 
 def _engine(trial: TrialContext, settings: TwoModelsSettings, number: int, num_blocks: int) -> LLM:
     """Returns an engine of the first or second model with the trial's settings and as many blocks."""

@@ -153,7 +153,7 @@ def _print_model(model: str, as_json: bool) -> None:
 
 def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
     """Prints the table of operators."""
-    from ksana_jax.lab.runs.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal
 
     cells = []
     for row in rows:
@@ -161,4 +161,4 @@ def _print_operators(console: Console, rows: Sequence[OperatorRow]) -> None:
         cells.append([row.operator, row.name, "yes" if row.used else "", why])
     heads = ["operator", "implementation", "used", "needs"]
     console.print("operators (for a Llama-8B in bfloat16; the setting `operators` has other choices):")
-    console.print(terminal_grid(heads, cells, [[False] * len(heads)] * len(cells), 0))
+    console.print(terminal(heads, cells, [[False] * len(heads)] * len(cells), 0))

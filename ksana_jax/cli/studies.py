@@ -38,6 +38,9 @@ def run(
         typer.Option(help="with --on ray: GPUs of one trial", show_default="1 if the cluster has any"),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation for runs over an hour")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only say which trials would run, and about how long")
+    ] = False,
 ) -> None:
     """Runs or resumes an experiment; prints its table and draws its figure."""
     from ksana_jax.native import build
@@ -48,7 +51,8 @@ def run(
     from ksana_jax.lab.runs.command import run_and_report
 
     debug = context.find_root().params["debug"]
-    raise typer.Exit(run_and_report(file, overrides or [], out, shard, debug=debug, on_ray=elsewhere, yes=yes))
+    given = {"debug": debug, "on_ray": elsewhere, "yes": yes, "dry_run": dry_run}
+    raise typer.Exit(run_and_report(file, overrides or [], out, shard, **given))
 
 
 def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
@@ -116,14 +120,21 @@ def report(
 
 def compare(
     a: Annotated[Path, typer.Argument(help="a folder that `ksana run` wrote, or a recording", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="the run or recording to compare with it", show_default=False)],
+    b: Annotated[
+        Path | None, typer.Argument(help="the run or recording to compare with it", show_default=False)
+    ] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(help="compare two rows of run A: give their names", show_default="none")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
     ] = None,
     as_json: AsJson = False,
     own_code: OwnCode = False,
 ) -> None:
-    """Compares two runs row by row, with a paired t-test for each number.
+    """Compares two runs row by row, or two rows of one run, with a paired t-test for each number.
+
+    Two rows of one run: `ksana compare runs/keydiff --row SnapKV --row KeyDiff`.
 
     Rows with the nearest settings are paired. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
@@ -131,10 +142,13 @@ def compare(
     For two recordings (`ksana trace run --record`), shows the first step where their decisions and blocks differ,
     and which sequences have other tokens.
     """
+    from ksana_jax.core.errors import ConfigError
     from ksana_jax.lab.recording import is_recording
     from ksana_jax.lab.runs.command import compare_and_show
     from ksana_jax.lab.trace.command import compare_recordings
 
-    if is_recording(a) and is_recording(b):
+    if (b is None) == (row is None) or (row is not None and len(row) != 2):
+        raise ConfigError("give two runs, or one run and two rows of it: ksana compare RUN --row A --row B")
+    if b is not None and is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)
-    compare_and_show(a, b, out, as_json, None if own_code else ())
+    compare_and_show(a, b, row or (), out, as_json, None if own_code else ())

@@ -8,7 +8,7 @@ import pytest
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench import command, core
 from ksana_jax.lab.bench.core import Bench, Case, Unavailable, option
-from ksana_jax.lab.bench.machine import Compilations, Load
+from ksana_jax.lab.runs.machine_load import Compilations, Load
 from ksana_jax.lab.runs.report import read_report
 from ksana_jax.lab.runs.tasks.results import Column
 
@@ -110,7 +110,7 @@ def test_a_busy_machine_is_told():
 def test_the_load_is_what_others_took_of_the_time_that_processors_were_there(monkeypatch):
     times = iter([(10.0, 100.0), (10.0, 100.02), (13.0, 104.0), (13.5, 108.0)])
     own = iter([1.0, 1.0, 2.0, 4.0])
-    monkeypatch.setattr("ksana_jax.lab.bench.machine.time.process_time", lambda: next(own))
+    monkeypatch.setattr("ksana_jax.lab.runs.machine_load.time.process_time", lambda: next(own))
     load = Load(clock=lambda: next(times))
     assert load.read() is None  # 0.02 s are two ticks
     assert load.read() == pytest.approx((3.0 - 1.0) / 4.0)

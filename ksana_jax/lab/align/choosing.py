@@ -23,8 +23,8 @@ from ksana_jax.engine.verdict import Measured, Pair, Verdict, conditions_of, def
 from ksana_jax.lab.align import scores
 from ksana_jax.lab.align.command import TextSet, draw_prompts, side_settings
 from ksana_jax.lab.align.scores import Scores
-from ksana_jax.lab.bench.machine import Load
 from ksana_jax.lab.runs.asking import forced
+from ksana_jax.lab.runs.machine_load import Load
 from ksana_jax.lab.runs.tasks.agreement import compare, completion
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.models.dense import dense_logits
@@ -181,7 +181,7 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: TextSet, 
     """Measures, writes a verdict and prints it; returns the exit code."""
     from rich.console import Console
 
-    from ksana_jax.lab.runs.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal
 
     if stored is not None and not stored.endswith(".json"):
         raise ConfigError(f"--choose compares with a .json file of log-probabilities, not with {stored!r}")
@@ -199,7 +199,7 @@ def choose_and_show(given: str, stored: str | None, model: str, texts: TextSet, 
         ends = [f"{m.mean_difference:.1e}", f"{m.max_difference:.1e}", f"{m.tokens_per_s:,.0f}"]
         used = "yes" if m.pair == chosen else ""
         rows.append([*m.pair, used, f"{sum(m.agreed):,}", str(min(others)) if others else "none", *ends])
-    Console().print(terminal_grid(heads, rows, [[False] * len(heads)] * len(rows), 5))
+    Console().print(terminal(heads, rows, [[False] * len(heads)] * len(rows), 5))
     print(f"{chosen}: {reason}")
     if verdict.others_busy is not None:
         print(f"other programs took {verdict.others_busy:.0%} of the processors' time")

@@ -151,7 +151,7 @@ def align_and_show(
     """Compares two sides, or writes the log-probabilities of one; returns the exit code, see `cli.aligning`."""
     from rich.console import Console
 
-    from ksana_jax.lab.runs.tables import terminal_grid
+    from ksana_jax.lab.runs.tables import terminal
 
     left = open_side(a, model)
     if b is None:
@@ -164,7 +164,7 @@ def align_and_show(
     print("\n".join(report(found)))
     if rows := operator_rows(found["operators"]):
         heads = ["largest of its kind", "own", "before it", "added up"]
-        Console().print(terminal_grid(heads, rows, [[False] * 4] * len(rows), 3))
+        Console().print(terminal(heads, rows, [[False] * 4] * len(rows), 3))
     if as_json:
         print(json.dumps({"a": a, "b": b, **found}))
     return int(threshold is not None and found["logprobs"]["quantiles"]["1"] > threshold)

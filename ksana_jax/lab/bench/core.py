@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
-from ksana_jax.lab.bench.machine import Compilations, Load
+from ksana_jax.lab.runs.machine_load import Compilations, Load
 from ksana_jax.lab.runs.tasks.base import Results
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, of_metric
 

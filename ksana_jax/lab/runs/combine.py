@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.recorded_results import RecordedResults
-from ksana_jax.lab.runs.report import Report, read_report, report_of_rows
+from ksana_jax.lab.runs.report import Report, read_report, report_of_rows, with_baselines
 from ksana_jax.lab.runs.tasks.base import Results
-from ksana_jax.lab.runs.tasks.results import ResultRow
+from ksana_jax.lab.runs.tasks.results import Repeat, ResultRow
 
 
 def combine(folders: Sequence[Path], trusted: Collection[str] | None = ()) -> Report:
@@ -36,6 +36,7 @@ def combine(folders: Sequence[Path], trusted: Collection[str] | None = ()) -> Re
             notes.append(f"{done} of {planned} trials of {name} are done.")
     failed = {trial: error for made in reports.values() for trial, error in made.failed.items()}
     starts = [start for made in reports.values() for start in made.starts]
+    rows = with_baselines(rows)
     return report_of_rows("-".join(names), ", ".join(names), first.task, rows, notes, failed, starts)
 
 
@@ -70,5 +71,6 @@ def _samples(rows: Sequence[ResultRow]) -> dict[str, set[Hashable]]:
     found: dict[str, set[Hashable]] = {}
     for row in rows:
         for key, samples in row.samples.items():
-            found.setdefault(key, set()).update(samples)
+            if shared := {sample for sample in samples if not isinstance(sample, Repeat)}:
+                found.setdefault(key, set()).update(shared)
     return found

@@ -15,8 +15,9 @@ from ksana_jax.core.compilation_cache import cache_use
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combine
-from ksana_jax.lab.runs.compare import compare
+from ksana_jax.lab.runs.compare import compare, compare_rows
 from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.outlook import outlook
 from ksana_jax.lab.runs.records import Shard
 from ksana_jax.lab.runs.report import Report, draw, read_report, write_tables
 from ksana_jax.lab.runs.run import own_names, run
@@ -35,12 +36,14 @@ def run_and_report(
     debug: bool = False,
     on_ray: OnRay | None = None,
     yes: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Runs the remaining trials of an experiment and shows the report of all finished trials.
 
     Args:
       out: output folder; None takes runs/NAME.
       on_ray: the cluster that runs the trials; None is this process.
+      dry_run: only say what would run.
       yes: do not ask on a terminal whether to continue a run of more than an hour.
 
     Returns:
@@ -50,6 +53,10 @@ def run_and_report(
     plan = load(file, overrides)
     folder = out or Path("runs") / plan.name
     errors = Console(stderr=True, highlight=False)
+    for line in outlook(plan, folder, part):
+        errors.print(line, markup=False)
+    if dry_run:
+        return 0
     elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
     try:
         with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
@@ -89,16 +96,21 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: C
 
 
 def compare_and_show(
-    a: Path, b: Path, out: Path | None = None, as_json: bool = False, trusted: Collection[str] | None = ()
+    a: Path,
+    b: Path | None,
+    rows: Sequence[str] = (),
+    out: Path | None = None,
+    as_json: bool = False,
+    trusted: Collection[str] | None = (),
 ) -> None:
-    """Prints run B against run A, row by row.
+    """Prints run B against run A, row by row; or, without B, the second of two rows of A against the first.
 
     Args:
       out: folder for compare.md and compare.json; None writes nothing.
       as_json: also print one line of JSON, with every number of the summaries.
       trusted: see `report`.
     """
-    made = compare(a, b, trusted)
+    made = compare_rows(a, *rows, trusted=trusted) if b is None else compare(a, b, trusted)
     line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +125,7 @@ def compare_and_show(
 
 def show(made: Report) -> None:
     """Prints table, conclusion and notes."""
-    _print(made.title, tables.terminal(made.rows, made.columns), made.conclusion, made.notes)
+    _print(made.title, tables.terminal(*made.grid), made.conclusion, made.notes)
 
 
 def _print(title: str, table: Table, conclusion: str, notes: Sequence[str]) -> None:

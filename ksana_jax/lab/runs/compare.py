@@ -1,56 +1,27 @@
-"""Compares two runs row by row with a paired test over seeds. Knows records, no engine.
+"""Compares two runs row by row, or two rows of one run, by the test of `significance`. Knows records, no engine.
 
 A row of one run is joined with the row of the other whose trials differ from its own in the fewest settings, if each is
-the only such row of the other; a run with a single row is compared with every row of the other. Values are paired by
-the sample on which both were measured (`Results.sample`), otherwise by seed.
+the only such row of the other; a run with a single row is compared with every row of the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.runs import classes, dotted, noise
+from ksana_jax.core.config import ConfigError
+from ksana_jax.core.plugins import nearest, trusting
+from ksana_jax.lab.runs import classes, dotted
 from ksana_jax.lab.runs.combine import check_comparable, names_of
 from ksana_jax.lab.runs.identity import recorded_config
-from ksana_jax.lab.runs.report import done_of, read_planned, result_rows, results_of, values_of
+from ksana_jax.lab.runs.report import done_of, read_planned, result_rows, results_of
+from ksana_jax.lab.runs.significance import Change, change
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, Results
-from ksana_jax.lab.runs.tasks.results import mean
 
 Differs = dict[str, tuple[Any, Any]]  # {dotted key: (value in A, value in B)}
-
-
-@dataclasses.dataclass(frozen=True)
-class ComparedNumber:
-    """One summary number in both rows.
-
-    a, b: values of the pairs, in the same order; without a pair, all values of each row.
-    differences: b minus a, for each pair. p: of the paired t-test that their mean is 0; None for fewer than two pairs.
-    """
-
-    a: Sequence[float]
-    b: Sequence[float]
-    differences: Sequence[float]
-
-    @property
-    def p(self) -> float | None:
-        return noise.paired_p(self.differences)
-
-    def better(self, column: Column) -> Literal["a", "b"] | None:
-        """Returns the run that is better beyond the noise: p is below 0.05, or displayed exact counts differ."""
-        if not self.differences or column.best is None:
-            return None
-        a, b = mean(self.a), mean(self.b)
-        if math.isnan(a) or math.isnan(b) or (column.text(a) == column.text(b) and column.exact):
-            return None
-        if not column.exact and (self.p is None or self.p >= noise.SIGNIFICANT):
-            return None
-        return "a" if (a < b) == (column.best == "min") else "b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +31,10 @@ class JoinedRow:
     a: ResultRow | None
     b: ResultRow | None
     differs: Differs
-    numbers: Mapping[str, ComparedNumber]
+
+    def change(self, key: str) -> Change | None:
+        """Returns the change of a number from A to B; None without a pair."""
+        return None if self.a is None or self.b is None else change(self.b, self.a, key)
 
     @property
     def name(self) -> str:
@@ -99,10 +73,37 @@ def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Compariso
             notes.append(f"{name} has no finished trial of: {'; '.join(missing)}.")
     notes += classes.notes(start for run in runs for start in run.starts)
     rows = [row for run in runs for row in run.rows]
-    columns = [c for c in runs[0].task.columns(rows) if any(r.mean(c.key) is not None for r in rows)]
+    columns = _measured_columns(runs[0].task, rows)
     title = " against ".join(reversed(names))
     environment = _differing(*(run.environment for run in runs))
     return Comparison(names[0], names[1], title, runs[0].name, joined, columns, environment, notes)
+
+
+def compare_rows(folder: Path, a: str, b: str, trusted: Collection[str] | None = ()) -> Comparison:
+    """Compares row B with row A of one run, by their names in the table. trusted: see `report`.
+
+    Raises:
+      FileNotFoundError: the folder has no records.
+      ConfigError: the run has no row of that name with a finished trial.
+    """
+    with trusting(trusted):
+        run = _Run.read(folder)
+    at = [_place(run, name) for name in (a, b)]
+    joined, rows = _joined((run, run), *at), [run.rows[i] for i in at]
+    return Comparison(
+        a, b, f"{b} against {a}", run.name, [joined], _measured_columns(run.task, rows), {}, classes.notes(run.starts)
+    )
+
+
+def _place(run: _Run, name: str) -> int:
+    names = [row.name for row, config in zip(run.rows, run.configs, strict=True) if config is not None]
+    if name not in names:
+        raise ConfigError(f"no finished row {name!r}, the nearest is {nearest(name, names, cutoff=0.0)!r}")
+    return [row.name for row in run.rows].index(name)
+
+
+def _measured_columns(task: Results, rows: Sequence[ResultRow]) -> list[Column]:
+    return [c for c in task.columns(rows) if any(r.mean(c.key) is not None for r in rows)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,6 @@ class _Run:
     task: Results
     rows: list[ResultRow]
     configs: list[_Config | None]
-    values: list[dict[str, dict[Hashable, float]]]
     environment: dict[str, Any]
     starts: list[dict[str, Any]]
 
@@ -121,13 +121,12 @@ class _Run:
     def read(cls, folder: Path) -> _Run:
         records, plan = read_planned(folder)
         task = results_of(records, plan)
-        values = [values_of(row, records, task) for row in plan["rows"]]
         firsts = [next(iter(done_of(row, records)), None) for row in plan["rows"]]
         configs = [None if first is None else _Config.of(records.starts[first]) for first in firsts]
         environments = (records.starts[first].get("environment") for first in firsts if first is not None)
         environment = dotted.flat(next(filter(None, environments), {}))
         starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
-        return cls(plan["task"], task, result_rows(records, task), configs, values, environment, starts)
+        return cls(plan["task"], task, result_rows(records, task), configs, environment, starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,17 +180,7 @@ def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tupl
 
 
 def _joined(runs: Sequence[_Run], i: int | None, j: int | None) -> JoinedRow:
-    a, b = runs
-    mine, my_config = ({}, None) if i is None else (a.values[i], a.configs[i])
-    theirs, their_config = ({}, None) if j is None else (b.values[j], b.configs[j])
-    numbers = {key: _number(mine.get(key, {}), theirs.get(key, {})) for key in dict.fromkeys((*mine, *theirs))}
-    differs = my_config.differs(their_config) if my_config and their_config else {}
-    return JoinedRow(None if i is None else a.rows[i], None if j is None else b.rows[j], differs, numbers)
-
-
-def _number(a: Mapping[Hashable, float], b: Mapping[Hashable, float]) -> ComparedNumber:
-    if pairs := [key for key in a if key in b]:
-        return ComparedNumber(
-            [a[k] for k in pairs], [b[k] for k in pairs], [noise.difference(b[k], a[k]) for k in pairs]
-        )
-    return ComparedNumber(list(a.values()), list(b.values()), [])
+    a, b = (
+        (None, None) if at is None else (run.rows[at], run.configs[at]) for run, at in zip(runs, (i, j), strict=True)
+    )
+    return JoinedRow(a[0], b[0], a[1].differs(b[1]) if a[1] and b[1] else {})

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from ksana_jax.lab.runs import noise, tables
-from ksana_jax.lab.runs.compare import ComparedNumber, Comparison, Differs, JoinedRow
-from ksana_jax.lab.runs.tasks.results import Column, deviation, mean
+from ksana_jax.lab.runs import tables
+from ksana_jax.lab.runs.compare import Comparison, Differs, JoinedRow
+from ksana_jax.lab.runs.significance import LEVEL, PER_CENT, Change, holm
+from ksana_jax.lab.runs.tables import Grid, number_text
+from ksana_jax.lab.runs.tasks.results import MISSING, Column
 
-NUM_RIGHT = 5  # columns of numbers: A, B, difference, pairs, p
 NOT_RESOLVED = "not resolved"
 
 
-def grid(made: Comparison) -> tuple[list[str], list[list[str]], list[list[bool]]]:
-    """Returns the table as text: heads, cells, and which cells are better beyond the noise; a line per number, row."""
-    heads = ["row", "number", made.a, made.b, f"{made.b} − {made.a}", "pairs", "p"]
+def grid(made: Comparison) -> Grid:
+    """Returns the comparison as text, a line per number and row; the better side is bold."""
+    heads = ["row", "number", made.a, made.b, "change", "pairs", "p"]
     cells, bold = [], []
     for column in made.columns:
-        for row in made.rows:
-            if (number := row.numbers.get(column.key)) is None:
+        for row, change, p in zip(made.rows, *_tested(made, column.key), strict=True):
+            if all(side is None or side.mean(column.key) is None for side in (row.a, row.b)):
                 continue
-            better = number.better(column)
-            cells.append([row.name, column.title, *_cells(number, column)])
+            better = _better(row, column, p)
+            sides = [MISSING if side is None else number_text(side, column) for side in (row.a, row.b)]
+            shown = [MISSING, "0", MISSING]
+            if change is not None:
+                unit = " %" * change.relative
+                shown = [change.text(column) + unit, str(change.num_pairs), "exact" if column.exact else _p(p)]
+            cells.append([row.name, column.title, *sides, *shown])
             bold.append([False, False, better == "a", better == "b", False, False, False])
-    return heads, cells, bold
+    return Grid(heads, cells, bold, 5)
 
 
-def _cells(number: ComparedNumber, column: Column) -> list[str]:
-    sides = [tables.with_deviation(values, column) for values in (number.a, number.b)]
-    difference = tables.with_deviation(number.differences, column)
-    if number.differences and mean(number.differences) > 0:
-        difference = f"+{difference}"
-    return [*sides, difference, str(len(number.differences)), _p(number, column)]
+def _tested(made: Comparison, key: str) -> tuple[list[Change | None], list[float | None]]:
+    """Returns the changes of a number in all rows, and their p-values corrected for the number of rows."""
+    changes = [row.change(key) for row in made.rows]
+    return changes, holm([None if change is None else change.p for change in changes])
 
 
-def _p(number: ComparedNumber, column: Column) -> str:
-    if not number.differences:
-        return tables.MISSING
-    if column.exact:
-        return "exact"
-    if number.p is None:
-        return NOT_RESOLVED
-    return "<0.001" if number.p < 0.001 else f"{number.p:.3f}"
+def _better(row: JoinedRow, column: Column, p: float | None) -> Literal["a", "b"] | None:
+    """Returns the better side: p is below the level, or displayed exact counts differ."""
+    a, b = (None if side is None else side.mean(column.key) for side in (row.a, row.b))
+    if column.best is None or a is None or b is None or math.isnan(a) or math.isnan(b):
+        return None
+    if column.text(a) == column.text(b) if column.exact else p is None or p >= LEVEL:
+        return None
+    return "a" if (a < b) == (column.best == "min") else "b"
+
+
+def _p(p: float | None) -> str:
+    return NOT_RESOLVED if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def notes(made: Comparison) -> list[str]:
@@ -65,22 +75,17 @@ def notes(made: Comparison) -> list[str]:
 
 
 def _test_notes(made: Comparison) -> list[str]:
-    """Explains p and the bold numbers."""
-    inexact = [
-        number
-        for row in made.rows
-        for c in made.columns
-        if not c.exact and (number := row.numbers.get(c.key)) is not None
-    ]
-    num_tests = sum(number.p is not None for number in inexact)
+    """Explains changes, p and the bold numbers."""
+    keys = [column.key for column in made.columns if not column.exact]
+    found = [change for key in keys for row in made.rows if (change := row.change(key)) is not None]
     said = []
-    if num_tests:
+    if any(change.p is not None for change in found):
         said.append(
-            f"p: two-sided paired t-test, by text if both runs scored the same ones, else by seed; {num_tests} tests, "
-            f"not corrected for their number. Bold: better, with p below {noise.SIGNIFICANT:g}; exact counts by any "
-            "difference."
+            f"Change: from {made.a} to {made.b}, with its {PER_CENT} % confidence interval. p: two-sided paired t-test "
+            "over the texts or questions that both scored, or else over seeds, with Holm's correction for the number "
+            f"of rows. Bold: better, with p below {LEVEL:g}; exact counts by any difference."
         )
-    if any(len(number.differences) == 1 for number in inexact):
+    if any(change.num_pairs == 1 for change in found):
         said.append(f"One pair has no deviation: {NOT_RESOLVED}.")
     return said
 
@@ -104,17 +109,31 @@ def _value(value: Any) -> str:
 
 
 def markdown(made: Comparison) -> str:
-    return tables.markdown_grid(made.title, *grid(made), NUM_RIGHT, notes(made))
+    return tables.markdown(made.title, *grid(made), notes(made))
 
 
 def terminal(made: Comparison):
     """Returns the table for a rich console."""
-    return tables.terminal_grid(*grid(made), NUM_RIGHT)
+    return tables.terminal(*grid(made))
 
 
 def plain(made: Comparison) -> dict[str, Any]:
     """Returns the comparison as plain values for JSON, with every number of the summaries, shown or not."""
     shown = {column.key: column for column in made.columns}
+    sides = [side for row in made.rows for side in (row.a, row.b) if side is not None]
+    keys = dict.fromkeys(key for side in sides for key in side.values)
+    numbers: list[dict[str, Any]] = [{} for _ in made.rows]
+    for key in keys:
+        column = shown.get(key)
+        for found, row, change, p in zip(numbers, made.rows, *_tested(made, key), strict=True):
+            found[key] = {
+                "title": None if column is None else column.title,
+                "a": None if row.a is None else row.a.mean(key),
+                "b": None if row.b is None else row.b.mean(key),
+                **({} if change is None else dataclasses.asdict(change)),
+                "p": p,
+                "better": None if column is None else _better(row, column, p),
+            }
     return {
         "a": made.a,
         "b": made.b,
@@ -126,27 +145,9 @@ def plain(made: Comparison) -> dict[str, Any]:
                 "a": None if row.a is None else row.a.name,
                 "b": None if row.b is None else row.b.name,
                 "differs": {key: list(both) for key, both in row.differs.items()},
-                "numbers": {key: _plain(number, shown.get(key)) for key, number in row.numbers.items()},
+                "numbers": found,
             }
-            for row in made.rows
+            for row, found in zip(made.rows, numbers, strict=True)
         ],
         "notes": notes(made),
-    }
-
-
-def _plain(number: ComparedNumber, column: Column | None) -> dict[str, Any]:
-    sides = {"a": number.a, "b": number.b, "difference": number.differences}
-    return {
-        "title": None if column is None else column.title,
-        **{name: _moments(values) for name, values in sides.items()},
-        "num_pairs": len(number.differences),
-        "p": number.p,
-        "better": None if column is None else number.better(column),
-    }
-
-
-def _moments(values: Sequence[float]) -> dict[str, float | None]:
-    return {
-        "mean": mean(values) if values else None,
-        "sd": deviation(values) if len(values) > 1 else None,
     }

@@ -11,8 +11,6 @@ Numbers may be given as multiples of the model's training context: `window: ${co
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from ksana_jax.lab.runs.classes import own_digests
 from ksana_jax.lab.runs.identity import canonical, trial_id
 from ksana_jax.lab.runs.models import inputs_of, num_layers
 from ksana_jax.lab.runs.patterns import layer_groups, patterns_of, write_patterns
+from ksana_jax.lab.runs.points import TRIAL_KEYS, Variant, grid_of, merge, rows_of, variants_of
 from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.lab.runs.tasks.base import check_bounds
 from ksana_jax.lab.runs.text_files import MissingInput
@@ -55,12 +54,14 @@ class Experiment:
       preset; null takes the model's own. With `full_heads`, the kv heads that it names keep the model's own.
     layer_patterns: one pattern per layer, instead of `pattern`.
     settings: fields of the task's settings.
-    variants: named rows, each {name: ..., dotted.key: value}; empty for a single row. Variants with the same settings
-      are one row with both names, "a = b".
+    variants: named rows, each {name: ..., dotted.key: value}; empty for a single row. One with `grid: false` is a row
+      outside the grid. Variants with the same settings are one row with both names, "a = b".
     grid: {dotted.key: [values]}; every combination, for every variant. Values that are equal once they have the key's
       type, such as 1 and 1.0, are one row. A key that variants set cannot be in the grid too. Rows times seeds are at
       most 10,000.
-    seeds: each row runs once per seed; tables then give mean and standard deviation.
+    baseline: label of the row that changes are relative to; empty takes the full cache, for rows that compress it.
+    pivot: key of the grid whose values become columns of the table, which then shows the headline number alone.
+    seeds: each row runs once per seed.
     interleave: run all rows with the first seed, then all with the next: changes in the machine's load then affect all
       rows alike, so speeds can be compared. Otherwise rows that share an engine run in succession, and none is built
       twice.
@@ -78,16 +79,11 @@ class Experiment:
     settings: Any = None
     variants: list[Any] = dataclasses.field(default_factory=list)
     grid: dict[str, Any] = dataclasses.field(default_factory=dict)
+    baseline: str = ""
+    pivot: str = ""
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     interleave: bool = False
     fetch: str = ""
-
-
-# Resolving a trial takes about a millisecond, running it at least seconds.
-MAX_TRIALS = 10_000
-
-# The keys that define a trial; the other keys name, order and multiply trials.
-TRIAL_KEYS = ("task", "model", "load_format", "engine", "pattern", "layer_patterns", "settings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,19 +197,17 @@ def plan(
     task = str(pinned.get("task", given.get("task", Experiment.task)))
     given, pinned = _anchored(given, folder, task), _anchored(pinned, None, task)
     # Rows are merged by hand into each trial, so they stay out of the typed merge of the rest.
-    written, given = _merge(given), _merge(given, pinned)
+    written, given = merge(given), merge(given, pinned)
     source = dotted.plain(typed(Experiment, given))
     name = _folder_name(source["name"] or default_name)
     source["title"] = _title(source["title"], name, written, overrides, task)
     _check_seeds(source["seeds"])
-    variants, grid = _variants(source["variants"]), _grid(source["grid"])
-    _refuse_doubled(variants, grid)
-    _refuse_pinned(pinned, variants, grid)
-    _check_size(len(variants), grid, len(source["seeds"]))
+    variants, grid = variants_of(source["variants"]), grid_of(source["grid"])
+    _check_shown(source, variants, grid)
     base = {k: v for k, v in given.items() if k in TRIAL_KEYS}
     rows = []
-    for (label, changes), values in itertools.product(variants, itertools.product(*grid.values())):
-        merged = _merge(base, changes, dotted.nested(dict(zip(grid, values, strict=True))))
+    for variant, values in rows_of(variants, grid, len(source["seeds"]), pinned):
+        merged = merge(base, variant.changes, dotted.nested(values))
         try:
             config = _resolved(merged)
         except (MissingInput, LoadError) as error:
@@ -223,12 +217,11 @@ def plan(
                 raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
             raise LoadError(f"{str(error).partition('; supported')[0]}: {source['fetch']}") from None
         # A preset is shown by its name, other values as resolved.
-        point = {
-            k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k)
-            for k, v in zip(grid, values, strict=True)
-        }
-        full_label = ", ".join([label] * bool(label) + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
-        rows.append(Row(label, point, tuple(_trial(config, full_label, seed) for seed in source["seeds"])))
+        point = {k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k) for k, v in values.items()}
+        names = [variant.name] * bool(variant.name)
+        full_label = ", ".join(names + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
+        point = dict.fromkeys(grid) | point
+        rows.append(Row(variant.name, point, tuple(_trial(config, full_label, seed) for seed in source["seeds"])))
     return Plan(name, source["title"], source["task"], tuple(_distinct(rows)), source)
 
 
@@ -282,9 +275,17 @@ def _title(title: str, name: str, written: Mapping[str, Any], overrides: Sequenc
         pinned = _anchored(dotted.dotlist([item]), None, task)
         if "title" in pinned or not title:
             return title
-        if "name" not in pinned and _merge(written, pinned) != written:
+        if "name" not in pinned and merge(written, pinned) != written:
             changed.append(item if len(item) < 80 else f"{item[:76]}...")
     return f"{name} with {', '.join(changed)}" if changed else title
+
+
+def _check_shown(source: Mapping[str, Any], variants: Sequence[Variant], grid: Mapping[str, Any]) -> None:
+    rows = [variant.name for variant in variants]
+    for key, kind, names in (("baseline", "a variant's name", rows), ("pivot", "a key of the grid", list(grid))):
+        if (name := source[key]) and name not in names:
+            known = f"; the nearest is {nearest(name, names, cutoff=0.0)!r}" if any(names) else ""
+            raise ConfigError(f"{key} is {name!r}, must be {kind}{known}")
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:
@@ -295,23 +296,6 @@ def _check_seeds(seeds: Sequence[int]) -> None:
             raise ConfigError(f"seeds has {seed}, must be integers from 0 and below 2^63")
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds is {seeds!r:.80}, must be distinct: a repeated seed repeats the same measurement")
-
-
-def _check_size(num_variants: int, grid: Mapping[str, Sequence[Any]], num_seeds: int) -> None:
-    count = math.prod([num_variants, num_seeds, *map(len, grid.values())])
-    if count > MAX_TRIALS:
-        factors = [f"{num_variants} variants", *(f"{len(v):,} of {k}" for k, v in grid.items()), f"{num_seeds} seeds"]
-        raise ConfigError(f"{count:,} trials ({' x '.join(factors)}); supported: at most {MAX_TRIALS:,}")
-
-
-def _merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges values, later ones over earlier ones; a preset's name as pattern merges as {preset: name}."""
-    return dotted.merge(
-        *(
-            {**part, "pattern": {"preset": part["pattern"]}} if isinstance(part.get("pattern"), str) else part
-            for part in parts
-        )
-    )
 
 
 def _trial(config: dict[str, Any], label: str, seed: int) -> Trial:
@@ -346,51 +330,3 @@ def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     if code := own_digests(config):
         config["code"] = code
     return config
-
-
-def _variants(given: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    variants = []
-    for item in given:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
-            raise ConfigError(f"each of variants needs a name that is text, {item!r:.80} has none")
-        variants.append((item["name"], dotted.nested({k: v for k, v in item.items() if k != "name"})))
-    names = [name for name, _ in variants]
-    if doubled := {n for n in names if names.count(n) > 1}:
-        raise ConfigError(f"variants have the same name: {', '.join(sorted(doubled))}")
-    for name, changes in variants:
-        _only_trial_keys(f"variant {name!r}", changes)
-    return variants or [("", {})]
-
-
-def _grid(given: Mapping[str, Any]) -> dict[str, list[Any]]:
-    grid = dotted.flat(given)
-    _only_trial_keys("grid", dotted.nested(grid))
-    for key, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"grid.{key} is {values!r}, must be a list of values")
-    return grid
-
-
-def _only_trial_keys(where: str, changes: Mapping[str, Any]) -> None:
-    for key in changes:
-        if key not in TRIAL_KEYS or key == "task":
-            names = [k for k in TRIAL_KEYS if k != "task"]
-            raise ConfigError(f"unknown key {key!r} in {where}; the nearest is {nearest(key, names, cutoff=0.0)!r}")
-
-
-def _refuse_doubled(variants: Sequence[tuple[str, dict]], grid: Mapping[str, Sequence[Any]]) -> None:
-    """Rejects a key that a variant and the grid set: the variant's value would be replaced."""
-    for key, values in grid.items():
-        ours = {leaf for value in values for leaf in dotted.flat(_merge(dotted.nested({key: value})))}
-        for name, changes in variants:
-            for leaf in dotted.flat(_merge(changes)):
-                if any(f"{leaf}.".startswith(f"{other}.") or f"{other}.".startswith(f"{leaf}.") for other in ours):
-                    set_ = f"{leaf} is set by variant {name!r} and {'' if leaf == key else f'{key} '}by the grid"
-                    raise ConfigError(f"{set_}, so the variant's value would have no effect: leave it out of one")
-
-
-def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[tuple[str, dict]], grid: Mapping[str, Any]) -> None:
-    for key in dotted.flat({k: v for k, v in pinned.items() if k in TRIAL_KEYS}):
-        rows = [name for name, changes in variants if key in dotted.flat(changes)] + ["the grid"] * (key in grid)
-        if rows:
-            raise ConfigError(f"{key} is set by {', '.join(rows)}, so an override for all rows would have no effect")

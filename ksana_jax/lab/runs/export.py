@@ -28,7 +28,7 @@ def export(folder: Path, trusted: Collection[str] | None = ()) -> str:
         for row in plan["rows"]:
             for trial in done_of(row, records):
                 left = [row["label"], *row["point"].values(), records.starts[trial].get("seed"), trial]
-                found.append((left, {key: value for key, value, _ in summary(task, plan["task"], trial, records)}))
+                found.append((left, dict(summary(task, plan["task"], trial, records).numbers)))
     point = list(plan["rows"][0]["point"]) if plan["rows"] else []
     keys = list(dict.fromkeys(key for _, numbers in found for key in numbers))
     text = io.StringIO()

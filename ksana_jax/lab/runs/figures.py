@@ -88,6 +88,59 @@ def plain_numbers(*axes: Axis) -> None:
         axis.set_minor_formatter("")
 
 
+# Keys of grids as the titles of axes; others are their last part in words.
+_TITLES = {
+    "window": "window (tokens)",
+    "num_sinks": "attention sinks (tokens)",
+    "num_tokens": "length (tokens)",
+    "prompt_tokens": "prompt (tokens)",
+    "rate": "requests/s",
+    "num_speculative_tokens": "draft length (tokens)",
+    "batch_size": "batch size (requests)",
+}
+
+
+def axis_title(key: str, values: Iterable[Any]) -> str:
+    """Returns the title of an axis over a key of the grid, in words and with its unit."""
+    name = key.rpartition(".")[2]
+    if name == "budget":
+        return "KV budget (tokens)" if all(isinstance(v, int) for v in values) else "KV budget (share of the sequence)"
+    return _TITLES.get(name, name.replace("num_", "number of ").replace("_", " "))
+
+
+_LABEL_POINTS = 7.0, 3.7  # height of a label, width of a character
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Writes labels to the right of the points (label, x, y, colour) of an axes, above each other where they overlap.
+
+    Call it when limits and scales are set.
+    """
+    given = {"textcoords": "offset points", "va": "center", "annotation_clip": False, "fontsize": 6}
+    drawn = [axes.annotate(label, (x, y), (7, 0), color=colour, **given) for label, x, y, colour in ends]
+    for _ in range(2):  # the layout gives labels room, which moves their points
+        axes.figure.canvas.draw()
+        places = axes.transData.transform([(x, y) for _, x, y, _ in ends]) * 72 / axes.figure.dpi
+        heights = stacked([(x, y, _LABEL_POINTS[1] * len(end[0])) for (x, y), end in zip(places, ends, strict=True)])
+        for text, (_, own), height in zip(drawn, places, heights, strict=True):
+            if math.isfinite(height):
+                text.set_position((7, height - own))
+
+
+def stacked(labels: Sequence[tuple[float, float, float]]) -> list[float]:
+    """Returns heights for labels (left end, height, width), in points: their own, or as far up as no two overlap."""
+    heights, placed = [y for _, y, _ in labels], []
+    for index in sorted(range(len(labels)), key=heights.__getitem__):
+        left, height, width = labels[index]
+        for other_left, other, other_width in placed:  # from the lowest up
+            beside = left < other_left + other_width and other_left < left + width
+            if beside and abs(other - height) < _LABEL_POINTS[0]:
+                height = other + _LABEL_POINTS[0]
+        heights[index] = height
+        placed = sorted([*placed, (left, height, width)], key=lambda label: label[1])
+    return heights
+
+
 def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
     """Puts the labels of some axes above a figure, equal ones once; nothing if there are none.
 

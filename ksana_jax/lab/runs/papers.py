@@ -17,10 +17,10 @@ from rich.table import Table
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.shipped import CONFIGS
-from ksana_jax.lab.runs import noise
+from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.command import run_and_report
 from ksana_jax.lab.runs.report import Report, read_report
-from ksana_jax.lab.runs.tables import MISSING, markdown_grid, terminal_grid
+from ksana_jax.lab.runs.tables import MISSING, markdown, terminal
 from ksana_jax.lab.runs.tasks.results import ResultRow, Scaled
 
 EQUAL = 0.01  # published numbers that differ by less, relative to the larger, have no order
@@ -132,9 +132,9 @@ def reproduce(name: str, full: bool = False, out: Path | None = None) -> int:
     notes = [agreement(column, ours, study) for column in paper.published]
     notes.append(f"Differences: {paper.difference}")
     title = f"{paper.title}, {paper.source}"
-    write_atomic(folder / "paper.md", markdown_grid(title, heads, cells, plain, len(heads) - 1, notes))
+    write_atomic(folder / "paper.md", markdown(title, heads, cells, plain, len(heads) - 1, notes))
     console = Console(highlight=False)
-    console.print(f"\n[italic]{escape(title)}[/italic]", terminal_grid(heads, cells, plain, len(heads) - 1))
+    console.print(f"\n[italic]{escape(title)}[/italic]", terminal(heads, cells, plain, len(heads) - 1))
     for note in notes:
         console.print(escape(note))
     console.print(f"{escape(str(folder))}: paper.md")
@@ -146,10 +146,12 @@ def agreement(published: Published, ours: Mapping[str, ResultRow], study: Study)
     key, alike = study.column, study.best == published.best
     same, opposite, num_unresolved = 0, [], 0
     numbers = {row: number for row, number in published.numbers.items() if row in ours}
-    for a, b in itertools.combinations(numbers, 2):
-        if math.isclose(numbers[a], numbers[b], rel_tol=EQUAL):
-            continue
-        if not noise.differ(ours[a], ours[b], key):
+    ordered = [
+        (a, b) for a, b in itertools.combinations(numbers, 2) if not math.isclose(numbers[a], numbers[b], rel_tol=EQUAL)
+    ]
+    resolved = significance.differ([(ours[a], ours[b]) for a, b in ordered], key)
+    for (a, b), differ in zip(ordered, resolved, strict=True):
+        if not differ:
             num_unresolved += 1
         elif ((ours[a].mean(key) or 0.0) < (ours[b].mean(key) or 0.0)) == (alike == (numbers[a] < numbers[b])):
             same += 1
@@ -157,7 +159,7 @@ def agreement(published: Published, ours: Mapping[str, ResultRow], study: Study)
             opposite.append(f"{a!r} and {b!r}")
     kind = "disagrees in kind" if opposite else "agrees in kind" if same else "nothing is resolved"
     told = f"{published.of}: {kind}. Of {same + len(opposite) + num_unresolved} pairs of rows that the paper orders, "
-    told += f"{same} have the same order here, {num_unresolved} are within the noise"
+    told += f"{same} have the same order here, {num_unresolved} are not resolved"
     return f"{told}; the opposite order: {'; '.join(opposite)}." if opposite else f"{told}, none has the opposite one."
 
 

@@ -74,8 +74,9 @@ def shown(console: Console, yes: bool = False) -> Iterator[Callbacks]:
 
 
 class Lines:
-    """Writes "24 trials, about 196,608 tokens" before a run, and "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64"
-    after each trial. Trials are expected to take as long as their share of the tokens, where these are known.
+    """Writes "3/27  window=64, seed 0  12.4 s  ETA 5 min  ppl 5.64" after each trial.
+
+    Trials are expected to take as long as their share of the tokens, where these are known.
 
     left_s: estimated seconds for the rest, by the trials so far.
     """
@@ -89,9 +90,6 @@ class Lines:
         is_known = len(known) == len(tokens)
         self._sizes = {t.id: count for t, count in zip(trials, known if is_known else [1] * len(tokens), strict=True)}
         self._began, self._done = self._clock(), 0
-        if trials:
-            size = f", about {sum(known):,} tokens" if is_known else ""
-            self._console.print(f"{len(trials)} trial{'s' * (len(trials) > 1)}{size}", highlight=False)
 
     def end(self, ended: EndedTrial) -> None:
         self._done += self._sizes[ended.trial.id]

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ksana_jax.core.own_code import names_code
 from ksana_jax.lab.runs import plain_json
 from ksana_jax.lab.runs.tasks.base import Results
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, Scaled
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, Scaled
 
 _PROBES = (1e9, 0.0, 12.3456)
 
 
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The numbers of a trial by key, the sample of those measured on one, and the parts of those on several."""
+
+    numbers: Mapping[str, float]
+    samples: Mapping[str, Hashable]
+    parts: Mapping[str, Mapping[Hashable, Part]]
+
+    @classmethod
+    def of(cls, task: Results, measurements: Sequence[Measurement]) -> Summary:
+        numbers = task.summarise(measurements)
+        samples = {key: sample for key in numbers if (sample := task.sample(key, measurements)) is not None}
+        return cls(numbers, samples, task.parts(measurements))
+
+    @classmethod
+    def read(cls, done: Mapping[str, Any]) -> Summary:
+        """Returns what a `done` record says."""
+        parts = {
+            key: {_hashable(sample): Part(value, weight) for sample, value, weight in found}
+            for key, found in done.get("parts", {}).items()
+        }
+        return cls(done["summary"], {k: _hashable(sample) for k, sample in done.get("samples", {}).items()}, parts)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the fields of a `done` record."""
+        parts = {key: [[sample, *part] for sample, part in found.items()] for key, found in self.parts.items()}
+        return {"summary": dict(self.numbers), "samples": dict(self.samples), **({"parts": parts} if parts else {})}
+
+    def check(self) -> None:
+        """Raises a TypeError unless all are numbers, finite or not, and samples can be compared."""
+        for key, value in self.numbers.items():
+            math.isfinite(value)
+            hash(self.samples.get(key))
+        for part in (part for found in self.parts.values() for part in found.values()):
+            math.isfinite(part.value + part.weight)
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
 def summary_of(task: Results, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Returns fields of a `done` record: a trial's numbers and their samples; none if the task's code fails."""
+    """Returns the fields of a `done` record that have a trial's numbers; none if the task's code fails."""
     try:
-        values = task.summarise(measurements)
-        samples = {key: sample for key in values if (sample := task.sample(key, measurements)) is not None}
-        plain_json.dumps(found := {"summary": values, "samples": samples})
+        found = Summary.of(task, measurements).plain()
+        plain_json.dumps(found)
     except Exception:  # the report says why
         return {}
     return found
@@ -30,13 +72,22 @@ def table_of(task: Results, rows: Sequence[ResultRow]) -> dict[str, Any]:
     columns, headline = task.columns(rows), task.headline(rows)
     return {
         "columns": [
-            {"key": c.key, "title": c.title, "best": c.best, "exact": c.exact, "format": _format(c.write)}
+            {
+                "key": c.key,
+                "title": c.title,
+                "best": c.best,
+                "exact": c.exact,
+                "change": c.change,
+                "format": _format(c.write),
+            }
             for c in columns
         ],
         "headline": None if headline is None else headline.key,
         "notes": task.notes(rows),
         "conclusion": task.conclusion(rows),
         "measures_speed": task.measures_speed,
+        "geometric": task.geometric,
+        "samples": task.samples,
         "num_trials": sum(len(row.trials) for row in rows),
     }
 
@@ -69,6 +120,8 @@ class RecordedResults(Results):
         self._columns = [_column(given) for given in self._table.get("columns", ())]
         self._notes = [str(note) for note in self._table.get("notes", ())]
         self.measures_speed = self._table.get("measures_speed") is not False  # pyright: ignore[reportAttributeAccessIssue]
+        self.geometric = self._table.get("geometric") is True  # pyright: ignore[reportAttributeAccessIssue]
+        self.samples = str(self._table.get("samples", "seeds"))  # pyright: ignore[reportAttributeAccessIssue]
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         raise NotImplementedError("the records have the summaries")
@@ -102,6 +155,7 @@ def _column(given: Mapping[str, Any]) -> Column:
         write,
         best if best in ("min", "max") else None,
         given.get("exact") is True,
+        str(given.get("change", "")),
     )
 
 

@@ -6,7 +6,7 @@ Kinds of line, each with "schema_version" and "kind":
   start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
   done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored.
-               summary, samples: its numbers by key, and the samples on which they were measured
+               summary, samples, parts: its numbers by key, and on which samples they were measured; see `Results`
   failed       the trial raised an exception; "error" holds its text
   table        columns, notes and sentence of the table, for readers without the task's code; see `recorded_results`
 
@@ -28,9 +28,9 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import open_to_update, read_bytes
@@ -39,6 +39,7 @@ from ksana_jax.lab.runs import plain_json
 from ksana_jax.lab.runs.identity import recorded_id
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Shard:
             raise ConfigError(f"shard {text!r} is not k/n with 1 <= k <= n, for instance 1/4")
         return cls(int(k), int(n))
 
+    def part_of(self, trials: Sequence[T]) -> list[T]:
+        """Returns the trials of this part."""
+        return [trial for i, trial in enumerate(trials) if i % self.count == self.index - 1]
+
     @property
     def suffix(self) -> str:
         """Suffix of this shard's file names; empty if there is only one shard."""
@@ -69,23 +74,32 @@ class Shard:
 WHOLE = Shard()
 
 
+class Cost(NamedTuple):
+    """Seconds of a trial, and the share of the processors' time that other programs took; None if not recorded."""
+
+    seconds: float | None
+    load: float | None
+
+
 @dataclasses.dataclass
 class Records:
     """The records of an output folder, by current trial ids; see `identity`.
 
     plan: the last one written. done: {trial id: its measurements}, finished trials only. starts: {trial id: the start
-    record of those measurements}. summaries: {trial id: (numbers by key, samples by key)}, of trials whose records have
-    them. failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
+    record of those measurements}. summaries: {trial id: its `done` record}, of trials whose records have their numbers.
+    failed: {trial id: error} of trials whose last attempt failed. table: the one of the most trials.
+    costs: {trial id: what it took}.
     num_at_once: maximum number of trials that ran on one machine at the same time, according to the records.
     """
 
     plan: dict[str, Any] | None = None
     done: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     starts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    summaries: dict[str, tuple[dict[str, float], dict[str, Hashable]]] = dataclasses.field(default_factory=dict)
+    summaries: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     table: dict[str, Any] | None = None
     num_at_once: int = 1
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)
 
 
 def read(folder: Path) -> Records:
@@ -152,11 +166,11 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
                 measured = opened.pop(trial)
                 _check_count(where, record, len(measured))
                 spans += _span(starts[trial], record)
+                records.costs.setdefault(ids[trial], Cost(record.get("seconds"), record.get("load")))
                 records.done.setdefault(ids[trial], measured)
                 records.starts.setdefault(ids[trial], starts[trial])
                 if "summary" in record:
-                    samples = {key: _hashable(sample) for key, sample in record.get("samples", {}).items()}
-                    records.summaries.setdefault(ids[trial], (record["summary"], samples))
+                    records.summaries.setdefault(ids[trial], record)
                 records.failed.pop(ids[trial], None)
             elif ids.get(trial) not in records.done:
                 raise ConfigError(f"{where} ends trial {trial}, which is not running there: no start before it")
@@ -170,10 +184,6 @@ def _read_file(path: Path, records: Records, ids: dict[str, str]) -> list[_Span]
     if plan is not None and (records.plan is None or plan.get("number", 0) >= records.plan.get("number", 0)):
         records.plan = plan
     return spans
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _check_count(where: str, done: dict[str, Any], count: int) -> None:
@@ -194,8 +204,15 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "table": {"task": str, "columns": list, "num_trials": int},
 }
 _OPTIONAL_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "plan": {"number": int},
-    "done": {"num_measurements": int, "summary": dict, "samples": dict},
+    "plan": {"number": int, "baseline": str, "pivot": str},
+    "done": {
+        "num_measurements": int,
+        "seconds": _NUMBER,
+        "load": (*_NUMBER, type(None)),
+        "summary": dict,
+        "samples": dict,
+        "parts": dict,
+    },
 }
 _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "point": dict, "trials": list}
 

@@ -7,23 +7,23 @@ task is otherwise shown by what its records say of its table.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.runs import classes, figures, noise, tables
+from ksana_jax.lab.runs import classes, figures, significance, tables
 from ksana_jax.lab.runs.identity import recorded_config
-from ksana_jax.lab.runs.recorded_results import RecordedResults, summary_of, table_of
+from ksana_jax.lab.runs.recorded_results import RecordedResults, Summary, summary_of, table_of
 from ksana_jax.lab.runs.records import Records, read, record_line
 from ksana_jax.lab.runs.tasks import results_named
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, Results
-from ksana_jax.lab.runs.tasks.compression import marked, simulated_note
+from ksana_jax.lab.runs.tasks.compression import full_row, is_compressed, marked, simulated_note
+from ksana_jax.lab.runs.tasks.results import Part, Repeat
 
 FIGURE_INCHES = 3.9
 
@@ -41,6 +41,14 @@ class Report:
     conclusion: str
     failed: dict[str, str]
     starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    pivot: str = ""
+
+    @property
+    def grid(self) -> tables.Grid:
+        """The table as text."""
+        if self.pivot and (headline := self.task.headline(self.rows)) is not None:
+            return tables.pivoted(self.rows, headline, self.pivot)
+        return tables.grid(self.rows, self.columns)
 
 
 def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
@@ -67,7 +75,8 @@ def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
         rows = result_rows(records, task)
     starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
     notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
-    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)
+    pivot = plan.get("pivot", "")
+    return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts, pivot)
 
 
 def results_of(records: Records, plan: Mapping[str, Any]) -> Results:
@@ -109,28 +118,33 @@ def report_of_rows(
     notes: list[str],
     failed: dict[str, str],
     starts: list[dict[str, Any]],
+    pivot: str = "",
 ) -> Report:
     """Returns the report of rows, with the given notes followed by those on the numbers and on versions.
 
     Args:
-      starts: start records of all trials.
+      starts: start records of all trials. pivot: see `Experiment`.
     """
     try:
         columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name}: task {type(task).__name__} cannot show these measurements: {why}") from error
-    said = [*notes, *of_task, *simulated_note(rows), *noise.notes(rows, columns), *classes.notes(starts)]
-    return Report(name, title or name, task, rows, columns, said, conclusion, failed, starts)
+    said = [*notes, *of_task, *simulated_note(rows)]
+    said += [*significance.notes(rows, columns, task.samples), *classes.notes(starts)]
+    made = Report(name, title or name, task, rows, columns, said, conclusion, failed, starts, pivot)
+    if pivot and (headline := task.headline(rows)) is not None:
+        made.notes.insert(0, f"Cells: {headline.change or headline.title}.")
+    return made
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
     """Writes table.md, table.csv and table.tex; returns these names."""
     notes = [made.conclusion, *made.notes] if made.conclusion else made.notes
     files = {
-        "table.md": tables.markdown(made.title, made.rows, made.columns, notes),
+        "table.md": tables.markdown(made.title, *made.grid, notes),
         "table.csv": tables.comma_separated(made.rows, made.columns),
-        "table.tex": tables.latex(made.title, made.rows, made.columns, made.notes, made.name),
+        "table.tex": tables.latex(made.title, made.grid, made.notes, made.name),
     }
     for name, content in files.items():
         write_atomic(folder / name, content)
@@ -157,23 +171,35 @@ def result_rows(records: Records, task: Results) -> list[ResultRow]:
     assert records.plan is not None
     rows = []
     for row in records.plan["rows"]:
-        done, values = done_of(row, records), values_of(row, records, task)
-        given = {key: list(found.values()) for key, found in values.items()}
-        samples = {
-            key: list(found) for key, found in values.items() if not any(isinstance(s, UnpairedSample) for s in found)
-        }
-        config = recorded_config(records.starts[done[0]]) if done else {}
-        trials = [records.done[trial] for trial in done]
-        made = ResultRow(row["label"], row["point"], len(row["trials"]), trials, given, samples, config)
+        done = done_of(row, records)
+        values, pooled = values_of(row, records, task)
+        made = ResultRow(
+            row["label"],
+            row["point"],
+            len(row["trials"]),
+            [records.done[trial] for trial in done],
+            values={key: [part.value for part in found.values()] for key, found in values.items()},
+            samples={key: list(found) for key, found in values.items()},
+            weights={key: [part.weight for part in values[key].values()] for key in pooled},
+            geometric=task.geometric,
+            config=recorded_config(records.starts[done[0]]) if done else {},
+        )
         rows.append(marked(made, records.starts[done[0]]) if done else made)
-    return rows
+    return with_baselines(rows, records.plan.get("baseline", ""))
 
 
-@dataclasses.dataclass(frozen=True)
-class UnpairedSample:
-    """The sample of a trial that shares its sample with no other trial of its row."""
+def with_baselines(rows: Sequence[ResultRow], name: str = "") -> list[ResultRow]:
+    """Returns rows with their baselines: the row of that label, at the same point if the grid has it there, or else the
+    row with the full cache."""
+    named = [row for row in rows if row.label == name] if name else []
 
-    seed: int | None
+    def baseline(row: ResultRow) -> ResultRow | None:
+        if not named:
+            return full_row(row, rows) if is_compressed(row) else None
+        found = next((base for base in named if base.point == row.point), named[0])
+        return None if found is row else found
+
+    return [row if row.baseline else dataclasses.replace(row, baseline=baseline(row)) for row in rows]
 
 
 def records_text(records: Records, task: Results) -> str:
@@ -195,31 +221,32 @@ def done_of(row: Mapping[str, Any], records: Records) -> list[str]:
     return [trial for trial in row["trials"] if trial in records.done]
 
 
-def values_of(row: Mapping[str, Any], records: Records, task: Results) -> dict[str, dict[Hashable, float]]:
-    """Returns the numbers of a row of the plan by summary key and sample; of equal samples, the first one's."""
+def values_of(
+    row: Mapping[str, Any], records: Records, task: Results
+) -> tuple[dict[str, dict[Hashable, Part]], set[str]]:
+    """Returns the numbers of a row of the plan by summary key and sample, of equal samples the first one's; and the
+    keys that have parts."""
     assert records.plan is not None
-    values: dict[str, dict[Hashable, float]] = defaultdict(dict)
+    values: dict[str, dict[Hashable, Part]] = defaultdict(dict)
+    pooled: set[str] = set()
     for trial in done_of(row, records):
-        own = UnpairedSample(records.starts[trial].get("seed"))
-        for key, value, sample in summary(task, records.plan["task"], trial, records):
-            values[key].setdefault(own if sample is None else sample, value)
-    return values
+        found = summary(task, records.plan["task"], trial, records)
+        pooled |= found.parts.keys()
+        for key, value in found.numbers.items():
+            whole = found.samples.get(key, Repeat(records.starts[trial].get("seed")))
+            for sample, part in found.parts.get(key, {whole: Part(value)}).items():
+                values[key].setdefault(sample, part)
+    return values, pooled
 
 
-def summary(task: Results, name: str, trial: str, records: Records) -> list[tuple[str, float, Hashable | None]]:
-    """Returns (key, value, sample) of each number of a trial."""
+def summary(task: Results, name: str, trial: str, records: Records) -> Summary:
+    """Returns the numbers of a trial."""
     measurements = records.done[trial]
     try:
-        if isinstance(task, RecordedResults):
-            found, samples = records.summaries[trial]
-            numbers = [(key, value, samples.get(key)) for key, value in found.items()]
-        else:
-            found = task.summarise(measurements)
-            numbers = [(key, value, task.sample(key, measurements)) for key, value in found.items()]
-        for _, value, sample in numbers:
-            math.isfinite(value)  # a TypeError unless it is a number, finite or not
-            hash(sample)
-        return numbers
+        recorded = isinstance(task, RecordedResults)
+        found = Summary.read(records.summaries[trial]) if recorded else Summary.of(task, measurements)
+        found.check()
+        return found
     except Exception as error:
         # Measurements come from a file; if a task cannot read them, it did not write them.
         raise ConfigError(
@@ -243,6 +270,12 @@ def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:
             f"Up to {records.num_at_once} trials shared one machine at the same time, which affects times and speeds."
         )
     planned = {trial for row in (records.plan or {"rows": []})["rows"] for trial in row["trials"]}
+    costs = [records.costs[trial] for trial in planned & records.costs.keys()]
+    if loads := [(cost.load, cost.seconds) for cost in costs if cost.load is not None and cost.seconds]:
+        mean = sum(load * seconds for load, seconds in loads) / sum(seconds for _, seconds in loads)
+        notes.append(
+            f"Other programs took {mean:.0%} of the processors' time meanwhile, {max(loads)[0]:.0%} in the worst trial."
+        )
     starts = [start.get("environment") for trial, start in records.starts.items() if trial in planned]
     kinds = dict.fromkeys(
         (e.get("device"), e.get("cpu"), e.get("cores")) for e in starts if isinstance(e, dict) and "cpu" in e

@@ -148,7 +148,7 @@ def run(
                 before = read(folder)
             _write_plan(plan, before.plan, file)
             _write_run(plan, about, folder, shard)
-            mine = [t for i, t in enumerate(plan.trials) if i % shard.count == shard.index - 1]
+            mine = shard.part_of(plan.trials)
             todo = [t for t in mine if t.id not in before.done]
             failed, num_ended = {}, len(mine) - len(todo)
             on_begin(todo)
@@ -210,7 +210,8 @@ def _ordered(plan: Plan, trials: list[Trial]) -> list[Trial]:
 def _write_plan(plan: Plan, last: dict[str, Any] | None, file: RecordFile) -> None:
     rows = [{"label": r.label, "point": r.point, "trials": [t.id for t in r.trials]} for r in plan.rows]
     fields = {"name": plan.name, "title": plan.title, "task": plan.task, "rows": rows}
-    if last is None or any(last[k] != v for k, v in fields.items()):
+    fields |= {key: plan.source[key] for key in ("baseline", "pivot") if plan.source[key]}
+    if last is None or any(last.get(k) != v for k, v in fields.items()):
         number = 0 if last is None else last.get("number", 0) + 1
         file.append("plan", **fields, number=number, time=time.time())
 

@@ -6,30 +6,91 @@ Labels are user text: each format escapes markup in them, and a line break becom
 from __future__ import annotations
 
 import csv
+import functools
 import io
+import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from ksana_jax.lab.runs import noise
+from ksana_jax.lab.runs.significance import baseline_change, holm, leaders
 from ksana_jax.lab.runs.tasks.results import MISSING, Column, ResultRow, deviation, mean
 
 
-def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> tuple[list[str], list[list[str]], list[list[bool]]]:
-    """Returns the table as text: heads, cells, and which cells are best beyond the noise; see `noise.leaders`."""
+class Grid(NamedTuple):
+    """A table as text: heads, cells, which cells are bold, and the number of its last columns that are set to the
+    right."""
+
+    heads: list[str]
+    cells: list[list[str]]
+    bold: list[list[bool]]
+    num_right: int
+
+
+def grid(rows: Sequence[ResultRow], columns: Sequence[Column]) -> Grid:
+    """Returns rows and columns as text; see `significance.leaders` for what is bold."""
     labelled = any(r.label for r in rows)
     keys = list(rows[0].point) if rows else []
-    heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [c.title for c in columns]
+    shown = _shown(rows, columns)
+    heads = ["row"] * labelled + [k.rpartition(".")[2] for k in keys] + [title for title, _, _ in shown]
     cells, bold = [], []
-    leading = [{id(row) for row in noise.leaders(rows, column)} for column in columns]
     for row in rows:
         left = [row.label] * labelled + [MISSING if row.point[k] is None else str(row.point[k]) for k in keys]
-        left = [_line(text) for text in left]
-        cells.append(left + [with_deviation(row.values.get(c.key, ()), c) for c in columns])
-        bold.append([False] * len(left) + [id(row) in best for best in leading])
-    return heads, cells, bold
+        cells.append([_line(text) for text in left] + [cell(row) for _, cell, _ in shown])
+        bold.append([False] * len(left) + [any(row is best for best in leading) for _, _, leading in shown])
+    return Grid(heads, cells, bold, len(shown))
+
+
+def _shown(
+    rows: Sequence[ResultRow], columns: Sequence[Column]
+) -> list[tuple[str, Callable[[ResultRow], str], list[ResultRow]]]:
+    """Returns for each column as shown its title, the text of a row's cell, and the rows in bold."""
+    shown = []
+    for column in columns:
+        shown.append((column.title, functools.partial(number_text, column=column), leaders(rows, column)))
+        if column.change and (changed := [row for row in rows if row.baseline is not None]):
+            shown.append((column.change, functools.partial(change_text, column=column), leaders(changed, column)))
+    return shown
+
+
+def number_text(row: ResultRow, column: Column) -> str:
+    """Formats a row's number: its mean, ± the standard deviation over trials where it has one."""
+    if column.key in row.weights and (middle := row.mean(column.key)) is not None:
+        return column.text(middle)
+    return with_deviation(row.values.get(column.key, ()), column)
+
+
+def change_text(row: ResultRow, column: Column) -> str:
+    """Formats the change of a row's number against its baseline, with its interval."""
+    found = baseline_change(row, column.key)
+    return MISSING if found is None else found.text(column)
+
+
+def pivoted(rows: Sequence[ResultRow], column: Column, key: str) -> Grid:
+    """Returns the table of one number, with a column for each value of a key of the grid.
+
+    A cell is the change against the baseline where there is one, and the number otherwise. Rows outside the grid have
+    the same cell in all columns.
+    """
+    changes = column.change and any(row.baseline for row in rows)
+    shown = [row for row in rows if not changes or row.baseline is not None]
+    values = list(dict.fromkeys(row.point[key] for row in shown if row.point[key] is not None))
+    others = [k for k in (shown[0].point if shown else ()) if k != key]
+    heads = ["row", *(k.rpartition(".")[2] for k in others), *(f"{key.rpartition('.')[2]} {value}" for value in values)]
+    best = {id(row) for row in leaders(shown, column)}
+    lines: dict[tuple[str, ...], dict[Any, ResultRow]] = {}
+    for row in shown:
+        name = (row.label, *(MISSING if row.point[k] is None else str(row.point[k]) for k in others))
+        lines.setdefault(name, {})[row.point[key]] = row
+    cells, bold = [], []
+    for name, found in lines.items():
+        row_of = [found.get(value, found.get(None)) for value in values]
+        text = change_text if changes else number_text
+        cells.append([*map(_line, name), *(MISSING if row is None else text(row, column) for row in row_of)])
+        bold.append([False] * len(name) + [id(row) in best for row in row_of])
+    return Grid(heads, cells, bold, len(values))
 
 
 def _line(text: str) -> str:
@@ -48,11 +109,7 @@ def with_deviation(values: Sequence[float], column: Column) -> str:
     return shown if column.exact and sd == 0 else f"{shown} ± {column.text(sd)}"
 
 
-def markdown(title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str]) -> str:
-    return markdown_grid(title, *grid(rows, columns), len(columns), notes)
-
-
-def markdown_grid(
+def markdown(
     title: str,
     heads: Sequence[str],
     cells: Sequence[Sequence[str]],
@@ -71,18 +128,16 @@ def markdown_grid(
     return "\n".join([*lines, "", *(f"{_line(note)}  " for note in notes)]).rstrip() + "\n"
 
 
-def latex(
-    title: str, rows: Sequence[ResultRow], columns: Sequence[Column], notes: Sequence[str], name: str = ""
-) -> str:
+def latex(title: str, made: Grid, notes: Sequence[str], name: str = "") -> str:
     """Returns a LaTeX table environment, which needs only the booktabs package and LaTeX of 2020 or later.
 
     Args:
       name: name of the run; \\ref{tab:NAME} refers to the table.
     """
-    heads, cells, bold = grid(rows, columns)
-    num_left = len(heads) - len(columns)
+    heads, cells, bold, num_right = made
+    num_left = len(heads) - num_right
     lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
-    lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * len(columns)}}}", r"\toprule"]
+    lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * num_right}}}", r"\toprule"]
     lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
     for texts, bolds in zip(cells, bold, strict=True):
         marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
@@ -173,6 +228,8 @@ def csv_text(value: Any) -> Any:
 def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str:
     """Returns CSV in full precision: label, grid, then mean and standard deviation of every summary key, shown or not.
 
+    A key with a column of changes has its change, the ends of its 95 % interval, and its p-value after Holm's
+    correction over the rows: KEY_change, KEY_low, KEY_high, KEY_p. Changes of perplexity are ratios minus 1.
     Labels and grid values that look like formulas are quoted; see `csv_text`.
     """
     shown = [c.key for c in columns]
@@ -180,21 +237,25 @@ def comma_separated(rows: Sequence[ResultRow], columns: Sequence[Column]) -> str
     points = list(rows[0].point) if rows else []
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", *points, "seeds", *(name for k in keys for name in (k, f"{k}_sd"))])
-    for row in rows:
-        numbers = [v for k in keys for v in (row.mean(k), row.sd(k))]
+    changed = {c.key: _changes(rows, c.key) for c in columns if c.change}
+    heads = [(k, f"{k}_sd", *(f"{k}_{name}" for name in ("change", "low", "high", "p") if k in changed)) for k in keys]
+    writer.writerow(["row", *points, "seeds", *itertools.chain(*heads)])
+    for place, row in enumerate(rows):
+        numbers = [v for k in keys for v in (row.mean(k), row.sd(k), *(changed[k][place] if k in changed else ()))]
         left = [csv_text(value) for value in (row.label, *row.point.values())]
         writer.writerow([*left, len(row.trials), *("" if v is None else repr(v) for v in numbers)])
     return text.getvalue()
 
 
-def terminal(rows: Sequence[ResultRow], columns: Sequence[Column]):
-    """Returns the table for a rich console; heads are split over two lines if possible."""
-    return terminal_grid(*grid(rows, columns), len(columns))
+def _changes(rows: Sequence[ResultRow], key: str) -> list[tuple[float | None, ...]]:
+    """Returns for each row the change against its baseline, its interval, and p after Holm's correction."""
+    found = [baseline_change(row, key) for row in rows]
+    ps = holm([None if c is None else c.p for c in found])
+    return [(None,) * 4 if c is None else (c.mean, c.low, c.high, p) for c, p in zip(found, ps, strict=True)]
 
 
-def terminal_grid(heads: Sequence[str], cells: Sequence[Sequence[str]], bold: Sequence[Sequence[bool]], num_right: int):
-    """Does `terminal` for a table of texts, whose last num_right columns are set to the right."""
+def terminal(heads: Sequence[str], cells: Sequence[Sequence[str]], bold: Sequence[Sequence[bool]], num_right: int):
+    """Returns a table of texts for a rich console; heads are split over two lines if possible."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

@@ -18,6 +18,7 @@ from ksana_jax.core.patterns import FULL
 from ksana_jax.lab.runs.classes import package_digests
 from ksana_jax.lab.runs.config import Trial
 from ksana_jax.lab.runs.environment import environment
+from ksana_jax.lab.runs.machine_load import Load
 from ksana_jax.lab.runs.patterns import layer_groups, patterns_of
 from ksana_jax.lab.runs.recorded_results import summary_of
 from ksana_jax.lab.runs.records import record_line
@@ -126,6 +127,7 @@ def attempt(context: Context, debug: bool = False) -> Iterator[Record]:
     start |= facts_of(trial.config)
     start["classes"] = package_digests(trial.config)
     yield "start", {**start, "environment": environment()}
+    load = Load()
     began, task, measurements = time.perf_counter(), task_named(trial.config["task"]), []
     try:
         for measurement in task.run(context):
@@ -139,4 +141,4 @@ def attempt(context: Context, debug: bool = False) -> Iterator[Record]:
         yield "failed", {"error": " ".join(f"{type(error).__name__}: {error}".split()), "time": time.time()}
     else:
         ended = {"num_measurements": len(measurements), "seconds": time.perf_counter() - began, "time": time.time()}
-        yield "done", ended | summary_of(task, measurements)
+        yield "done", ended | {"load": load.read()} | summary_of(task, measurements)

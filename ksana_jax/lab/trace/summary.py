@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ksana_jax.lab.trace.functions import CompiledFunction, name_of
@@ -15,22 +15,23 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
     """Summarises the steps of one engine as plain values.
 
     padding: fraction of all tokens that were padding. padding_s: the same fraction of each step's time on the device,
-    an upper bound for the cost of padding, since attention skips it. median_ms: of steps that compiled nothing and ran
-    without the profiler, None without any. device_idle: fraction of the time with work when the device had
+    an upper bound for the cost of padding, since attention skips it. median_ms: of the timed_steps, see `_timed`; None
+    without any. device_idle: fraction of the time with work when the device had
     nothing to do, at least; of the same steps. buckets: the steps by shape, those that took the most time on the device
     first.
 
     Args:
       parts: seconds of each part of the model in the profiled steps.
     """
+    timed = _timed(steps)
     shapes: dict[StepShape, list[StepTrace]] = {}
     for step in steps:
         shapes.setdefault(step.record.shape, []).append(step)
-    buckets = [{"name": name_of(shape), **_totals(some)} for shape, some in shapes.items()]
-    clean = [s for s in steps if not s.functions and not s.profiled]
+    buckets = [{"name": name_of(shape), **_totals(some, timed)} for shape, some in shapes.items()]
+    clean = [s for s in steps if id(s) in timed]
     idle_s, device_s = sum(s.idle_s for s in clean), _seconds(clean, "device")
     return {
-        **_totals(steps),
+        **_totals(steps, timed),
         "padding_s": sum(bucket["padding"] * bucket["device_s"] for bucket in buckets),
         "seconds": steps[-1].ended_s - steps[0].began_s if steps else 0.0,
         "device_idle": idle_s / (idle_s + device_s) if clean else None,
@@ -42,14 +43,23 @@ def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str,
     }
 
 
-def _totals(steps: Sequence[StepTrace]) -> dict[str, Any]:
-    clean = [s.ended_s - s.began_s for s in steps if not s.functions and not s.profiled]
+def _timed(steps: Sequence[StepTrace]) -> set[int]:
+    """Returns the ids of the steps whose times are their own: without the profiler, and without a compilation in them
+    or in the next step, which may have been compiled while they waited."""
+    delayed = [bool(step.functions) for step in steps]
+    following = [*delayed[1:], False]
+    return {id(s) for s, now, later in zip(steps, delayed, following, strict=False) if not (now or later or s.profiled)}
+
+
+def _totals(steps: Sequence[StepTrace], timed: Set[int]) -> dict[str, Any]:
+    clean = [s.ended_s - s.began_s for s in steps if id(s) in timed]
     computed, padded = sum(s.record.num_tokens for s in steps), sum(s.record.shape.num_tokens for s in steps)
     return {
         "num_steps": len(steps),
         "num_tokens": computed,
         "padded_tokens": padded,
         "padding": 1 - computed / padded if padded else 0.0,
+        "timed_steps": len(clean),
         "median_ms": 1e3 * statistics.median(clean) if clean else None,
         "device_s": _seconds(steps, "device"),
     }

@@ -38,7 +38,6 @@ def test_another_type_of_numbers_gives_other_bits(measured):
     _, made, _ = measured
     row = made.rows[1]
     assert row.mean("bits") < 0.1 and 1e-5 < row.mean("mean_difference") < row.mean("max_difference")
-    assert made.conclusion == "The same bits in all texts: itself."
 
 
 def test_log_probabilities_are_compared_as_long_as_the_tokens_are_the_same():

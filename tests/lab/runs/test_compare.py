@@ -6,8 +6,8 @@ import math
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.runs import comparison_tables, noise
-from ksana_jax.lab.runs.compare import _differing, compare
+from ksana_jax.lab.runs import comparison_tables
+from ksana_jax.lab.runs.compare import _differing, compare, compare_rows
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.run import run
 
@@ -25,35 +25,26 @@ def make_fake(fake, model, tmp_path):
 
 def lines(made):
     """The table's lines without heads, bold cells in asterisks."""
-    _, cells, bold = comparison_tables.grid(made)
+    _, cells, bold, _ = comparison_tables.grid(made)
     return [[f"*{c}*" if b else c for c, b in zip(*row, strict=True)] for row in zip(cells, bold, strict=True)]
-
-
-def test_p_is_that_of_students_distribution():
-    # Its closed forms for one and two degrees of freedom; differences of mean 2 and 3.
-    t = 2 / (math.sqrt(2) / math.sqrt(2))
-    assert noise.paired_p([1, 3]) == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-12)
-    t = 3 / (math.sqrt(7) / math.sqrt(3))
-    assert noise.paired_p([-1, -2, -6]) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-12)
-    assert noise.paired_p([5]) is None and noise.paired_p([]) is None
-    assert noise.paired_p([0.0, 0.0]) == 1 and noise.paired_p([0.5, 0.5]) == 0
 
 
 def test_rows_of_equal_settings_are_paired_by_seed(make_fake):
     grid = {"settings.x": [1, 2]}
     made = compare(make_fake("a", grid=grid), make_fake("b", grid=grid, settings={"y": 0.25}))
-    # The seeds add 0, 1 and 2 to both, so every difference is -0.25 although the deviations are 1.
+    # The seeds add 0, 1 and 2 to both, so every difference is -0.25 although the deviations are 1. Three differences
+    # without a deviation have the p of their signs, twice by Holm's correction for two rows.
     mean = [row for row in lines(made) if row[1] == "mean"]
     assert mean == [
-        ["x 1", "mean", "11.500 ± 1.000", "*11.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
-        ["x 2", "mean", "21.500 ± 1.000", "*21.250 ± 1.000*", "-0.250 ± 0.000", "3", "<0.001"],
+        ["x 1", "mean", "11.500 ± 1.000", "11.250 ± 1.000", "−0.250", "3", "0.500"],
+        ["x 2", "mean", "21.500 ± 1.000", "21.250 ± 1.000", "−0.250", "3", "0.500"],
     ]
     assert comparison_tables.notes(made)[0] == "b differs from a in settings.y 0.5 → 0.25."
 
 
 def test_seeds_that_only_one_run_has_are_left_out(make_fake):
     made = compare(make_fake("a"), make_fake("b", seeds=[1, 2, 7], settings={"x": 2}))
-    assert lines(made)[0][2:] == ["*12.000 ± 0.707*", "22.000 ± 0.707", "+10.000 ± 0.000", "2", "<0.001"]
+    assert lines(made)[0][2:] == ["11.500 ± 1.000", "23.833 ± 3.215", "+10.000", "2", "0.500"]
 
 
 def test_one_seed_is_not_resolved(make_fake):
@@ -100,7 +91,7 @@ def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path,
     made = compare(a, b)
     (ppl,) = (row for row in lines(made) if row[1] == "ppl 32–63")
     # A sink is one more key that a query attends to, on which the fake model's predictions depend.
-    assert ppl[-2:] == ["2", "<0.001"] and ppl[3].startswith("*")
+    assert ppl[-3].startswith("−") and ppl[-3].endswith(" %") and ppl[-2] == "2"
     (row,) = made.rows
     assert row.differs == {"pattern.num_sinks": (0, 1)}
     assert any(line[1] == "live KV, KiB" and line[-1] == "exact" for line in lines(made))
@@ -108,6 +99,26 @@ def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path,
     other = make_run("c", settings={"texts": [str(tmp_path / "other.txt")]})
     with pytest.raises(ConfigError, match=r"a and c scored different texts or positions \(2 and 2 draws, 0 in common"):
         compare(a, other)
+
+
+def test_two_rows_of_one_run_are_compared_by_name(make_fake, run_ksana):
+    folder = make_fake("a", grid={"settings.x": [1, 2]}, seeds=[*range(8)])
+    made = compare_rows(folder, "x 1", "x 2")
+    assert lines(made)[0][2:] == ["*14.000 ± 2.449*", "24.000 ± 2.449", "+10.000", "8", "0.008"]
+    assert made.rows[0].differs == {"settings.x": (1, 2)}
+    code, out, _ = run_ksana("compare", folder, "--row", "x 1", "--row", "x 2")
+    assert code == 0 and out.splitlines()[0] == "x 2 against x 1"
+    with pytest.raises(ConfigError, match="no finished row 'x 3', the nearest is 'x [12]'"):
+        compare_rows(folder, "x 1", "x 3")
+    for given in ([folder], [folder, "--row", "x 1"], [folder, folder, "--row", "x 1", "--row", "x 2"]):
+        code, _, err = run_ksana("compare", *given)
+        assert code and "give two runs, or one run and two rows of it" in err
+
+
+def test_a_difference_in_all_of_many_seeds_is_better(make_fake):
+    seeds = [*range(8)]
+    made = compare(make_fake("a", seeds=seeds), make_fake("b", seeds=seeds, settings={"y": 0.25}))
+    assert [side.startswith("*") for side in lines(made)[0][2:4]] == [False, True]
 
 
 def test_the_command_writes_markdown_and_json(make_fake, tmp_path, run_ksana):
@@ -121,15 +132,18 @@ def test_the_command_writes_markdown_and_json(make_fake, tmp_path, run_ksana):
     assert row["differs"] == {"settings.y": [0.5, 0.25]}
     assert row["numbers"]["mean"] == {
         "title": "mean",
-        "a": {"mean": 11.5, "sd": 1.0},
-        "b": {"mean": 11.25, "sd": 1.0},
-        "difference": {"mean": -0.25, "sd": 0.0},
+        "a": 11.5,
+        "b": 11.25,
         "num_pairs": 3,
-        "p": 0.0,
-        "better": "b",
+        "relative": False,
+        "mean": -0.25,
+        "low": None,
+        "high": None,
+        "p": 0.25,
+        "better": None,
     }
     table = (tmp_path / "c" / "compare.md").read_text()
-    assert "| this configuration | mean | 11.500 ± 1.000 | **11.250 ± 1.000** | -0.250 ± 0.000 | 3 | <0.001 |" in table
+    assert "| this configuration | mean | 11.500 ± 1.000 | 11.250 ± 1.000 | −0.250 | 3 | 0.250 |" in table
     assert not (a / "table.md").exists()
 
 

@@ -69,12 +69,9 @@ def test_both_engines_serve_all_trials_of_the_experiment(cached):
     assert all(len(runs_of(row, side)) == 4 for row in made.rows for side in ("with", "without"))
 
 
-def test_the_report_names_the_other_side_and_the_gain_of_every_row(cached):
+def test_the_report_names_the_other_side(cached):
     folder, made, _ = cached
     assert made.notes[0] == "Against: enable_prefix_caching: False."
-    for row, share in zip(made.rows, (0, 80), strict=True):
-        # What follows is whether so few pairs on a busy machine resolve it.
-        assert f"{row.mean('gain'):.2f} (shared_percent {share}" in made.conclusion
     assert (folder / "figure.png").stat().st_size > 0
 
 

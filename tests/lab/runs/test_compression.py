@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 
-from ksana_jax.lab.runs import noise, tables
+from ksana_jax.lab.runs import significance, tables
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.identity import defining
 from ksana_jax.lab.runs.tasks.base import ResultRow
 from ksana_jax.lab.runs.tasks.compression import best_and_full, full_row, is_compressed, kv_said, marked, simulated_note
 from ksana_jax.lab.runs.tasks.perplexity_report import PerplexityResults
-from ksana_jax.lab.runs.tasks.results import extremes
 
 WINDOW = {"pattern": {"window": 8}}
 
@@ -94,14 +93,13 @@ def test_simulated_memory_shares_no_column_of_bytes_and_no_rank(model, setting):
     rows = [better, freed, full]
     assert better.label == better.name == "better (simulated memory)"
     columns = PerplexityResults().columns(rows)
-    heads, texts, bold = tables.grid(rows, columns)
+    heads, texts, bold, _ = tables.grid(rows, columns)
     of_bytes = [i for i, head in enumerate(heads) if "KV" in head and "simulated" not in head]
     assert of_bytes and all(texts[0][i] == tables.MISSING for i in of_bytes)
     simulated = heads.index("simulated KV, KiB")
     assert [line[simulated] for line in texts] == ["0.5", tables.MISSING, tables.MISSING]
-    assert not any(bold[0]) and better not in [r for c in columns for r in noise.leaders(rows, c)]
+    assert not any(bold[0]) and better not in [r for c in columns for r in significance.leaders(rows, c)]
     assert best_and_full(rows, lambda r: r.mean("ppl_0_16")) == (freed, full)
-    assert [r.label for _, r in extremes([better, freed], "ppl_0_16")] == ["freed", "freed"]
     assert (
         "better" not in PerplexityResults().conclusion(rows) and simulated_note(rows) and not simulated_note(rows[1:])
     )

@@ -3,8 +3,6 @@
 import pytest
 
 from ksana_jax.lab.runs.config import plan
-from ksana_jax.lab.runs.tasks.base import ResultRow
-from ksana_jax.lab.runs.tasks.generate import Generate
 from tests.lab.runs.runs import reported
 
 
@@ -67,26 +65,3 @@ def test_random_prompts_need_no_tokenizer(model, make_llm, tmp_path, monkeypatch
     assert [m["num_prompt_tokens"] for m in row.trials[0] if m["metric"] == "request"] == [24, 24]
     # A block of 4 tokens has 1,024 bytes; the fake engine runs one request at a time.
     assert row.mean("kv_token_bytes") == 256 and row.mean("max_running") == 1
-
-
-def test_the_sentence_names_the_smallest_and_of_one_run_no_fastest(measured):
-    _, made = measured
-    assert "output tokens/s (not resolved: one run each)" in made.conclusion
-    assert "'sliding' needs the least KV" in made.conclusion
-    assert "**" not in next(cell for cell in (measured[0] / "table.md").read_text().splitlines() if "| full |" in cell)
-
-
-def row(label, *speeds):
-    return ResultRow(label, {}, len(speeds), [[]], {"tokens_per_s": speeds})
-
-
-def test_a_row_is_called_fastest_beyond_the_noise_only():
-    slow, fast, near = row("slow", 788, 830, 746), row("fast", 1080, 1090, 1085), row("near", 1079, 1088, 1085)
-    conclusion = Generate().conclusion
-    assert conclusion([slow, fast]) == "'fast' is fastest with 1,085 output tokens/s, 1.38 times 'slow'."
-    assert conclusion([slow, fast, near]).endswith("1.38 times 'slow' (1 other within the noise).")
-    assert (
-        conclusion([fast, near])
-        == "Rows have 1,084 to 1,085 output tokens/s (not resolved: within 2 standard deviations)."
-    )
-    assert conclusion([slow]) == "'slow' has 788 output tokens/s."

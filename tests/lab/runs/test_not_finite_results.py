@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ksana_jax.core.outputs import Logprob
 from ksana_jax.core.own_code import names_code
-from ksana_jax.lab.runs import comparison_tables, figures, noise, plain_json, tables
+from ksana_jax.lab.runs import comparison_tables, figures, plain_json, significance, tables
 from ksana_jax.lab.runs.compare import compare
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.export import export
@@ -84,16 +84,14 @@ def row(label, *values, samples=()):
 LOWER = Column("a", "a", number(1), "min")
 
 
-def test_a_row_that_is_always_infinite_is_worse_than_every_finite_one_and_nan_is_neither():
+def test_rows_that_are_not_finite_lead_nothing_and_are_not_resolved():
     infinite, finite, unknown = row("i", INF, INF), row("f", 2.0, 2.1), row("n", NAN, 1.0)
-    assert noise.differ(infinite, finite, "a") and not noise.differ(infinite, row("j", INF, INF), "a")
-    assert not noise.differ(unknown, finite, "a") and not noise.differ(row("k", INF, 2.0), finite, "a")
-    assert noise.leaders([unknown, infinite, finite], LOWER) == [finite]
-    assert noise.leaders([unknown, row("m", NAN)], LOWER) == []
-    same = [row(name, *values, samples="xy") for name, values in (("p", (INF, INF)), ("q", (2.0, 9.0)))]
-    assert noise.differ(*same, "a") and noise.leaders(same, LOWER) == [same[1]]
-    assert noise.paired_p([INF, INF]) == 0.0 and noise.paired_p([0.0, 0.0]) == 1.0
-    assert noise.paired_p([INF, 1.0]) is None and noise.paired_p([NAN, 1.0]) is None
+    pairs = [(infinite, finite), (infinite, row("j", INF, INF)), (unknown, finite), (row("k", INF, 2.0), finite)]
+    assert significance.differ(pairs, "a") == [False] * 4
+    assert significance.leaders([unknown, infinite, finite], LOWER) == []
+    assert significance.change(infinite, finite, "a").text(LOWER) == "∞"
+    assert significance.change(infinite, row("j", INF, INF), "a").mean == 0
+    assert significance.paired_t([INF, 1.0])[1:] == significance.paired_t([NAN, 1.0])[1:] == (None, None, None)
 
 
 def test_every_table_shows_what_is_not_finite():
@@ -103,11 +101,11 @@ def test_every_table_shows_what_is_not_finite():
     # A column's own way of writing need not know them.
     strict = dataclasses.replace(LOWER, write=lambda value: str(int(value)))
     assert [line[-1] for line in tables.grid(rows, [strict])[1]] == ["∞", "NaN", "-∞", "1 ± 0", "∞"]
-    latex = tables.latex("", rows, [LOWER], [])
+    latex = tables.latex("", tables.grid(rows, [LOWER]), [])
     assert r"a & $\infty$ \\" in latex and "b & NaN" in latex and latex.isascii()
     read_back = list(csv.DictReader(io.StringIO(tables.comma_separated(rows, [LOWER]))))
     assert [float(line["a"]) for line in read_back] == pytest.approx([INF, NAN, -INF, 1.0, INF], nan_ok=True)
-    assert tables.terminal(rows, [LOWER]).row_count == 5
+    assert tables.terminal(*tables.grid(rows, [LOWER])).row_count == 5
 
 
 class Measured(fake_task.Fake):
@@ -135,8 +133,8 @@ def test_what_a_trial_measures_is_stored_reported_and_compared(model, tmp_path):
     assert [float(line["mean"]) for line in exported] == pytest.approx(values, nan_ok=True)
     compared = compare(tmp_path / "a", tmp_path / "b")
     assert "∞" in comparison_tables.markdown(compared)
-    [number_of, _] = [line.numbers["mean"] for line in compared.rows]
-    assert (number_of.differences, number_of.p) == ([0.0], None)  # both are infinite with the same seed
+    found = compared.rows[0].change("mean")
+    assert (found.mean, found.num_pairs, found.p) == (0.0, 1, None)  # both are infinite with the same seed
     strictly(plain_json.dumps(comparison_tables.plain(compared)))
 
 
@@ -242,9 +240,8 @@ def test_no_number_of_a_task_ends_its_report(name):
         for num_rows in (1, len(measured)):
             rows = [changed(row, bad, count) if i < num_rows else row for i, row in enumerate(measured)]
             made = report_of_rows("n", "t", task, rows, [], {}, [])
-            for write in (tables.markdown, tables.latex):
-                assert write("t", rows, made.columns, made.notes)
-            assert tables.comma_separated(rows, made.columns) and tables.terminal(rows, made.columns)
+            assert tables.markdown("t", *made.grid, made.notes) and tables.latex("t", made.grid, made.notes)
+            assert tables.comma_separated(rows, made.columns) and tables.terminal(*made.grid)
     # Rows in turn, so that a figure has all of them beside numbers.
     bads = itertools.cycle([INF, None, NAN, -INF])
     mixed = [row if bad is None else changed(row, bad, 1000) for row, bad in zip(measured, bads, strict=False)]

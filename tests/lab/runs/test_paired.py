@@ -2,8 +2,7 @@
 
 import pytest
 
-from ksana_jax.lab.runs.tasks.base import ResultRow
-from ksana_jax.lab.runs.tasks.paired import caveat, of_side, pairs, speeds, twin
+from ksana_jax.lab.runs.tasks.paired import of_side, pairs, speeds, twin
 
 
 class Side:
@@ -39,24 +38,6 @@ def test_a_pair_that_compiled_something_is_run_again():
 def test_a_pair_that_never_stops_compiling_says_so():
     runs = list(pairs(Side([], num_compiling=9), Side([1.0] * 9), num_pairs=1, seed=0))
     assert speeds(runs)["compiled_while_timed"] == 1
-
-
-def gain_of(*seconds):
-    trial = [
-        {"metric": "run", "pair": i, "side": side, "seconds": s}
-        for i, pair in enumerate(seconds)
-        for side, s in zip(("without", "with"), pair, strict=True)
-    ]
-    return ResultRow("a", {}, 1, [trial], {})
-
-
-def test_a_gain_is_in_doubt_unless_its_pairs_tell_it_from_none():
-    assert caveat(gain_of((3.0, 1.0))) == "not resolved: one run each"
-    # Ratios 1.5, 1.4 and 1.6 deviate by 0.1; 1.3, 1.0 and 1.6 by 0.3.
-    assert caveat(gain_of((3.0, 2.0), (1.4, 1.0), (1.6, 1.0))) == ""
-    assert caveat(gain_of((1.3, 1.0), (1.0, 1.0), (1.6, 1.0))) == "not resolved: within 2 standard deviations of 1"
-    # A machine that slows down between pairs slows both of their runs.
-    assert caveat(gain_of((3.0, 2.0), (31.0, 20.0), (290.0, 200.0))) == ""
 
 
 def test_each_side_is_first_in_every_other_pair():

@@ -36,17 +36,17 @@ def study(best="min"):
     return Study("any", 1, "ours", "x", best, {})
 
 
-def test_an_order_is_the_same_the_opposite_or_within_the_noise():
-    ours = rows(a=[1.0, 1.1], b=[2.0, 2.1], c=[2.0, 2.2], d=[0.1, 0.2])
+def test_an_order_is_the_same_the_opposite_or_not_resolved():
+    ours = rows(a=[1.0, 1.1, 1.3], b=[2.0, 2.2, 2.2], c=[2.0, 2.3, 2.1], d=[0.1, 0.3, 0.3])
     told = agreement(Published("theirs", "min", {"a": 10, "b": 20, "c": 30, "d": 40}), ours, study())
     assert told == (
-        "theirs: disagrees in kind. Of 6 pairs of rows that the paper orders, 2 have the same order here, 1 are within "
-        "the noise; the opposite order: 'a' and 'd'; 'b' and 'd'; 'c' and 'd'."
+        "theirs: disagrees in kind. Of 6 pairs of rows that the paper orders, 2 have the same order here, 1 are not "
+        "resolved; the opposite order: 'a' and 'd'; 'b' and 'd'; 'c' and 'd'."
     )
 
 
 def test_accuracy_and_perplexity_are_compared_by_which_is_better():
-    ours = rows(good=[1.0, 1.1], bad=[2.0, 2.1])
+    ours = rows(good=[1.0, 1.1, 1.2], bad=[2.0, 2.1, 2.3])
     assert "disagrees" in agreement(Published("theirs", "max", {"good": 10, "bad": 20}), ours, study())
     assert ": agrees" in agreement(Published("theirs", "max", {"good": 20, "bad": 10}), ours, study())
 

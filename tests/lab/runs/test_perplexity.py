@@ -10,10 +10,12 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.report import report
 from ksana_jax.lab.runs.run import run
+from ksana_jax.lab.runs.significance import baseline_change
 from ksana_jax.lab.runs.tasks.base import ResultRow
 from ksana_jax.lab.runs.tasks.perplexity import Perplexity, sample_positions
 from ksana_jax.lab.runs.tasks.perplexity_figure import _from_sample
 from ksana_jax.lab.runs.tasks.perplexity_report import front, span
+from ksana_jax.lab.runs.tasks.results import deviation
 from tests.lab.runs.perplexity_runs import VARIANTS, row
 from tests.lab.runs.perplexity_runs import experiment as experiment
 from tests.lab.runs.perplexity_runs import measured as measured
@@ -133,7 +135,7 @@ def test_the_sentence_says_what_the_numbers_say(measured):
     _, made, _ = measured
     assert made.conclusion == (
         "At positions 64 to 127 'sinks' has the lowest perplexity of the compressed rows, 3.00, against 2.75 of 'full' "
-        "(+9.3%; not resolved: one run each), with 3 KiB of KV, 9.4% of what 'full' holds; on the sampled positions "
+        "(+9.3 %; not resolved: one run each), with 3 KiB of KV, 9.4% of what 'full' holds; on the sampled positions "
         "'recompute' has 3.08 against its 3.00."
     )
 
@@ -143,7 +145,7 @@ def test_the_sentence_says_what_the_numbers_say(measured):
     [
         (
             VARIANTS[:2],
-            "'sliding' has a perplexity of 3.08, against 2.75 of 'full' (+12.1%; not resolved: one run each)",
+            "'sliding' has a perplexity of 3.08, against 2.75 of 'full' (+12.1 %; not resolved: one run each)",
         ),
         (VARIANTS[1:3], "'sinks' has the lowest perplexity, 3.00 (not resolved: one run each), with 3 KiB of KV."),
         (VARIANTS[:1], "'full' has a perplexity of 2.75, with 32 KiB of KV."),
@@ -184,14 +186,14 @@ def test_the_report_is_made_again_from_the_records_to_the_byte(measured):
     assert b"/CIDFontType2" in before["figure.pdf"] and b"/Type3" not in before["figure.pdf"]
 
 
-def test_seeds_give_mean_and_standard_deviation(experiment, make_llm, tmp_path, text):
+def test_seeds_add_texts_of_which_each_counts_by_its_tokens(experiment, make_llm, tmp_path, text):
     shorter = tmp_path / "other.txt"
     shorter.write_text("abc" * 100)
     made = experiment(seeds=[0, 1, 2], settings={"texts": [text, str(shorter)], "num_texts": 1, "num_tokens": 64})
     (only,) = reported(made, tmp_path / "out", make_llm=make_llm).rows
     assert len(only.trials) == 3
-    assert only.sd("ppl") == 0  # the fake's log-probabilities do not depend on the text
-    assert " ± 0.00" in (tmp_path / "out/table.md").read_text()
+    assert only.sd("ppl") is None and "±" not in (tmp_path / "out/table.md").read_text()
+    assert set(only.weights["ppl"]) == {63} and len(set(only.samples["ppl"])) == len(only.values["ppl"])
     assert len(make_llm.instances) == 1
 
 
@@ -220,11 +222,11 @@ def test_seeds_draw_disjoint_excerpts_of_one_text_while_it_holds_any(experiment,
     (row,) = reported(made, tmp_path / "out", make_llm=make_llm).rows
     names = [m["text"] for trial in row.trials for m in trial if m["metric"] == "speed"]
     assert len(set(names)) == 8 and names[0] == "numbers.txt" and "numbers.txt from token " in names[1]
-    assert len(row.values["ppl"]) == 4
+    assert len(row.values["ppl"]) == 8
     assert not any("counted once" in note for note in report(tmp_path / "out").notes)
 
 
-def test_rows_that_saw_the_same_texts_are_told_apart_by_their_differences(experiment, make_llm, tmp_path, monkeypatch):
+def test_rows_are_told_apart_by_their_differences_on_each_text(experiment, make_llm, tmp_path, monkeypatch):
     numbers = tmp_path / "numbers.txt"
     numbers.write_text("".join(f"{n:04d}" for n in range(1000)))
     scores = make_llm._scores
@@ -245,8 +247,13 @@ def test_rows_that_saw_the_same_texts_are_told_apart_by_their_differences(experi
     )
     full, sliding = made.rows
     assert full.samples["ppl"] == sliding.samples["ppl"] and len(full.values["ppl"]) == 4
-    assert full.sd("ppl") > 5 * (sliding.mean("ppl") - full.mean("ppl")) > 0
-    assert any("if rows scored the same texts, of their differences on each text" in note for note in made.notes)
+    change = baseline_change(sliding, "ppl")
+    assert deviation(full.values["ppl"]) > 5 * (sliding.mean("ppl") - full.mean("ppl")) > 0 and change.mean > 0
+    # On each text the window costs the same, to the last digits.
+    assert [b / a for a, b in zip(full.values["ppl"], sliding.values["ppl"], strict=True)] == pytest.approx(
+        [1 + change.mean] * 4
+    )
+    assert any("against 'full' on the same texts" in note for note in made.notes)
 
 
 def test_rows_on_different_positions_are_called_not_comparable(experiment, make_llm, tmp_path):

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from ksana_jax.lab.runs import progress
 from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.outlook import outlook
+from ksana_jax.lab.runs.records import WHOLE
 from ksana_jax.lab.runs.run import run
 
 pytestmark = pytest.mark.usefixtures("fake")
@@ -37,8 +39,7 @@ def lines_of(experiment, folder):
 
 
 def test_without_a_terminal_each_trial_is_a_line(model, tmp_path):
-    begin, first, second, third = lines_of(small(model), tmp_path)
-    assert begin == "3 trials"
+    first, second, third = lines_of(small(model), tmp_path)
     assert re.fullmatch(r"1/3  x=1, seed 0  \d\.\d s  ETA 20\.0 s  mean 10\.500", first)
     assert re.fullmatch(r"2/3  x=2, seed 0  \d\.\d s  ETA 10\.0 s  mean 20\.500", second)
     assert re.fullmatch(r"3/3  x=3, seed 0  \d\.\d s  mean 30\.500", third)
@@ -46,22 +47,20 @@ def test_without_a_terminal_each_trial_is_a_line(model, tmp_path):
 
 def test_trials_that_were_done_are_counted_and_say_nothing_of_the_time(model, tmp_path):
     run(small(model, grid={"settings.x": [1]}), tmp_path)
-    begin, first, second = lines_of(small(model), tmp_path)
-    assert begin == "2 trials"
+    first, second = lines_of(small(model), tmp_path)
     assert first.startswith("2/3  x=2") and "ETA 10.0 s" in first
     assert second.startswith("3/3  x=3")
 
 
 def test_a_failed_trial_is_a_line_too(model, tmp_path):
     lines = lines_of(small(model, settings={"fail_at": 2}), tmp_path)
-    assert "failed: RuntimeError: x is 2" in lines[2] and lines[2].startswith("2/3  x=2, seed 0")
-    assert lines[3].startswith("3/3")
+    assert "failed: RuntimeError: x is 2" in lines[1] and lines[1].startswith("2/3  x=2, seed 0")
+    assert lines[2].startswith("3/3")
 
 
 def test_trials_are_expected_to_take_as_long_as_their_tokens(model, tmp_path, monkeypatch, fake):
     monkeypatch.setattr(fake.Fake, "num_tokens", lambda self, config: 1000 * config["settings"]["x"])
-    begin, first, second, _ = lines_of(small(model), tmp_path)
-    assert begin == "3 trials, about 6,000 tokens"
+    first, second, _ = lines_of(small(model), tmp_path)
     assert "ETA 50.0 s" in first and "ETA 20.0 s" in second  # after 10 s for 1,000, and 20 s for 3,000
 
 
@@ -83,7 +82,7 @@ def test_a_long_run_asks_on_a_terminal_whether_to_go_on(model, tmp_path, monkeyp
 
 def test_a_summary_that_fails_ends_no_run(model, tmp_path, monkeypatch, fake):
     monkeypatch.setattr(fake.Fake, "summarise", lambda self, measurements: 1 / 0)
-    assert len(lines_of(small(model), tmp_path)) == 4
+    assert len(lines_of(small(model), tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_terminal_has_a_bar_with_the_time_left_below_the_lines(model, tmp_path
     log = Console(file=io.StringIO())
     with progress.shown(log) as callbacks:
         run(small(model), tmp_path / "a", **callbacks)
-    assert len(log.file.getvalue().splitlines()) == 4
+    assert len(log.file.getvalue().splitlines()) == 3
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
     run(small(model, grid={"settings.x": [1]}), tmp_path / "b")
     with progress.shown(terminal) as callbacks:
@@ -106,3 +105,25 @@ def test_a_terminal_has_a_bar_with_the_time_left_below_the_lines(model, tmp_path
     shown = terminal.file.getvalue()
     assert "ETA" in shown and "/3 trials" in shown
     assert all(f"{n}/3  x={n}, seed 0" in shown for n in (1, 2, 3))
+
+
+def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, tmp_path, monkeypatch, fake, run_ksana):
+    monkeypatch.setattr(fake.Fake, "num_tokens", lambda self, config: 1000 * config["settings"]["x"])
+    whole = small(model, seeds=[0, 1, 2])
+    assert outlook(whole, tmp_path / "none", WHOLE) == [
+        "9 trials, about 18,000 tokens",
+        "3 seeds per row: a difference is resolved if it exceeds 2.5 times its standard deviation over them",
+    ]
+    run(small(model, grid={"settings.x": [1]}, seeds=[0, 1, 2], settings={"sleep_s": 0.02}), tmp_path / "some")
+    edited = small(model, seeds=[0, 1, 2], settings={"sleep_s": 0.02})
+    lines = outlook(edited, tmp_path / "some", WHOLE)
+    assert lines[:2] == ["6 trials, about 15,000 tokens; 3 others are done", "to run: x=2 (3); x=3 (3)"]
+    assert re.fullmatch(r"about \d\.\d s, at the speed of the trials that are done", lines[2])
+    run(edited, tmp_path / "some")
+    assert outlook(edited, tmp_path / "some", WHOLE) == ["all 9 trials are done"]
+    assert outlook(small(model), tmp_path, WHOLE)[-1].startswith("1 seed per row: no difference can be resolved")
+
+
+def test_a_dry_run_runs_nothing(tmp_path, run_ksana):
+    code, _, err = run_ksana("run", "quickstart", "--dry-run", "--out", tmp_path / "x")
+    assert code == 0 and err.splitlines()[0] == "7 trials, about 79,872 tokens" and not (tmp_path / "x").exists()

@@ -10,6 +10,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.outputs import Logprob
 from ksana_jax.lab.recall import make_example
 from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.significance import baseline_change
 from ksana_jax.lab.runs.tasks.recall import Recall
 from tests.lab.runs.runs import Engines, reported
 
@@ -59,7 +60,8 @@ def test_a_window_answers_only_what_it_still_sees(tmp_path, model, make_llm):
     assert window.mean("logprob") == pytest.approx((-3 - 3 - 0.5) / 3)
     assert window.mean("rank") == pytest.approx((11 + 11 + 1) / 3)
     assert window.mean("chance") == 1e-4
-    assert window.sd("accuracy_1") == 0
+    assert window.baseline.label == "full" and window.weights["logprob"] == [4] * 18
+    assert baseline_change(window, "accuracy").mean == pytest.approx(-2 / 3)
     heads = [column.title for column in made.columns]
     assert heads[:5] == ["depth 0, %", "depth 0.5, %", "depth 1, %", "all, %", "chance, %"]
     assert "'full': 100 % of answers are correct; 'window': 33 % of answers are correct" in made.conclusion
@@ -83,12 +85,12 @@ def test_live_kv_of_a_question_does_not_depend_on_the_chunk(tmp_path, model, mak
     assert window.mean("live_kv_bytes") == 1024 * (-(-held // 16) - (held - 99) // 16)
 
 
-def test_rows_that_were_asked_the_same_are_compared_seed_by_seed(tmp_path, model, make_llm):
+def test_rows_that_were_asked_the_same_are_compared_by_question(tmp_path, model, make_llm):
     variants = [{"name": "full", "pattern": {}}, {"name": "window", "pattern.window": 400}]
     settings = {"num_tokens": 1000, "num_examples": 2}
     full, window = measured(tmp_path, variants, settings, model=model).rows
     assert full.samples["accuracy"] == window.samples["accuracy"]
-    assert len(set(full.samples["accuracy"])) == 2
+    assert len(set(full.samples["accuracy"])) == 4
 
 
 def drawn(made):

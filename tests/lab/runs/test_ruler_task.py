@@ -78,8 +78,7 @@ def test_a_window_answers_only_what_it_still_sees(tmp_path, model, make_llm, sto
     assert [column.title for column in made.columns][:3] == ["all, %", "niah_single_1, %", "niah_multiquery, %"]
     assert "95 % intervals of 'full': niah_single_1 61.0 to 100.0 (n = 6); niah_multiquery" in "\n".join(made.notes)
     held = {row.label: (row.mean("live_kv_bytes") or 0) / 1024 for row in made.rows}
-    assert f"'full': 100.0 % of RULER's score; 'window': {100 * (window.mean('score') or 0):.1f} %" in made.conclusion
-    assert f"with {held['window']:g} KiB of KV, {held['window'] / held['full']:.1%} of" in made.conclusion
+    assert held["window"] < held["full"] and "against 'full' on the same questions" in "\n".join(made.notes)
 
 
 def test_a_needle_before_the_window_is_lost(tmp_path, model, make_llm):
@@ -106,7 +105,7 @@ def test_records_have_the_answers_to_the_prompts_of_the_seed(tmp_path, model, ma
     ]
     assert [m["expected"] for m in answers] == [list(prompt.answers) for prompt in prompts]
     assert [m["answer"] for m in answers] == [prompt.answers[0] for prompt in prompts]
-    assert len(set(made.rows[0].samples["score"])) == 2
+    assert len(set(made.rows[0].samples["score"])) == 4
 
 
 def test_live_kv_is_that_of_one_prompt_and_eight_tokens(tmp_path, model, make_llm):

@@ -10,7 +10,6 @@ import runs
 from experiments.benches.scheduling import PADDED, SimulatedRequest, serve
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.lab.runs.config import plan
-from ksana_jax.lab.runs.report import read_report
 from ksana_jax.lab.runs.tasks.simulated import SimulatedSettings, Simulation
 from ksana_jax.lab.simulator import request_level
 from ksana_jax.lab.simulator.answers import PlannedAnswer
@@ -45,7 +44,7 @@ def test_one_server_is_slower_at_a_higher_rate(tmp_path):
     made = report(tmp_path, given("simulate", grid={"settings.rate": [0.5, 20.0]}))
     slow, fast = (row.mean("ttft_p50_s") for row in made.rows)
     assert slow is not None and fast is not None and 0.02 < slow < fast
-    assert "Median TTFT from" in made.conclusion and (tmp_path / "run/figure.png").exists()
+    assert (tmp_path / "run/figure.png").exists()
 
 
 def test_a_queue_that_grows_is_named_in_the_notes(tmp_path):
@@ -105,7 +104,7 @@ def test_policies_are_compared_with_least_work_on_the_same_requests(tmp_path):
     made = report(tmp_path, experiment)
     hits = {row.label: row.mean("hit_rate") or 0.0 for row in made.rows}
     assert hits["sessions, min_ttft"] > hits["sessions, least_work"]
-    assert "sessions: min_ttft with" in made.conclusion and (tmp_path / "run/figure.png").exists()
+    assert (tmp_path / "run/figure.png").exists()
 
 
 def test_capacities_are_in_the_table_and_the_curve_in_the_records(tmp_path):
@@ -122,7 +121,6 @@ def test_capacities_are_in_the_table_and_the_curve_in_the_records(tmp_path):
     assert any("No rate keeps the objectives: engine, never: " in note and "attainment" in note for note in made.notes)
     rates = [m["rate"] for m in ours.trials[0] if m["metric"] == "probe"]
     assert len(rates) > 5 and rates == sorted(rates)
-    assert read_report(tmp_path / "run").conclusion.startswith("Requests/s: slow: engine")
 
 
 @pytest.mark.parametrize(

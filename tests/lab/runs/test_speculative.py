@@ -46,7 +46,6 @@ def test_tries_that_know_the_outputs_have_fewer_steps_and_the_same_texts(one_lay
         assert row.mean("gain") == without["seconds"] / with_["seconds"]
     cold, traffic, preloaded = (row.mean("per_forward") or 0 for row in made.rows)
     assert min(traffic, preloaded) >= cold
-    assert "multiple of that without speculation" in made.conclusion
     assert (tmp_path / "out" / "figure.png").stat().st_size > 1000
 
 

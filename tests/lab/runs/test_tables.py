@@ -1,6 +1,8 @@
 """Tables as text: bold for the best, a dash for missing values, nothing that breaks LaTeX."""
 
 import csv
+import dataclasses
+import io
 import re
 import shutil
 import subprocess
@@ -8,7 +10,8 @@ import subprocess
 import pytest
 from matplotlib.text import Text
 
-from ksana_jax.lab.runs import figures, tables
+from ksana_jax.lab.runs import figures, significance, tables
+from ksana_jax.lab.runs.tasks import change_figure
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, number
 
 COLUMNS = [Column("a", "A_1 %", number(1), "min"), Column("b", "B", number(0), "max", exact=True)]
@@ -16,28 +19,28 @@ COLUMNS = [Column("a", "A_1 %", number(1), "min"), Column("b", "B", number(0), "
 
 def rows():
     return [
-        ResultRow("x & y", {"pattern.window": None}, 2, [[], []], {"a": [1.0, 1.2], "b": [1000.0, 1000.0]}),
-        ResultRow("z|w", {"pattern.window": 8}, 2, [[]], {"a": [3.0, 3.4]}),
-        ResultRow("v", {"pattern.window": 9}, 2, [[]], {"a": [1.6, 1.8], "b": [2000.0]}),
+        ResultRow("x & y", {"pattern.window": None}, 3, [[], []], {"a": [1.0, 1.1, 1.2], "b": [1000.0, 1000.0]}),
+        ResultRow("z|w", {"pattern.window": 8}, 3, [[]], {"a": [3.0, 3.2, 3.4]}),
+        ResultRow("v", {"pattern.window": 9}, 3, [[]], {"a": [1.6, 1.7, 1.9], "b": [2000.0]}),
     ]
 
 
 def test_markdown_marks_the_best_and_the_missing():
-    assert tables.markdown("T", rows(), COLUMNS, ["One note."]).splitlines() == [
+    assert tables.markdown("T", *tables.grid(rows(), COLUMNS), ["One note."]).splitlines() == [
         "## T",
         "",
         "| row | window | A_1 % | B |",
         "| --- | --- | ---: | ---: |",
         "| x & y | — | **1.1 ± 0.1** | 1,000 |",
-        "| z\\|w | 8 | 3.2 ± 0.3 | — |",
-        "| v | 9 | 1.7 ± 0.1 | **2,000** |",
+        "| z\\|w | 8 | 3.2 ± 0.2 | — |",
+        "| v | 9 | 1.7 ± 0.2 | **2,000** |",
         "",
         "One note.",
     ]
 
 
 def test_latex_escapes_and_uses_booktabs():
-    text = tables.latex("T_1", rows(), COLUMNS, ["50 % – best."])
+    text = tables.latex("T_1", tables.grid(rows(), COLUMNS), ["50 % – best."])
     assert r"\toprule" in text and r"\midrule" in text and r"\bottomrule" in text
     assert r"x \& y & --- & \textbf{1.1 $\pm$ 0.1} & 1,000 \\" in text
     assert r"row & window & A\_1 \% & B \\" in text
@@ -47,23 +50,23 @@ def test_latex_escapes_and_uses_booktabs():
 
 def test_latex_shows_other_scripts_where_it_can_and_codes_where_it_cannot():
     row = ResultRow("窓 é Ж🚀\x07", {}, 1, (), {})
-    text = tables.latex("“T” 日本", [row], COLUMNS, [])
+    text = tables.latex("“T” 日本", tables.grid([row], COLUMNS), [])
     assert r"\otherscript{窓}{U+7A93} é \otherscript{Ж🚀}{U+0416 U+1F680 U+0007} & " in text
     assert r"\caption{“T” \otherscript{日本}{U+65E5 U+672C}.}" in text
     definition = r"\providecommand{\otherscript}[2]{\ifdefined\Umathchar#1\else\texttt{#2}\fi}"
     assert text.count(definition) == 1 and text.index(definition) < text.index(r"\begin{table}")
-    assert "otherscript" not in tables.latex("T", [ResultRow("é", {}, 1, (), {})], COLUMNS, [])
+    assert "otherscript" not in tables.latex("T", tables.grid([ResultRow("é", {}, 1, (), {})], COLUMNS), [])
 
 
 def test_latex_has_a_label_and_no_character_that_pdflatex_lacks():
     row = ResultRow("8 → 4 ≈ ∞ …", {}, 1, [[]], {"a": [1.0]})
-    text = tables.latex("T", [row], COLUMNS, ["x · y"], "my run #2")
+    text = tables.latex("T", tables.grid([row], COLUMNS), ["x · y"], "my run #2")
     assert r"8 $\to$ 4 $\approx$ $\infty$ \ldots{}" in text and r"x $\cdot$ y" in text
     assert r"\label{tab:my-run-2}" in text
     assert text.isascii()
     # A label after its caption has the table's number.
     assert text.index(r"\caption") < text.index(r"\label") < text.index(r"\end{table}")
-    assert r"\label" not in tables.latex("", [row], COLUMNS, [])
+    assert r"\label" not in tables.latex("", tables.grid([row], COLUMNS), [])
 
 
 HOSTILE = ["a | b\nc", "$\\frac{1}{$ x", "=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx", "a\n\n\\input{/etc/passwd}"]
@@ -81,7 +84,8 @@ LATIN = [chr(code) for code in range(0xA0, 0x180)]
 
 
 def test_latex_shows_what_would_be_a_command_a_ligature_or_another_glyph():
-    text = tables.latex("", [ResultRow(label, {}, 1, (), {}) for label in LABELS], [Column("a", "<b>", number(1))], [])
+    rows = [ResultRow(label, {}, 1, (), {}) for label in LABELS]
+    text = tables.latex("", tables.grid(rows, [Column("a", "<b>", number(1))]), [])
     lines = text.splitlines()
     first = lines.index(r"\midrule") + 1
     assert [line.partition(" & ")[0] for line in lines[first : first + len(LABELS)]] == list(LABELS.values())
@@ -94,7 +98,8 @@ def set_by_latex(folder, labels: list[str], *options: str) -> None:
     made = [ResultRow(label, {"settings.x": label}, 1, (), {"a": [1.0]}) for label in labels]
     for name in "ab":
         columns = [Column("a", labels[0] + labels[-1], number(1), "min"), *COLUMNS]
-        (folder / f"{name}.tex").write_text(tables.latex(" ".join(labels), made, columns, labels, name), "utf-8")
+        text = tables.latex(" ".join(labels), tables.grid(made, columns), labels, name)
+        (folder / f"{name}.tex").write_text(text, "utf-8")
     (folder / "paper.tex").write_text(
         r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{a}\clearpage\input{b}\listoftables"
         r"\end{document}"
@@ -125,17 +130,17 @@ def test_pdflatex_shows_labels_as_they_are(tmp_path):
 def test_csv_has_means_deviations_and_counts():
     lines = tables.comma_separated(rows(), COLUMNS).splitlines()
     assert lines[0] == "row,pattern.window,seeds,a,a_sd,b,b_sd"
-    assert lines[1].startswith("x & y,,2,1.1,0.1414") and lines[1].endswith(",1000.0,0.0")
-    assert lines[2].startswith("z|w,8,1,3.2,0.28") and lines[2].endswith(",,")
+    assert lines[1].startswith("x & y,,2,1.0999999999999999,0.0999") and lines[1].endswith(",1000.0,0.0")
+    assert lines[2].startswith("z|w,8,1,3.1999999999999997,0.19") and lines[2].endswith(",,")
 
 
 def test_a_column_where_all_agree_has_no_best():
     same = [ResultRow("a", {}, 1, [[]], {"a": [1.0]}), ResultRow("b", {}, 1, [[]], {"a": [1.0]})]
-    assert "**" not in tables.markdown("", same, COLUMNS, [])
+    assert "**" not in tables.markdown("", *tables.grid(same, COLUMNS), [])
 
 
 def test_a_table_without_rows_is_empty_rather_than_an_error():
-    assert tables.markdown("", [], COLUMNS, []).splitlines()[0] == "| A_1 % | B |"
+    assert tables.markdown("", *tables.grid([], COLUMNS), []).splitlines()[0] == "| A_1 % | B |"
     assert tables.comma_separated([], COLUMNS)
 
 
@@ -145,11 +150,11 @@ def hostile():
 
 
 def test_a_label_stays_in_its_cell_of_every_table(hostile):
-    markdown = tables.markdown("two\nlines", hostile, COLUMNS, ["a\nnote"]).splitlines()
+    markdown = tables.markdown("two\nlines", *tables.grid(hostile, COLUMNS), ["a\nnote"]).splitlines()
     assert markdown[0] == "## two lines"
     assert len(markdown) == 2 + 2 + len(HOSTILE) + 2
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 5 for line in markdown[2 : 4 + len(HOSTILE)])
-    latex = tables.latex("two\n\nlines", hostile, COLUMNS, ["a\n\nnote"])
+    latex = tables.latex("two\n\nlines", tables.grid(hostile, COLUMNS), ["a\n\nnote"])
     assert "\n\n" not in latex and r"\input" not in latex and r"\$\textbackslash{}frac\{1\}\{\$ x" in latex
 
 
@@ -175,3 +180,66 @@ def test_a_label_is_drawn_as_it_is(label):
     drawn = []
     assert figures.render(draw, 2)["pdf"].startswith(b"%PDF")
     assert drawn and not any(text.get_parse_math() for text in drawn)
+
+
+LOSS = Column("a", "ppl", number(2), "min", change="loss, %")
+
+
+def budgets() -> list[ResultRow]:
+    """Two methods at two budgets and a row outside the grid, against the full cache."""
+
+    def row(label, budget, *values, baseline=None):
+        given = {"samples": {"a": "xyz"}, "weights": {"a": [9.0, 9.0, 9.0]}, "geometric": True, "baseline": baseline}
+        return ResultRow(label, {"kv.budget": budget}, 3, [[]], {"a": values}, **given)
+
+    full = row("full", None, 2.0, 4.0, 8.0)
+    rows = [
+        row(label, b, 2.0 + 2 * x / b, 4.1 + x / b, 8.2 + x / b) for label, x in (("A", 1), ("B", 9)) for b in (2, 4)
+    ]
+    return [full, *(dataclasses.replace(r, baseline=full) for r in [*rows, row("int8", None, 2.01, 4.0, 8.0)])]
+
+
+def test_a_pivot_has_a_column_for_each_value_of_the_key():
+    made = tables.pivoted(budgets(), LOSS, "kv.budget")
+    assert made.heads == ["row", "budget 2", "budget 4"] and made.num_right == 2
+    assert [line[0] for line in made.cells] == ["A", "B", "int8"]
+    first, _, outside = made.cells
+    assert first[1].startswith("+23.3 [") and outside[1] == outside[2] == "+0.2 [−0.5, +0.9]"
+    # Without a baseline, the numbers themselves.
+    plain = [dataclasses.replace(row, baseline=None) for row in budgets()]
+    assert tables.pivoted(plain, LOSS, "kv.budget").cells[0] == ["full", "4.00", "4.00"]
+
+
+def test_csv_has_changes_intervals_and_corrected_p_values():
+    lines = list(csv.DictReader(io.StringIO(tables.comma_separated(budgets(), [LOSS]))))
+    assert [bool(line["a_change"]) for line in lines] == [False] + [True] * 5
+    single = significance.baseline_change(budgets()[5], "a").p
+    assert float(lines[5]["a_low"]) < float(lines[5]["a_change"]) < float(lines[5]["a_high"])
+    assert float(lines[5]["a_p"]) >= single
+
+
+def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
+    def drawn(draw, rows):
+        kept = []
+        figures.render(lambda figure: (draw(figure, rows, LOSS), kept.append(figure)), 3.9)
+        (axes,) = kept[0].axes
+        return axes
+
+    axes = drawn(change_figure.draw_lines, [r for r in budgets() if r.point["kv.budget"]])
+    labels = {text.get_text() for text in axes.texts}
+    assert labels == {"A", "B"} and axes.get_xlabel() == "KV budget (tokens)"
+    assert axes.get_ylabel() == "loss, %" and len(axes.containers) == 2
+    many = [dataclasses.replace(r, label=f"{r.label}{i}") for i in range(5) for r in budgets() if r.point["kv.budget"]]
+    axes = drawn(change_figure.draw_lines, many)
+    assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LINES
+    held = [
+        dataclasses.replace(r, values={**r.values, "live_kv_bytes": [64.0 * i]}) for i, r in enumerate(budgets(), 1)
+    ]
+    held = [dataclasses.replace(r, baseline=r.baseline and held[0]) for r in held]
+    axes = drawn(change_figure.draw_points, held)
+    assert [text.get_text() for text in axes.texts] == [row.name for row in held[1:]]
+
+
+def test_labels_that_overlap_stand_above_each_other_in_order():
+    assert figures.stacked([(0, 0, 9), (0, 20, 9)]) == [0, 20]
+    assert figures.stacked([(0, 1, 9), (0, 0, 9), (0, 2, 9), (5, 2, 9), (20, 1, 9)]) == [7, 0, 14, 21, 1]

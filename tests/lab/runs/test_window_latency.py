@@ -35,7 +35,6 @@ def test_both_sides_of_a_row_are_measured_on_one_engine(model, make_llm, tmp_pat
         assert row.mean("streamed_kv_bytes") == (1 + window // 4 + 1) * 1024
     sides = [[m["side"] for m in trial] for trial in made.rows[0].trials]
     assert sides == [["streamed", "recomputed"], ["recomputed", "streamed"]]
-    assert "times less time than by recomputation" in made.conclusion
     assert (tmp_path / "out/figure.pdf").stat().st_size > 0
 
 

@@ -137,11 +137,6 @@ class Agreement(PairedTask):
             *compilation_note(rows),
         ]
 
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        measured = [r for r in rows if r.trials]
-        same = [r.name for r in measured if r.mean("differ") == 0 and r.mean("bits") == 1]
-        return f"The same bits in all texts: {'; '.join(same) or 'none'}." if measured else ""
-
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws mean and largest difference of log-probabilities of each row, and the fraction of texts that have other
         tokens; a colour for each point of the grid."""

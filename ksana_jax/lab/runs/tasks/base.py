@@ -5,14 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.runs import text_files
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow
 from ksana_jax.lab.runs.tasks.results import kib as kib  # for tasks outside the package
 from ksana_jax.lab.runs.tasks.results import number as number
 
@@ -94,11 +93,15 @@ class Results(abc.ABC):
     """Turns one kind of measurements into a table and a figure. A task measures them too, or a benchmark of `bench`.
 
     Attributes:
+      geometric: whether parts average as logarithms, as perplexities do; their changes are then ratios.
+      samples: what the samples of the headline are called in notes.
       measures_speed: whether times and speeds belong in the table. Next to a quality, which is the same on every
         machine, they would show one machine's noise: then only records and CSV have them.
     """
 
     measures_speed: ClassVar[bool] = True
+    geometric: ClassVar[bool] = False
+    samples: ClassVar[str] = "seeds"
 
     @abc.abstractmethod
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -109,12 +112,20 @@ class Results(abc.ABC):
         """Returns the columns to show for these rows; the CSV file has every summary key."""
 
     def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """Returns the sample on which a trial's summary key was measured, such as digests of texts.
+        """Returns the sample on which a trial's summary key was measured as a whole, such as a workload and its seed.
 
         Trials of a row with equal samples count as one measurement of that key; rows with the same samples are compared
-        by their differences on each. With None, every trial is a separate measurement.
+        by their differences on each. With None, every trial is a separate measurement, compared by seed.
         """
         return None
+
+    def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
+        """Returns {summary key: {sample: its part}} for keys measured on several samples of a trial, such as texts.
+
+        A row's number is then the weighted mean over the samples of all its trials, each counted once, and rows are
+        compared by their differences on each.
+        """
+        return {}
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
         """Returns the column that best summarises a trial: by default the first with a best value; None if none has."""
@@ -165,6 +176,10 @@ class BaseTask(Results):
         """
         return None
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        """Returns on how many samples, such as texts, a trial measures its headline."""
+        return 1
+
     def inputs(self, settings: Any) -> dict[str, str]:
         """Returns digests of the task's inputs, so that changed inputs make another trial."""
         names = [field.name for field in dataclasses.fields(settings) if field.metadata.get("texts")]
@@ -178,10 +193,4 @@ class AskingTask(BaseTask):
     """Base of tasks that ask questions: each gives a measurement "answer" with a "digest" of its text."""
 
     measures_speed = False
-
-    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """Returns a digest of the questions, so that rows asked the same ones are compared on each seed."""
-        if key == "live_kv_bytes":
-            return None
-        digests = [m["digest"] for m in measurements if m["metric"] == "answer"]
-        return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:12]
+    samples = "questions"

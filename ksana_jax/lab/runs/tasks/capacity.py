@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.figures import legend, line_style, log_ticks
 from ksana_jax.lab.runs.tasks.base import TrialContext, float_field
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, extremes, number, of_metric
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, number, of_metric
 from ksana_jax.lab.runs.tasks.simulated import SimulatedSettings, SimulatedTask, Simulation
 from ksana_jax.lab.simulator.capacity import Search
 from ksana_jax.lab.simulator.slo import SLO, percentile
@@ -96,18 +96,6 @@ class CapacitySearch(SimulatedTask):
             said += [f"{m['slo']}: {_reason(m)}." for m in found[: len({m["slo"] for m in found})]]
         none = [f"{row.name}, {m['slo']}: {_reason(m)}" for row, m in _zeros(rows)]
         return said + ["No rate keeps the objectives: " + ". ".join(none) + "."] * bool(none)
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Gives the ratio of the largest to the smallest rate for each objective."""
-        said = []
-        for column in self.columns(rows):
-            found = [row for row in rows if row.mean(column.key)]
-            if len(found) > 1:
-                (low, worst), (high, best) = extremes(found, column.key)
-                said.append(
-                    f"{column.key.removeprefix('rate, ')}: {best.name} {high:.3g}, {high / low:.3g} times {worst.name}"
-                )
-        return "Requests/s: " + "; ".join(said) + "." if said else ""
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws the metric of `curve` over all rates that were tried with the first seed, a line for each row."""

@@ -23,7 +23,6 @@ from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, TrialContext, int_field
 from ksana_jax.lab.runs.tasks.paired import (
     PairedTask,
-    caveat,
     check_against,
     of_side,
     other_engine,
@@ -181,14 +180,6 @@ class Compare(PairedTask):
             *compilation_note(rows),
             *preemption_note(rows, "num_preemptions_with"),
         ]
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        gains = [
-            f"{gain:.2f} ({'; '.join(filter(None, [row.name, caveat(row)]))})"
-            for row in rows
-            if (gain := row.mean("gain")) is not None
-        ]
-        return f"Throughput as a multiple of the other side's: {', '.join(gains)}." if gains else ""
 
 
 def with_prefixes(prompts: Sequence[list[int]], settings: CompareSettings) -> list[list[int]]:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.lab.runs import noise, texts
+from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, run_warm
 from ksana_jax.lab.runs.figures import byte_unit, legend, line_style
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
@@ -18,7 +18,6 @@ from ksana_jax.lab.runs.tasks.results import (
     Measurement,
     ResultRow,
     compilation_note,
-    extremes,
     kib,
     milliseconds,
     number,
@@ -156,25 +155,6 @@ class Generate(BaseTask):
             *compilation_note(rows),
             *preemption_note(rows, "num_preemptions"),
         ]
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        if not (found := extremes(rows, "tokens_per_s")):
-            return ""
-        (slowest, last), (fastest, row) = found
-        measured = [r for r in rows if r.mean("tokens_per_s") is not None]
-        if len(measured) == 1:
-            return f"{row.name!r} has {fastest:,.0f} output tokens/s."
-        if caveat := noise.caveat(row, last, "tokens_per_s"):
-            said = f"Rows have {slowest:,.0f} to {fastest:,.0f} output tokens/s ({caveat})"
-        else:
-            equals = [r for r in measured if r is not row and not noise.differ(row, r, "tokens_per_s")]
-            said = f"{row.name!r} is fastest with {fastest:,.0f} output tokens/s, {fastest / slowest:.2f} times "
-            said += f"{last.name!r}" + (f" ({noise.others(len(equals))} within the noise)" if equals else "")
-        if (peaks := extremes(measured, "peak_kv_bytes")) and peaks[0][0] < peaks[1][0]:
-            (least, small), (most, large) = peaks
-            said += f"; {small.name!r} needs the least KV, {kib(least)} KiB at its peak"
-            said += f", {large.name!r} the most, {kib(most)} KiB"
-        return said + "."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws live KV over time above and running requests below; one line per row."""

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.runs.dotted import merge
-from ksana_jax.lab.runs.noise import NUM_DEVIATIONS
 from ksana_jax.lab.runs.tasks.base import BaseTask, TrialContext
-from ksana_jax.lab.runs.tasks.results import Measurement, ResultRow
+from ksana_jax.lab.runs.tasks.results import Measurement
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, RequestOutput, SamplingParams
@@ -179,20 +178,3 @@ def speeds(measurements: Sequence[Measurement]) -> dict[str, float]:
             result[f"{name}_{side}"] = statistics.median(m[name] for m in runs)
     result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in (*without, *with_))
     return result
-
-
-def caveat(row: ResultRow) -> str:
-    """Returns the caveat for a row's gain in a sentence; empty if the gain differs from 1 beyond the noise.
-
-    The runs of a pair serve the same work one after the other, so the deviation is taken over their ratios.
-    """
-    ratios = [
-        a["seconds"] / b["seconds"]
-        for trial in row.trials
-        for a, b in zip(of_side(trial, "without"), of_side(trial, "with"), strict=True)
-    ]
-    if len(ratios) < 2:
-        return "not resolved: one run each"
-    if abs(statistics.fmean(ratios) - 1) > NUM_DEVIATIONS * statistics.stdev(ratios):
-        return ""
-    return f"not resolved: within {NUM_DEVIATIONS} standard deviations of 1"

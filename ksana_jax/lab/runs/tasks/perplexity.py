@@ -97,6 +97,9 @@ class Perplexity(PerplexityResults, BaseTask):
         sample = sample_positions(settings.num_tokens, bucket_tokens, settings.sampled_per_bucket, [0])
         return settings.num_texts * len(sample) * config["pattern"]["window"]
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        return config["settings"]["num_texts"]
+
     def inputs(self, settings: PerplexitySettings) -> dict[str, str]:
         # The excerpts that a seed draws have changed since the first stage.
         return super().inputs(settings) | {"excerpts": "disjoint"}
@@ -208,7 +211,7 @@ class Perplexity(PerplexityResults, BaseTask):
         }
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        perplexity_figure.draw(figure, rows)
+        perplexity_figure.draw(figure, rows, self.headline(rows))
 
 
 def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:

@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax.lab.runs.figures import byte_unit, has_positive, legend, line_style, plain_numbers
+from ksana_jax.lab.runs.figures import axis_title, byte_unit, has_positive, legend, line_style, plain_numbers
+from ksana_jax.lab.runs.significance import baseline_change
+from ksana_jax.lab.runs.tasks import change_figure
 from ksana_jax.lab.runs.tasks.perplexity_report import (
     differ,
     front,
@@ -22,7 +24,7 @@ from ksana_jax.lab.runs.tasks.perplexity_report import (
     perplexity,
     spans,
 )
-from ksana_jax.lab.runs.tasks.results import ResultRow, of_metric
+from ksana_jax.lab.runs.tasks.results import Column, ResultRow, of_metric
 from ksana_jax.lab.runs.tasks.row_figure import against_numbers, draw_lines
 
 if TYPE_CHECKING:
@@ -30,13 +32,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
-    """Draws one line per row over the position in the text or, for a grid of numbers, lines over its last key."""
+def draw(figure: Figure, rows: Sequence[ResultRow], headline: Column | None) -> None:
+    """Draws losses against a baseline, or one line per row over the position in the text or, for a grid of numbers,
+    lines over its last key."""
     measured = [row for row in rows if row.trials]
+    changes = headline is not None and any(baseline_change(row, headline.key) for row in measured)
+    on_grid = [row for row in measured if any(value is not None for value in row.point.values())]
     if is_labelled_grid(measured):
-        _at_equal_bytes(figure, measured)
+        if changes and headline is not None:
+            change_figure.draw_lines(figure, on_grid, headline)
+        else:
+            _at_equal_bytes(figure, on_grid)
         return
     if len(measured) > 1 and all(row.label and not row.point and _num_buckets(row) < 3 for row in measured):
+        if changes and headline is not None:
+            change_figure.draw_points(figure, measured, headline)
+            return
         _over_bytes(axes := figure.subplots(), measured)
         legend(figure, axes)
         return
@@ -72,7 +83,7 @@ def _at_equal_bytes(figure: Figure, rows: Sequence[ResultRow]) -> None:
     if min(given) > 0 and max(given) >= 8 * min(given):
         above.set_xscale("log", base=2)
         above.set_xticks(sorted(set(given)))
-    above.set_xlabel(key.rpartition(".")[2])
+    above.set_xlabel(axis_title(key, given))
     below.set_xlabel(f"live KV ({unit}); rings: least for their perplexity")
     for axes in (above, below):
         _logarithmic(axes)
@@ -135,7 +146,8 @@ def _against_last_key(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
     draw_lines(above, rows, f"ppl_{low}_{high}")
     draw_lines(below, rows, "live_kv_bytes", scale=_unit(rows)[0])
     above.set_ylabel(f"ppl, positions {low:,}–{high - 1:,}")
-    below.set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
+    key = list(rows[0].point)[-1]
+    below.set_xlabel(axis_title(key, [row.point[key] for row in rows]))
 
 
 def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> None:

@@ -7,10 +7,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
-from ksana_jax.lab.runs import noise
+from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.tasks.base import Results
 from ksana_jax.lab.runs.tasks.compression import best_and_full, is_compressed, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, kib, number, of_metric
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric
 from ksana_jax.lab.runs.tasks.row_figure import against_numbers
 
 
@@ -18,6 +18,8 @@ class PerplexityResults(Results):
     """Reports perplexity measurements: columns, notes and a sentence."""
 
     measures_speed = False
+    geometric = True
+    samples = "texts"
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes one trial's summary.
@@ -28,22 +30,16 @@ class PerplexityResults(Results):
         maximum within a step. kv_token_bytes: of one token in all layers. weight_bytes: of the weights in memory.
         tokens_per_s: tokens scored per second, without compilation.
         """
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         speed, kv, result = [], [], {}
         for m in measurements:
-            if m["metric"] == "nll":
-                prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
-                low, high = span(m["bucket"])
-                for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
-                    sums[key][0] += m["sum"]
-                    sums[key][1] += m["count"]
-            elif m["metric"] == "speed":
+            if m["metric"] == "speed":
                 speed.append(m)
             elif m["metric"] == "kv":
                 kv.append(m)
             elif m["metric"] == "compilations":
                 result["num_compilations"] = m["count"]
-        result.update({key: perplexity(total / count) for key, (total, count) in sums.items()})
+        scores = _sums([m for m in measurements if m["metric"] == "nll"])
+        result.update({key: perplexity(total / count) for key, (total, count) in scores.items()})
         if speed:
             result["tokens_per_s"] = sum(m["num_scored"] for m in speed) / sum(m["seconds"] for m in speed)
             result["compiled_while_timed"] = sum(m["compiled_while_timed"] for m in speed)
@@ -61,18 +57,29 @@ class PerplexityResults(Results):
                 result["kv_read_bytes"] = max(m["read_bytes"] for m in streamed)
         return result
 
-    def sample(self, key: str, measurements: Sequence[Measurement]) -> Hashable | None:
-        """Returns the texts and positions of a perplexity; None for other keys, whose values vary between repeats."""
-        for prefix, subset in (("sampled_ppl", "sampled"), ("ppl", "all")):
-            if key.startswith(prefix):
-                return _scored_places(measurements, subset)
-        return None
+    def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
+        """Returns the perplexity of each text, by its number of tokens."""
+        by_text: dict[Hashable, list[Measurement]] = defaultdict(list)
+        for m in measurements:
+            if m["metric"] == "nll":
+                by_text[_text(m)].append(m)
+        parts: dict[str, dict[Hashable, Part]] = defaultdict(dict)
+        for text, found in by_text.items():
+            for key, (total, count) in _sums(found).items():
+                subset = "sampled" if key.startswith("sampled") else "all"
+                parts[key][text, _scored_places(found, subset)] = Part(perplexity(total / count), count)
+        return dict(parts)
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
-        digits = number(2)
-        shown = [Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min") for a, b in spans(rows, "ppl_")]
-        if sampled := spans(rows, "sampled_ppl_"):
-            shown.append(Column("sampled_ppl", f"ppl* {sampled[0][0]:,}–{sampled[-1][1] - 1:,}", digits, "min"))
+        digits, found, sampled = number(2), spans(rows, "ppl_"), spans(rows, "sampled_ppl_")
+        shown = []
+        for a, b in found:
+            change = f"loss {a:,}–{b - 1:,}, %" if (a, b) == found[-1] and not sampled else ""
+            shown.append(Column(f"ppl_{a}_{b}", f"ppl {a:,}–{b - 1:,}", digits, "min", change=change))
+        if sampled:
+            positions = f"{sampled[0][0]:,}–{sampled[-1][1] - 1:,}"
+            change = f"loss* {positions}, %"
+            shown.append(Column("sampled_ppl", f"ppl* {positions}", digits, "min", change=change))
         shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
         shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
         if any(row.simulated for row in rows):
@@ -93,19 +100,19 @@ class PerplexityResults(Results):
         found = of_metric(rows, "nll")
         if not found:
             return []
-        names = {m.get("text_digest", m["text"]) for m in found}
-        count = {s: max(_scored(trial, s) for r in rows for trial in r.trials) for s in ("all", "sampled")}
+        num_texts = len(set(map(_text, found)))
+        count, num_sampled = (max(sum(r.weights.get(key, ())) for r in rows) for key in ("ppl", "sampled_ppl"))
         seeds = max(len(r.trials) for r in rows)
-        draws = max(len(values) for r in rows for key, values in r.values.items() if "ppl" in key)
         # Earlier versions began each text with BOS, and did not record it.
         bos = "; position 0 is BOS" if all(m.get("bos", True) for m in found) else ""
         said = [
             f"Perplexity by position in the text{bos}. Columns ppl score every position of the texts "
-            f"({count['all']:,} tokens, {len(names)} {'text' if len(names) == 1 else 'texts'}), the same in every row."
+            f"({count:,.0f} tokens, {num_texts} text{'s' * (num_texts > 1)}), the same in every row, and "
+            "average the log-likelihoods of their tokens."
         ]
-        if count["sampled"]:
+        if num_sampled:
             said.append(
-                f"Column ppl* scores the same {count['sampled']:,} sampled positions in every row, including "
+                f"Column ppl* scores the same {num_sampled:,.0f} sampled positions in every row, including "
                 "recomputation."
             )
             if any(method(r) == "recompute" for r in rows):
@@ -113,10 +120,6 @@ class PerplexityResults(Results):
                     "In the figure, the curve of recomputation is that of the most similar row, plus their difference "
                     "on the sample."
                 )
-        if draws > 1:
-            said.append(
-                f"Mean ± standard deviation over up to {draws} seeds, which draw the texts; counts are for one seed."
-            )
         said += _repeats(rows)
         said += _memory_notes(rows, self.columns(rows))
         if equal_bytes := front(rows):
@@ -134,8 +137,8 @@ class PerplexityResults(Results):
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Compares the best compressed row with the full cache, at the last positions of the texts; without one of
-        them, it names the best row."""
-        if not (found := spans(rows, "ppl_")):
+        them, it names the best row. Variants over a grid have a best one at each point."""
+        if not (found := spans(rows, "ppl_")) or is_labelled_grid(rows):
             return ""
         low, high = found[-1]
         key = f"ppl_{low}_{high}"
@@ -155,6 +158,23 @@ class PerplexityResults(Results):
         return said + "."
 
 
+def _sums(measurements: Sequence[Measurement]) -> dict[str, tuple[float, int]]:
+    """Returns {summary key: (negative log-likelihood, tokens)} of measurements "nll"."""
+    sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for m in measurements:
+        prefix, size = "sampled_" if m["subset"] == "sampled" else "", m["bucket_tokens"]
+        low, high = span(m["bucket"])
+        for key in (f"{prefix}ppl", f"{prefix}ppl_{low * size}_{min(high * size, m['text_tokens'])}"):
+            total, count = sums[key]
+            sums[key] = total + m["sum"], count + m["count"]
+    return dict(sums)
+
+
+def _text(m: Measurement) -> str:
+    """Returns a text's digest, or its name in older records."""
+    return m.get("text_digest", m["text"])
+
+
 def span(bucket: int) -> tuple[int, int]:
     """Returns the span of buckets [low, high) to which a bucket belongs: 0, 1, 2-3, 4-7, 8-15, ..."""
     low = 1 << (bucket.bit_length() - 1) if bucket else 0
@@ -169,7 +189,7 @@ def perplexity(nll: float) -> float:
 def _scored_places(trial: Sequence[Measurement], subset: str) -> tuple:
     """Returns (text, bucket, count, positions) of a trial's scores; texts by content, or by name in older records."""
     nll = [m for m in trial if m["metric"] == "nll" and m["subset"] == subset]
-    return tuple((m.get("text_digest", m["text"]), m["bucket"], m["count"], m["positions"]) for m in nll)
+    return tuple((_text(m), m["bucket"], m["count"], m["positions"]) for m in nll)
 
 
 def live_blocks(kv: Measurement) -> list[int]:
@@ -221,7 +241,9 @@ def differ(rows: Sequence[ResultRow], key: str) -> bool:
 
 
 def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
-    """True if the rows are named variants over one key of numbers, such as a budget, and all streamed."""
+    """True if the rows are named variants over one key of numbers, such as a budget, and all streamed. Rows outside the
+    grid do not count."""
+    rows = [row for row in rows if not row.point or any(value is not None for value in row.point.values())]
     streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
     return bool(rows) and streamed and against_numbers(rows)
 
@@ -242,10 +264,6 @@ def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
             best = points[id(row)][1]
             kept.append(row)
     return kept
-
-
-def _scored(trial: Sequence[Measurement], subset: str) -> int:
-    return sum(m["count"] for m in trial if m["metric"] == "nll" and m["subset"] == subset)
 
 
 def _places(row: ResultRow, subset: str) -> list[tuple]:
@@ -271,6 +289,7 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
 
 
 _two = number(2)
+_PERPLEXITY = Column("ppl", "ppl", _two, "min")
 
 
 def _is_usable(row: ResultRow) -> bool:
@@ -291,27 +310,26 @@ def _alone(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
     value = _two(best.mean(key) or 0.0)
     if len(rows) == 1:
         return f"{best.name!r} has a perplexity of {value}"
-    said = _within_noise(best, rows, key)
+    said = _tied(best, rows, key)
     if max(len(r.values[key]) for r in rows) == 1:
         said = " (not resolved: one run each)"
     return f"{best.name!r} has the lowest perplexity, {value}{said}"
 
 
 def _against_full(best: ResultRow, full: ResultRow, compressed: Sequence[ResultRow], key: str) -> str:
-    mine, whole = best.mean(key) or 0.0, full.mean(key) or 0.0
     which = "the lowest perplexity of the compressed rows," if len(compressed) > 1 else "a perplexity of"
-    # Adding 0 leaves no minus before 0.0 %.
-    change = f"{round(mine / whole - 1, 3) + 0.0:+.1%}" if math.isfinite(mine) and math.isfinite(whole) else ""
-    caveats = "; ".join(part for part in (change, noise.caveat(best, full, key)) if part)
-    said = f"{best.name!r} has {which} {_two(mine)}{_within_noise(best, compressed, key)}, against {_two(whole)}"
-    return f"{said} of {full.name!r}" + (f" ({caveats})" if caveats else "")
+    said = f"{best.name!r} has {which} {_two(best.mean(key) or 0.0)}{_tied(best, compressed, key)}"
+    said += f", against {_two(full.mean(key) or 0.0)} of {full.name!r}"
+    found = significance.change(best, full, key)
+    shown = [] if found is None else [f"{found.text(_PERPLEXITY)} %"]
+    return f"{said} ({'; '.join([*shown, *filter(None, [significance.caveat(best, full, key)])])})"
 
 
-def _within_noise(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
-    """Counts the rows that the best one does not beat beyond the deviation, if there is one."""
-    near = [r for r in rows if r is not best and not noise.differ(best, r, key)]
+def _tied(best: ResultRow, rows: Sequence[ResultRow], key: str) -> str:
+    """Counts the rows that the best one is not shown to beat, if there are several texts."""
+    near = significance.tied(best, rows, key)
     resolved = len(best.values[key]) > 1
-    return f" ({noise.others(len(near))} within the noise)" if near and resolved else ""
+    return f" ({significance.others(len(near))} not significantly worse)" if near and resolved else ""
 
 
 def method(row: ResultRow) -> str:

@@ -11,20 +11,21 @@ import dataclasses
 import hashlib
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.recall import Example, check_example, make_example
-from ksana_jax.lab.runs import noise
+from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.asking import forced, token_scores
 from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks import recall_figure
 from ksana_jax.lab.runs.tasks.base import AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.compression import best_and_full, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, kib, number, percent
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,6 +96,10 @@ class Recall(AskingTask):
                 **settings.options_at(value),
             )
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        settings = RecallSettings(**config["settings"])
+        return settings.num_examples * len(settings.swept[1])
+
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = RecallSettings(**trial.config["settings"]), trial.llm
         option, values = settings.swept
@@ -130,12 +135,23 @@ class Recall(AskingTask):
         held = kv["held_kv_bytes"] if "held_kv_bytes" in kv else kv["live_kv_bytes"]
         return result | ({} if held is None else {"live_kv_bytes": held})
 
+    def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
+        """Returns accuracy, log-probability and rank on each question."""
+        parts: dict[str, dict[Hashable, Part]] = defaultdict(dict)
+        for m in (m for m in measurements if m["metric"] == "answer"):
+            tokens = len(m["ranks"])
+            for suffix in ("", *([] if m["value"] is None else [f"_{m['value']}"])):
+                parts[f"accuracy{suffix}"][m["digest"]] = Part(float(m["correct"]))
+                parts[f"logprob{suffix}"][m["digest"]] = Part(m["logprob"] / tokens, tokens)
+                parts[f"rank{suffix}"][m["digest"]] = Part(float(np.mean(m["ranks"])), tokens)
+        return dict(parts)
+
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         option, values = recall_figure.swept(rows)
         swept = [Column(f"accuracy_{value}", f"{option} {value}, %", _percent, "max") for value in values]
         return [
             *swept,
-            Column("accuracy", "all, %" if swept else "correct, %", _percent, "max"),
+            Column("accuracy", "all, %" if swept else "correct, %", _percent, "max", change="change, points"),
             Column("chance", "chance, %", _chance, exact=True),
             Column("logprob", "nats per answer token", number(2), "max"),
             Column("rank", "rank", number(1), "min"),
@@ -185,7 +201,7 @@ class Recall(AskingTask):
         best, full = best_and_full(measured, rank)
         said += f"{full.name!r}: {shown(full)}{unit}; " if full is not None else ""
         said += f"{best.name!r}: {shown(best)}{unit}"
-        said += f" ({caveat})" if full is not None and (caveat := noise.caveat(best, full, key)) else ""
+        said += f" ({caveat})" if full is not None and (caveat := significance.caveat(best, full, key)) else ""
         chance = best.mean("chance") or 0.0
         above = "chance is" if key == "logprob" or (best.mean(key) or 0.0) > chance else "it does not exceed chance,"
         return f"{said}{kv_said(best, full)}; {above} {_chance(chance)} %."

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Measurement = dict[str, Any]
 MISSING = "—"
@@ -18,7 +19,8 @@ class Column:
     """A column of the table. key: key of the summary. write: formats a value. best: "min" or "max" is set in bold.
 
     exact: whether equal work gives equal values, as for counts: a deviation of 0 is not shown, and any displayed
-    difference counts. Other columns are subject to noise, see `ksana_jax.lab.runs.noise`.
+    difference counts. Other columns are subject to noise, see `ksana_jax.lab.runs.significance`.
+    change: title of a column of changes against each row's baseline, which follows this one; empty for none.
     """
 
     key: str
@@ -26,6 +28,7 @@ class Column:
     write: Callable[[float], str]
     best: Literal["min", "max"] | None = None
     exact: bool = False
+    change: str = ""
 
     def text(self, value: float) -> str:
         """Formats a value; infinity and NaN are written alike in all columns."""
@@ -81,6 +84,18 @@ def mean(values: Sequence[float]) -> float:
         return sum(value / len(values) for value in values)
 
 
+def weighted_mean(values: Sequence[float], weights: Sequence[float], geometric: bool = False) -> float:
+    """Returns the weighted mean, arithmetic or geometric; of perplexities weighted by tokens, the geometric one is that
+    of all tokens."""
+    scale = math.fsum(weights)
+    if not geometric:
+        return sum(w * value for value, w in zip(values, weights, strict=True)) / scale
+    if min(values) <= 0:
+        return 0.0
+    exponent = sum(w * math.log(value) for value, w in zip(values, weights, strict=True)) / scale
+    return math.inf if exponent > math.log(sys.float_info.max) else math.exp(exponent)
+
+
 def deviation(values: Sequence[float]) -> float:
     """Returns the standard deviation of two or more values; if some are not finite, NaN, or 0 if all are equal."""
     if all(math.isfinite(value) for value in values):
@@ -91,12 +106,28 @@ def deviation(values: Sequence[float]) -> float:
     return 0.0 if all(value == values[0] for value in values) else math.nan
 
 
+class Part(NamedTuple):
+    """The value of a summary key on one sample of a trial, such as a text; weight: its tokens, for instance."""
+
+    value: float
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """The sample of a trial's value that was measured on no sample that other trials share."""
+
+    seed: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class ResultRow:
     """A row of the table with its results. trials: the measurements of each finished trial, one trial per seed.
 
-    values: {summary key: its values}, one per sample; among trials with the same sample, the first counts.
-    samples: {summary key: the sample of each value}; see `Results.sample`.
+    values: {summary key: its values}, one per sample; among equal samples, the first counts.
+    samples: {summary key: the sample of each value}; see `Results.sample` and `Results.parts`.
+    weights: {summary key: the weight of each value}, of keys that have parts. geometric: they average as logarithms.
+    baseline: the row that changes are relative to; None for itself, and where there is none.
     config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
     simulated: whether its memory is simulated, see `compression.marked`: it has no bytes and no rank beside others.
     foresees: whether its eviction method must know the text beforehand, so that it is only an upper bound.
@@ -108,6 +139,9 @@ class ResultRow:
     trials: Sequence[Sequence[Measurement]]
     values: Mapping[str, Sequence[float]]
     samples: Mapping[str, Sequence[Hashable]] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    geometric: bool = False
+    baseline: ResultRow | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     simulated: bool = False
     foresees: bool = False
@@ -115,18 +149,22 @@ class ResultRow:
     @property
     def name(self) -> str:
         """The row's name in the figure and in sentences."""
-        parts = [self.label] * bool(self.label) + words(self.point)
+        outside = bool(self.label) and all(value is None for value in self.point.values())  # of the grid
+        parts = [self.label] * bool(self.label) + ([] if outside else words(self.point))
         return ", ".join(parts) or "this configuration"
 
     def mean(self, key: str) -> float | None:
-        """Returns the mean over samples; None without measurements."""
+        """Returns the mean over samples, by their weights; None without measurements."""
         values = self.values.get(key, ())
-        return mean(values) if values else None
+        if not values or key not in self.weights:
+            return mean(values) if values else None
+        return weighted_mean(values, self.weights[key], self.geometric)
 
     def sd(self, key: str) -> float | None:
-        """Returns the standard deviation over samples; None for fewer than two."""
+        """Returns the standard deviation over trials; None for fewer than two, and for keys that have parts: a spread
+        of texts says nothing about the row."""
         values = self.values.get(key, ())
-        return deviation(values) if len(values) > 1 else None
+        return deviation(values) if len(values) > 1 and key not in self.weights else None
 
 
 def words(point: Mapping[str, Any]) -> list[str]:
@@ -142,12 +180,6 @@ def of_metric(rows: Sequence[ResultRow], metric: str) -> list[Measurement]:
 def ranked(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Returns the rows that are compared with each other: without rows of simulated memory, unless all are."""
     return [row for row in rows if not row.simulated] or list(rows)
-
-
-def extremes(rows: Sequence[ResultRow], key: str) -> list[tuple[float, ResultRow]]:
-    """Returns the lowest and the highest mean of a summary key, each with its row; empty if no row has one."""
-    found = [(value, row) for row in ranked(rows) if (value := row.mean(key)) is not None]
-    return [choose(found, key=lambda pair: pair[0]) for choose in (min, max)] if found else []
 
 
 def compilation_note(rows: Sequence[ResultRow]) -> list[str]:

@@ -51,20 +51,6 @@ class Route(SimulatedTask):
             *super().notes(rows),
         ]
 
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Compares the best policy with least work on the same requests: the median over seeds, and the range."""
-        said = []
-        for label, members in _groups(rows).items():
-            base = next((row for row in members if _policy(row) == "least_work"), None)
-            best = min(members, key=lambda row: row.mean("ttft_p50_s") or float("inf"))
-            if base is None or best is base:
-                continue
-            ttft, hits = _ratios(best, base, "ttft_p50_s", 0), _ratios(best, base, "hit_rate", 0.001)
-            if ttft:
-                times = f"{label or 'all'}: {_policy(best)} with {_median_and_range(ttft, 2)} times the TTFT p50"
-                said.append(times + (f" and {_median_and_range(hits, 1)} times the hits" if hits else ""))
-        return "The best policy against least_work: " + "; ".join(said) + "." if said else ""
-
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT p50 over hit rate, one marker for each policy and one panel for each of the other settings:
         medians over seeds, and the range of TTFT."""
@@ -87,18 +73,6 @@ class Route(SimulatedTask):
         figure.supylabel("TTFT p50 (ms)", fontsize=7)
         figure.supxlabel("hit rate (%)", fontsize=7)
         legend(figure, *panels, ncols=3)
-
-
-def _ratios(row: ResultRow, base: ResultRow, key: str, above: float) -> list[float]:
-    """Returns the ratios of two rows on equal requests, where the second one's value is above some."""
-    others = dict(zip(base.samples.get(key, ()), base.values.get(key, ()), strict=True))
-    pairs = zip(row.samples.get(key, ()), row.values.get(key, ()), strict=True)
-    return [value / others[sample] for sample, value in pairs if others.get(sample, above) > above]
-
-
-def _median_and_range(values: Sequence[float], digits: int) -> str:
-    median = f"{statistics.median(values):.{digits}f}"
-    return f"{median} ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else median
 
 
 def _policy(row: ResultRow) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.lab.runs.figures import COLOURS, bars, integer_ticks, legend, line_style
+from ksana_jax.lab.runs.figures import COLOURS, axis_title, bars, integer_ticks, legend, line_style
 from ksana_jax.lab.runs.tasks.results import Column, ResultRow, Scaled, words
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def draw_panels(figure: Figure, rows: Sequence[ResultRow], keys: Sequence[tuple[
     for axes, (key, title, scale) in zip(panels, keys, strict=True):
         draw_lines(axes, rows, key, scale)
         axes.set_ylabel(title)
-    panels[-1].set_xlabel(list(rows[0].point)[-1].rpartition(".")[2])
+    key = list(rows[0].point)[-1]
+    panels[-1].set_xlabel(axis_title(key, [row.point[key] for row in rows]))
     return panels
 
 

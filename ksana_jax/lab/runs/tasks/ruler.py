@@ -9,19 +9,18 @@ import dataclasses
 import hashlib
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.recall.question import QuestionSpec
 from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, RulerPrompt, check_prompt, make_prompt, score
-from ksana_jax.lab.runs import noise
 from ksana_jax.lab.runs.asking import forced
 from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, int_field
-from ksana_jax.lab.runs.tasks.compression import best_and_full, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, kib, percent
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, percent
 from ksana_jax.lab.runs.text_files import candidates, digest
 
 if TYPE_CHECKING:
@@ -70,6 +69,9 @@ class Ruler(AskingTask):
         settings = RulerSettings(**config["settings"])
         return len(settings.tasks) * settings.num_examples * settings.num_tokens
 
+    def num_samples(self, config: Mapping[str, Any]) -> int:
+        return len(config["settings"]["tasks"]) * config["settings"]["num_examples"]
+
     def inputs(self, settings: RulerSettings) -> dict[str, str]:
         return {"haystack": digest(settings.haystack, _HAYSTACK)} if _reading(settings) else {}
 
@@ -115,10 +117,20 @@ class Ruler(AskingTask):
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
         return {"score": statistics.fmean(scores.values()), **scores, "live_kv_bytes": kv["held_kv_bytes"]}
 
+    def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
+        """Returns the score of each prompt; in the mean over all, tasks weigh the same."""
+        answers = [m for m in measurements if m["metric"] == "answer"]
+        counts = Counter(m["task"] for m in answers)
+        parts: dict[str, dict[Hashable, Part]] = defaultdict(dict)
+        for m in answers:
+            parts["score"][m["digest"]] = Part(m["score"], 1 / counts[m["task"]])
+            parts[f"score_{m['task']}"][m["digest"]] = Part(m["score"])
+        return dict(parts)
+
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         tasks = list(dict.fromkeys(task for row in rows for task in _scores(row.trials)))
         return [
-            Column("score", "all, %", _percent, "max"),
+            Column("score", "all, %", _percent, "max", change="change, points"),
             *(Column(f"score_{task}", f"{task}, %", _percent, "max") for task in tasks if len(tasks) > 1),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
         ]
@@ -135,24 +147,6 @@ class Ruler(AskingTask):
                     f"95 % intervals of {row.name!r}: {'; '.join(map(_interval_said, scores, scores.values()))}."
                 )
         return said
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        """Compares the best compressed row with the full cache; without one of them, it names the best row."""
-        measured = [row for row in rows if row.mean("score") is not None]
-        if not measured:
-            return ""
-        best, full = best_and_full(measured, _rank)
-        mine = f"{best.name!r}: {_percent(best.mean('score') or 0.0)} %"
-        if full is None:
-            return f"{mine} of RULER's score{kv_said(best)}."
-        said = f"{full.name!r}: {_percent(full.mean('score') or 0.0)} % of RULER's score; {mine}"
-        said += f" ({caveat})" if (caveat := noise.caveat(best, full, "score")) else ""
-        return f"{said}{kv_said(best, full)}."
-
-
-def _rank(row: ResultRow) -> tuple[float, float]:
-    """Returns a key by which the best row is the smallest; among equal scores, the one with the least KV is better."""
-    return -(row.mean("score") or 0.0), row.mean("live_kv_bytes") or 0.0
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:

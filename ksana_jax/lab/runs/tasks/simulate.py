@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.figures import legend, log_ticks
-from ksana_jax.lab.runs.tasks.results import Column, ResultRow, extremes, number
+from ksana_jax.lab.runs.tasks.results import Column, ResultRow, number
 from ksana_jax.lab.runs.tasks.row_figure import against_numbers, draw_panels
 from ksana_jax.lab.runs.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
 
@@ -38,14 +38,6 @@ class Simulate(SimulatedTask):
         # Columns that are always 0, or cannot occur, say nothing.
         optional = ("hit_rate", "preemptions", "utilisation")
         return [c for c in found if c.key not in optional or any(row.mean(c.key) for row in rows)]
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        if sum(row.mean("ttft_p50_s") is not None for row in rows) < 2:
-            return ""
-        (least, fast), (most, slow) = extremes(rows, "ttft_p50_s")
-        return (
-            f"Median TTFT from {least * 1000:,.1f} ms with {fast.name!r} to {most * 1000:,.1f} ms with {slow.name!r}."
-        )
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT and hit rate over the last key of the grid, a line for each label."""

@@ -25,13 +25,12 @@ from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, token_scores
 from ksana_jax.lab.runs.models import fingerprint
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, TrialContext, int_field
-from ksana_jax.lab.runs.tasks.paired import PairedTask, Side, caveat, of_side, twin, with_changes
+from ksana_jax.lab.runs.tasks.paired import PairedTask, Side, of_side, twin, with_changes
 from ksana_jax.lab.runs.tasks.results import (
     Column,
     Measurement,
     ResultRow,
     compilation_note,
-    extremes,
     number,
     percent,
 )
@@ -182,16 +181,6 @@ class Speculative(PairedTask):
         if any(row.mean("nll_with") is not None for row in rows):
             said.append("Nats/token: of the texts of both sides under the model that was to write them.")
         return said + compilation_note(rows)
-
-    def conclusion(self, rows: Sequence[ResultRow]) -> str:
-        if not (found := extremes(rows, "gain")):
-            return ""
-        (least, slow), (most, fast) = found
-        said = [
-            f"{gain:.2f} ({'; '.join(filter(None, [row.name, caveat(row)]))})"
-            for gain, row in ([(most, fast)] if fast is slow else [(most, fast), (least, slow)])
-        ]
-        return f"Throughput as a multiple of that without speculation: from {' down to '.join(said)}."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws tokens per forward and the speed-up; see `speculative_figure`."""

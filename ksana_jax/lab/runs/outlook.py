@@ -1,0 +1,62 @@
+"""Says before a run what it computes, how long it takes, and which differences it can resolve."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ksana_jax.core.plugins import trusting
+from ksana_jax.lab.runs.config import Plan, Trial
+from ksana_jax.lab.runs.progress import duration
+from ksana_jax.lab.runs.records import Records, Shard, read
+from ksana_jax.lab.runs.run import own_names
+from ksana_jax.lab.runs.significance import half_width
+from ksana_jax.lab.runs.tasks import task_named
+
+
+def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
+    """Returns lines for a reader: trials and tokens, rows that run, seconds, and the differences that are resolved.
+
+    Seconds are those of the trials that the folder has, by their tokens.
+    """
+    mine = shard.part_of(plan.trials)
+    done = Records()
+    if any(folder.glob("records*.jsonl")):
+        with trusting(own_names(plan)):
+            done = read(folder)
+    todo = [trial for trial in mine if trial.id not in done.done]
+    if not todo:
+        return [f"all {len(mine)} trials are done"]
+    tokens = _tokens(todo)
+    size = f", about {tokens:,} tokens" if tokens else ""
+    lines = [f"{len(todo)} trial{'s' * (len(todo) > 1)}{size}"]
+    if len(todo) < len(mine):
+        rows = Counter(trial.label for trial in todo)
+        lines[0] += f"; {len(mine) - len(todo)} others are done"
+        lines.append(f"to run: {'; '.join(f'{label} ({count})' for label, count in rows.items())}")
+    timed = [trial for trial in mine if (cost := done.costs.get(trial.id)) and cost.seconds]
+    if tokens and (known := _tokens(timed)):
+        seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
+        lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
+    return [*lines, *_resolution(plan)]
+
+
+def _tokens(trials: Sequence[Trial]) -> int:
+    """Returns about how many tokens trials compute; 0 if that is unknown."""
+    counts = [task_named(trial.config["task"]).num_tokens(trial.config) for trial in trials]
+    return sum(count or 0 for count in counts) if None not in counts else 0
+
+
+def _resolution(plan: Plan) -> list[str]:
+    task = task_named(plan.task)
+    counts = {sum(task.num_samples(trial.config) for trial in row.trials) for row in plan.rows}
+    if len(plan.rows) < 2 or len(counts) != 1:
+        return []
+    (count,) = counts
+    if count < 2:
+        return [f"1 {task.samples.removesuffix('s')} per row: no difference can be resolved; give more seeds"]
+    width = half_width(count) / math.sqrt(count)
+    samples = f"{count} {task.samples} per row"
+    return [f"{samples}: a difference is resolved if it exceeds {width:.2g} times its standard deviation over them"]
