@@ -63,7 +63,7 @@ def _options(
 
 EXPERIMENTS, MODELS, SERVING, PERFORMANCE = "Experiments", "Models", "Serving", "Performance and debugging"
 COMMANDS = {
-    EXPERIMENTS: (studies.run, studies.reproduce, studies.report, studies.compare),
+    EXPERIMENTS: (studies.run, studies.reproduce, studies.report, studies.compare, studies.schema),
     MODELS: (fetching.fetch, text.generate, chat.chat, calibrating.calibrate, quantizing.quantize),
     SERVING: (machine.plan,),
     PERFORMANCE: (machine.doctor, aligning.align),

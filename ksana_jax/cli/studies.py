@@ -70,6 +70,16 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
     return OnRay(given.get("--ray-address", AUTO), resources)
 
 
+def schema() -> None:
+    """Prints the JSON Schema of experiment files, by which editors complete and check them.
+
+    Shipped files name it in their first line, which an editor's YAML language server reads.
+    """
+    from ksana_jax.lab.runs.schema import text
+
+    print(text(), end="")
+
+
 def reproduce(
     paper: Annotated[str, typer.Argument(help="name of the paper; `ksana list papers` lists them")],
     full: Annotated[bool, typer.Option("--full", help="run the longer study")] = False,
