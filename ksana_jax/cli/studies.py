@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ksana_jax.cli import completion
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ def schema() -> None:
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="name of the paper; `ksana list papers` lists them")],
+    paper: Annotated[
+        str,
+        typer.Argument(help="name of the paper; `ksana list papers` lists them", autocompletion=completion.papers),
+    ],
     full: Annotated[bool, typer.Option("--full", help="run the longer study")] = False,
     out: Annotated[Path | None, typer.Option(help="output folder", show_default="runs/papers/PAPER")] = None,
 ) -> None:

@@ -55,7 +55,9 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
             raise ConfigError(f"{what} is {spec!r:.80}: code that a file names runs only with --own-code")
         spec = _imported(spec, what)
     if not callable(spec):
-        raise ConfigError(f"{what} is {spec!r:.80}, must be one of {', '.join(registry)}, or 'package.module:name'")
+        hint = nearest_hint(spec, registry) if isinstance(spec, str) else ""
+        names = ", ".join(registry)
+        raise ConfigError(f"{what} is {spec!r:.80}, must be one of {names}, or 'package.module:name'{hint}")
     return spec
 
 
@@ -78,8 +80,7 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
     known = [field.name for field in dataclasses.fields(found)]  # pyright: ignore[reportArgumentType]  methods are dataclasses
     for key in fields:
         if key not in known:
-            close = nearest(str(key), known)
-            hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
+            hint = nearest_hint(str(key), known) or f"; it has {', '.join(known)}"
             raise ConfigError(f"{what} {name!r} has no setting {key!r}{hint}")
     problems = [
         _wrong_type(f"{what} {name!r}: {key}", fields[key], hint) for key, hint in _hints(found, fields).items()
@@ -132,6 +133,12 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
+def nearest_hint(name: str, names: Iterable[str]) -> str:
+    """Returns the end of an error message that names the most similar name; empty if none is similar enough."""
+    close = nearest(name, names)
+    return f"; the nearest is {close!r}" if close else ""
+
+
 def _imported(spec: str, what: str) -> Any:
     module_name, _, path = spec.partition(":")
     if not module_name or not path:
@@ -139,9 +146,7 @@ def _imported(spec: str, what: str) -> Any:
     found: Any = _module(spec, module_name, what)
     for name in path.split("."):
         if not hasattr(found, name):
-            names = [n for n in dir(found) if not n.startswith("_")]
-            close = nearest(name, names)
-            hint = f"; the nearest is {close!r}" if close else ""
+            hint = nearest_hint(name, [n for n in dir(found) if not n.startswith("_")])
             raise ConfigError(f"{what} is {spec!r}, but {module_name} has no {path!r}{hint}")
         found = getattr(found, name)
     if not callable(found):

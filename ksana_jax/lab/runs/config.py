@@ -23,8 +23,8 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.plugins import nearest
-from ksana_jax.core.shipped import experiment_path
+from ksana_jax.core.plugins import nearest, nearest_hint
+from ksana_jax.core.shipped import experiment_path, experiments
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.eviction import read_eviction
@@ -151,7 +151,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     path = experiment_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones")
+        hint = nearest_hint(path.name.removesuffix(".yaml"), experiments())
+        raise FileNotFoundError(
+            f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones{hint}"
+        )
     try:
         return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
     except ConfigError as error:

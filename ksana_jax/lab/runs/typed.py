@@ -8,9 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, KeyValidationError, OmegaConfBaseException
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.runs import dotted
 from ksana_jax.lab.runs.models import training_context
@@ -57,17 +58,22 @@ def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], pre
 def _context(multiple: int | float | str, *, _root_) -> int:
     """Resolves `${context:1/4}` in a YAML file: a multiple of the model's training context, in tokens."""
     try:
-        tokens = Fraction(str(multiple)) * training_context(_root_.model)
+        factor = Fraction(str(multiple))
     except ValueError as error:
         raise ConfigError(f"${{context:{multiple}}} is not a multiple such as 4 or 1/2") from error
+    tokens = factor * training_context(_root_.model)
     if tokens.denominator != 1:
         raise ConfigError(f"${{context:{multiple}}} is {float(tokens):g} tokens of {_root_.model}, not a whole number")
     return int(tokens)
 
 
-def explained(error: OmegaConfBaseException) -> ConfigError:
+def explained(error: OmegaConfBaseException) -> ConfigError | LoadError:
     """Returns what OmegaConf found wrong in one line, with the nearest key."""
-    cause = error.__cause__
+    cause: BaseException | None = error
+    while isinstance(cause, InterpolationResolutionError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, LoadError):
+        return cause
     if isinstance(cause, (ConfigError, FileNotFoundError)):
         return ConfigError(str(cause))
     key = error.full_key or error.key

@@ -52,6 +52,7 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"engine": {"block_sise": 8}}, "unknown key 'engine.block_sise'; the nearest is 'block_size'"),
         ({"pattern": {"windw": 8}}, "pattern has no field 'windw'; the nearest is 'window'"),
         ({"settings": {"xx": 8}}, "unknown key 'settings.xx'; the nearest is 'x'"),
+        ({"engine": {"policy": "fcsf"}}, "longest_prefix, or 'package.module:name'; the nearest is 'fcfs'"),
         ({"task": "perplexitty"}, "unknown task 'perplexitty'; the nearest is 'perplexity'"),
         ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),
         ({"grid": {"pattern.windows": [1]}}, "pattern has no field 'windows'; the nearest is 'window'"),
@@ -234,6 +235,10 @@ def test_numbers_can_be_given_in_multiples_of_the_training_context(model):
         plan(small(model, pattern={"window": "${context:1/3}"}))
     with pytest.raises(ConfigError, match=r"\$\{context:half\} is not a multiple"):
         plan(small(model, pattern={"window": "${context:half}"}))
+    (trial,) = plan(small(model), ["settings.x=${context:3}"]).trials
+    assert trial.config["settings"]["x"] == 48
+    with pytest.raises(LoadError, match=r"^there is no model 'ksana-tny' \(nearest: ksana-tiny\)"):
+        plan(small("ksana-tny", pattern={"window": "${context:1/2}"}))
 
 
 def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model):
