@@ -35,7 +35,7 @@ def typed(experiment: type, given: Mapping[str, Any]) -> Any:
         _check_containers(given, dotted.plain(schema))
         return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
     except OmegaConfBaseException as error:
-        raise explained(error) from error
+        raise explained(error, task) from error
 
 
 def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
@@ -67,8 +67,8 @@ def _context(multiple: int | float | str, *, _root_) -> int:
     return int(tokens)
 
 
-def explained(error: OmegaConfBaseException) -> ConfigError | LoadError:
-    """Returns what OmegaConf found wrong in one line, with the nearest key."""
+def explained(error: OmegaConfBaseException, task: str = "") -> ConfigError | LoadError:
+    """Returns what OmegaConf found wrong in one line, with the nearest key, and the task if it is a setting's."""
     cause: BaseException | None = error
     while isinstance(cause, InterpolationResolutionError):
         cause = cause.__cause__ or cause.__context__
@@ -81,7 +81,8 @@ def explained(error: OmegaConfBaseException) -> ConfigError | LoadError:
         names = [f.name for f in dataclasses.fields(error.object_type)]
         close = nearest(str(error.key), names, cutoff=0.0)
         hint = f"the nearest is {close!r}" if close else "there are none here"
-        return ConfigError(f"unknown key {key!r}; {hint}")
+        of_task = f" of task {task!r}" if str(key).startswith("settings.") else ""
+        return ConfigError(f"unknown key {key!r}{of_task}; {hint}")
     message = str(error).splitlines()[0]
     if isinstance(error, KeyValidationError):
         message += ": a key is text, in quotes where YAML takes it for null or a number"

@@ -51,7 +51,7 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"engin": {}}, "unknown key 'engin'; the nearest is 'engine'"),
         ({"engine": {"block_sise": 8}}, "unknown key 'engine.block_sise'; the nearest is 'block_size'"),
         ({"pattern": {"windw": 8}}, "pattern has no field 'windw'; the nearest is 'window'"),
-        ({"settings": {"xx": 8}}, "unknown key 'settings.xx'; the nearest is 'x'"),
+        ({"settings": {"xx": 8}}, "unknown key 'settings.xx' of task 'fake'; the nearest is 'x'"),
         ({"engine": {"policy": "fcsf"}}, "longest_prefix, or 'package.module:name'; the nearest is 'fcfs'"),
         ({"task": "perplexitty"}, "unknown task 'perplexitty'; the nearest is 'perplexity'"),
         ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),

@@ -56,7 +56,7 @@ def test_a_task_needs_run_summarise_and_columns_only(model, tmp_path):
     assert run(made, tmp_path / "out").num_done == 2
     (row,) = report(tmp_path / "out").rows
     assert row.mean("value") == 1.5
-    with pytest.raises(ConfigError, match=r"unknown key 'settings\.x'; there are none here"):
+    with pytest.raises(ConfigError, match=r"unknown key 'settings\.x' of task '.*'; there are none here"):
         plan({"task": "test_extension:Minimal", "model": model, "settings": {"x": 1}})
 
 
