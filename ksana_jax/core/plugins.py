@@ -1,7 +1,7 @@
 """Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
 
-A policy or a task can thus live in the user's project. Modules are found on the Python path and in the working
-directory. Names in files of others are resolved within `trusting`.
+A policy or a task can thus live in the user's project. Modules are found on the Python path, next to the experiment's
+file and in the working directory. Names in files of others are resolved within `trusting`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ksana_jax.core.errors import ConfigError
 
 T = TypeVar("T")
 _trusted: ContextVar[Collection[str] | None] = ContextVar("trusted", default=None)
+_folders: list[str] = []
 
 
 @contextlib.contextmanager
@@ -33,6 +34,17 @@ def trusting(names: Collection[str] | None) -> Iterator[None]:
         yield
     finally:
         _trusted.reset(token)
+
+
+def search_in(folder: str | os.PathLike[str]) -> None:
+    """Lets own code be found in the folder of the user's experiment, from now on in this process."""
+    place = os.path.abspath(folder)
+    _folders[:] = [place, *(known for known in _folders if known != place)]
+
+
+def own_folders() -> tuple[str, ...]:
+    """Returns the folders in which own modules are found that are not on the Python path, the newest first."""
+    return (*_folders, os.getcwd())
 
 
 def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
@@ -157,15 +169,19 @@ def _imported(spec: str, what: str) -> Any:
 def _module(spec: str, name: str, what: str) -> Any:
     top = name.partition(".")[0]
     try:
-        known = top in sys.modules or importlib.util.find_spec(top) is not None
-        if not known and os.getcwd() not in sys.path:
-            # Appended, so that nothing in the working directory shadows an installed package.
-            sys.path.append(os.getcwd())
-        return importlib.import_module(name)
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            # Appended, so that nothing in these folders shadows an installed package.
+            sys.path += [folder for folder in own_folders() if folder not in sys.path]
+        found = importlib.import_module(name)
     except Exception as error:  # whatever a user's module may raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            where = "on the Python path or in the working directory"
+            where = "on the Python path, next to the experiment's file or in the working directory"
             raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error
+    for meant in (f"{folder}{os.sep}{top}{end}" for folder in _folders[:1] for end in (".py", f"{os.sep}__init__.py")):
+        taken = getattr(sys.modules[top], "__file__", None)
+        if taken is not None and os.path.isfile(meant) and not os.path.samefile(meant, taken):
+            raise ConfigError(f"{what} is {spec!r}, but {meant} is hidden by {taken}: rename it")
+    return found

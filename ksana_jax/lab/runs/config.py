@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.plugins import nearest, nearest_hint
+from ksana_jax.core.plugins import nearest, nearest_hint, search_in
 from ksana_jax.core.shipped import experiment_path, experiments
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
@@ -155,6 +155,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
         raise FileNotFoundError(
             f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones{hint}"
         )
+    search_in(path.parent)
     try:
         return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
     except ConfigError as error:
