@@ -1,6 +1,6 @@
 """A custom task in one file: does the model still find a number hidden in a long text under an attention pattern?
 
-Run it from the folder of this file, or with the folder on the Python path:
+Run it, from any folder:
 
   ksana run examples/passkey.yaml
 
