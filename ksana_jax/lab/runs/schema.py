@@ -92,7 +92,8 @@ def _definitions() -> Schema:
     fields = {"preset": preset, **_fields(AttentionPattern)}
     heads = {"full_heads": {"anyOf": [{"type": "array"}, _reference(ChosenHeads.__name__), _NULL]}}
     found["layer_pattern"] = {"anyOf": [preset, _object(fields)]}
-    found["pattern"] = {"anyOf": [preset, _NULL, _object(fields | heads)]}
+    layers = _object({}, {r"^\d+(-\d+)?$": _reference("layer_pattern")})
+    found["pattern"] = {"anyOf": [preset, _NULL, _object(fields | heads), layers]}
     return found | {AttentionPattern.__name__: _object(fields | heads), "kv_cache_dtype": _kv_cache_dtype()}
 
 

@@ -383,8 +383,11 @@ def test_a_trial_does_not_depend_on_the_form_in_which_its_pattern_was_given(mode
         {"pattern": {"window": 8, "num_sinks": 4, "sink_position": "cache"}},
     ]
     assert len({plan(small(model, **form)).trials[0].id for form in forms}) == 1
-    layers = [{"layer_patterns": [form["pattern"]] * 2} for form in forms]
-    assert len({plan(small(model, **form)).trials[0].id for form in layers}) == 1
+    layers = [{"layer_patterns": [form["pattern"]] * 4} for form in forms]
+    layers.append({"pattern": {"0-2": forms[0]["pattern"], 3: forms[1]["pattern"]}})
+    assert len({plan(small("ksana-tiny", **form)).trials[0].id for form in layers}) == 1
+    with pytest.raises(ConfigError, match=r"pattern names layers, which does not go with layer_patterns"):
+        plan(small("ksana-tiny", pattern={"0-3": "full"}, layer_patterns=[{}] * 4))
 
 
 @pytest.mark.parametrize(
