@@ -81,12 +81,11 @@ COMMANDS = (
     (PERFORMANCE, machine.doctor, "doctor smollm2", "use/models"),
     (PERFORMANCE, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
 )
-# Their arguments may belong to another command or program.
-PASSED_ON = {"ignore_unknown_options": True}
 for panel, command, words, page in COMMANDS:
     app.command(
         cls=groups.ServeCommand if command is serving.serve else groups.Command,
-        context_settings=PASSED_ON if command in (routing.route, evaluation.lm_eval) else None,
+        # Their arguments may belong to another command or program.
+        context_settings={"ignore_unknown_options": command in (routing.route, evaluation.lm_eval)},
         rich_help_panel=panel,
         epilog=groups.example(words, page),
     )(command)

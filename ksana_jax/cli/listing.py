@@ -43,8 +43,7 @@ def models(
     if as_markdown:
         from ksana_jax.engine.family_table import table
 
-        print(table())
-        return
+        return print(table())
     for name in model_names():
         shape = model_config(name)
         print(f"{name:24} {shape.family}, {shape.num_layers} layers, a context of {shape.max_position:,} tokens")

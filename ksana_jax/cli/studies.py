@@ -72,13 +72,12 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
 
 
 def schema() -> None:
-    """Prints the JSON Schema of experiment files, by which editors complete and check them.
+    """Prints the JSON Schema of experiment files, by which editors complete and check them."""
+    import json
 
-    Shipped files name it in their first line, which an editor's YAML language server reads.
-    """
-    from ksana_jax.lab.runs.schema import text
+    from ksana_jax.lab.runs.schema import schema
 
-    print(text(), end="")
+    print(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 
 def reproduce(

@@ -7,7 +7,6 @@ values go together is checked when an experiment is loaded.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -52,19 +51,14 @@ _DEEPER = (
     r"^pattern\.full_heads\.",
     r"^settings\.",
 )
-_NULL = {"type": "null"}
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
 _BOUNDS = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
-
-
-def text() -> str:
-    """Returns the schema as JSON, as in configs/experiment.schema.json."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def schema() -> Schema:
     """Returns the schema of experiment files, draft 2020-12."""
     fields = {**_fields(Experiment), "task": _named(TASKS), "model": _named(model_names(), own="")}
+    fields["layer_patterns"]["items"] = _reference("layer_pattern")
     row = {key: fields[key] for key in TRIAL_KEYS if key != "task"} | _dotted()
     lists = {key: {"type": "array", "minItems": 1, "items": value} for key, value in row.items()}
     lists |= {key: {"anyOf": [lists[key], {"type": "object"}]} for key in ("engine", "pattern", "settings")}
@@ -88,12 +82,12 @@ def _definitions() -> Schema:
     named = {"policy": _named(SCHEDULING_POLICIES), "prefix_replacement": _named(REPLACEMENT_POLICIES)}
     found[EngineConfig.__name__] = _object(_fields(EngineConfig) | named)
     found |= {setting: _methods(*method) for setting, method in METHODS.items()}
-    preset: Schema = {"enum": [*PRESETS]}
+    preset, null = {"enum": [*PRESETS]}, {"type": "null"}
     fields = {"preset": preset, **_fields(AttentionPattern)}
-    heads = {"full_heads": {"anyOf": [{"type": "array"}, _reference(ChosenHeads.__name__), _NULL]}}
+    heads = {"full_heads": {"anyOf": [{"type": "array"}, _reference(ChosenHeads.__name__), null]}}
     found["layer_pattern"] = {"anyOf": [preset, _object(fields)]}
     layers = _object({}, {r"^\d+(-\d+)?$": _reference("layer_pattern")})
-    found["pattern"] = {"anyOf": [preset, _NULL, _object(fields | heads), layers]}
+    found["pattern"] = {"anyOf": [preset, null, _object(fields | heads), layers]}
     return found | {AttentionPattern.__name__: _object(fields | heads), "kv_cache_dtype": _kv_cache_dtype()}
 
 
@@ -113,15 +107,10 @@ def _of_task(name: str) -> Schema:
 
 def _dotted() -> Schema:
     """Returns the keys of rows that name a field of the engine or the pattern, such as engine.block_size."""
-    found = {
-        f"{key}.{name}": _reference(cls.__name__, name)
-        for key, cls, more in (
-            ("engine", EngineConfig, ()),
-            ("engine.operators", OperatorSettings, ()),
-            ("pattern", AttentionPattern, ("preset", "full_heads")),
-        )
-        for name in (*(field.name for field in dataclasses.fields(cls)), *more)
-    }
+    classes = {"engine": EngineConfig, "engine.operators": OperatorSettings, "pattern": AttentionPattern}
+    names = {key: [field.name for field in dataclasses.fields(cls)] for key, cls in classes.items()}
+    names["pattern"] += ["preset", "full_heads"]
+    found = {f"{key}.{name}": _reference(classes[key].__name__, name) for key in names for name in names[key]}
     for setting, (registry, base) in METHODS.items():
         shared = ["method", *(field.name for field in dataclasses.fields(base))]
         own = (field.name for name in registry for field in dataclasses.fields(resolve(name, registry, setting)))
@@ -163,8 +152,6 @@ def _fields(cls: type) -> dict[str, Schema]:
 def _field(field: dataclasses.Field, hint: Any, meaning: str | None) -> Schema:
     if field.metadata.get("engine"):
         found = _reference(EngineConfig.__name__)
-    elif field.name == "layer_patterns":
-        found = {"type": "array", "items": _reference("layer_pattern")}
     else:
         found = _reference(_DEFINED[field.name]) if field.name in _DEFINED else _type(hint)
     check = field.metadata.get("check")

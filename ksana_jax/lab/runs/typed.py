@@ -81,8 +81,8 @@ def explained(error: OmegaConfBaseException, task: str = "") -> ConfigError | Lo
         names = [f.name for f in dataclasses.fields(error.object_type)]
         close = nearest(str(error.key), names, cutoff=0.0)
         hint = f"the nearest is {close!r}" if close else "there are none here"
-        of_task = f" of task {task!r}" if str(key).startswith("settings.") else ""
-        return ConfigError(f"unknown key {key!r}{of_task}; {hint}")
+        whose = f" of task {task!r}" if str(key).startswith("settings.") else ""
+        return ConfigError(f"unknown key {key!r}{whose}; {hint}")
     message = str(error).splitlines()[0]
     if isinstance(error, KeyValidationError):
         message += ": a key is text, in quotes where YAML takes it for null or a number"
