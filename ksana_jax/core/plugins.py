@@ -180,8 +180,9 @@ def _module(spec: str, name: str, what: str) -> Any:
             raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error
-    for meant in (f"{folder}{os.sep}{top}{end}" for folder in _folders[:1] for end in (".py", f"{os.sep}__init__.py")):
-        taken = getattr(sys.modules[top], "__file__", None)
-        if taken is not None and os.path.isfile(meant) and not os.path.samefile(meant, taken):
-            raise ConfigError(f"{what} is {spec!r}, but {meant} is hidden by {taken}: rename it")
+    taken = getattr(sys.modules.get(top), "__file__", None)
+    for folder in _folders[:1] if taken and top != __name__.partition(".")[0] else ():
+        for meant in (os.path.join(folder, f"{top}.py"), os.path.join(folder, top, "__init__.py")):
+            if os.path.isfile(meant) and not os.path.samefile(meant, taken):
+                raise ConfigError(f"{what} is {spec!r}, but {meant} is hidden by {taken}: rename it")
     return found

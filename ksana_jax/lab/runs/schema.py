@@ -150,10 +150,8 @@ def _fields(cls: type) -> dict[str, Schema]:
 
 
 def _field(field: dataclasses.Field, hint: Any, meaning: str | None) -> Schema:
-    if field.metadata.get("engine"):
-        found = _reference(EngineConfig.__name__)
-    else:
-        found = _reference(_DEFINED[field.name]) if field.name in _DEFINED else _type(hint)
+    defined = EngineConfig.__name__ if field.metadata.get("engine") else _DEFINED.get(field.name)
+    found = _reference(defined) if defined else _type(hint)
     check = field.metadata.get("check")
     bounds = {} if check is None else {_BOUNDS[k]: v for k, v in check.keywords.items() if k in _BOUNDS}
     found |= {name: bound for name, bound in bounds.items() if bound is not None}
@@ -173,7 +171,7 @@ def _type(hint: Any) -> Schema:
         return {"anyOf": [_type(each) for each in args]}
     if origin in (list, tuple):
         return {"type": "array", "items": _type(args[0])}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _reference(hint.__name__)
     if hint in (int, float):  # or ${context:1/4}
         return {"type": [_TYPES[hint], "string"], "pattern": r"^\$\{"}
