@@ -180,7 +180,7 @@ def _module(spec: str, name: str, what: str) -> Any:
             raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error
-    taken = getattr(sys.modules.get(top), "__file__", None)
+    taken = getattr(sys.modules.get(top), "__file__", None) or ""
     for folder in _folders[:1] if taken and top != __name__.partition(".")[0] else ():
         for meant in (os.path.join(folder, f"{top}.py"), os.path.join(folder, top, "__init__.py")):
             if os.path.isfile(meant) and not os.path.samefile(meant, taken):
