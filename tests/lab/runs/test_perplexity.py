@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.config import load, plan
 from ksana_jax.lab.runs.report import report
 from ksana_jax.lab.runs.run import run
 from ksana_jax.lab.runs.significance import baseline_change
@@ -321,7 +322,7 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     (error,) = outcome.failed.values()
     assert error == (
         "ConfigError: settings.num_texts is 1, but the texts have 0 excerpts of 1,000 tokens: 400 tokens in total, "
-        "the longest 400; files: 1"
+        "the longest 400; files: 1. Set settings.num_tokens=401"
     )
 
 
@@ -340,6 +341,20 @@ def test_texts_that_are_too_few_are_refused_once_and_before_anything_runs(one_la
     fields["settings"] = {"texts": [text], **fields["settings"]}
     with pytest.raises(ConfigError, match=said):
         plan({"model": one_layer, "load_format": "dummy", "seeds": [0, 1, 2], **fields})
+
+
+def test_a_shipped_sweep_over_longer_texts_says_what_to_set(tmp_path):
+    (tmp_path / "mine.txt").write_text("def f(x):\n    return x\n" * 100)
+    pinned = [f"settings.texts=[{tmp_path / 'mine.txt'}]"]
+    with pytest.raises(
+        ConfigError, match=r"Set settings\.num_tokens=(\d+) and pattern\.window, 64 here, below"
+    ) as said:
+        load("sink_window", [*pinned, "settings.num_texts=30"])
+    length = int(re.search(r"num_tokens=(\d+)", str(said.value))[1])
+    fits = [*pinned, "settings.num_texts=30", "grid.pattern.window=[8,16]"]
+    assert load("sink_window", [*fits, f"settings.num_tokens={length}"]).trials
+    with pytest.raises(ConfigError, match=f"Set settings.num_tokens={length}$"):
+        load("sink_window", [*fits, f"settings.num_tokens={length + 1}"])
 
 
 def test_a_sample_is_spread_over_the_buckets_and_leaves_out_the_first():
