@@ -86,7 +86,7 @@ def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_
     Perplexity().draw(figure, made.rows)
     above, below = figure.axes
     assert [len(line.get_xdata()) for line in below.lines] == [3, 3, 3]
-    assert above.get_xlabel() == "window" and list(below.lines[0].get_xdata()) == [2, 4, 8]
+    assert above.get_xlabel() == "window (tokens)" and list(below.lines[0].get_xdata()) == [2, 4, 8]
 
 
 def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
@@ -401,7 +401,7 @@ def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, t
     figure = Figure()
     Perplexity().draw(figure, report(tmp_path / "out").rows)
     above, below = figure.axes
-    assert below.get_xlabel() == "num_sinks"
+    assert below.get_xlabel() == "attention sinks (tokens)"
     assert above.get_ylabel() == "ppl, positions 64–127"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]
 

@@ -144,7 +144,8 @@ def _errorbar(axes: Axes, points: Sequence[tuple[float, Change]], column: Column
     ]
     errors = list(zip(*ends, strict=True)) if any(map(any, ends)) else None
     for (x, _), y, (below, above) in zip(points, middle, ends, strict=True):
-        axes.update_datalim([(x, y - below), (x, y + above)])
+        if math.isfinite(y):
+            axes.update_datalim([(x, y - below), (x, y + above)])
     axes.errorbar([x for x, _ in points], middle, errors, capsize=1.5, elinewidth=0.6, capthick=0.6, **style)
 
 
