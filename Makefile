@@ -20,7 +20,7 @@ SIMULATIONS ?= 1000
 PAIRS ?= 5
 # Part of the long tests: make soak SHARD=1/3
 SHARD ?= 1/1
-# Long tests of packages that have not changed since the commit that .ci/speed.base names are left out: tests/unchanged.py
+# Long tests that no change since the commit in .ci/speed.base can affect are left out: tests/unchanged.py
 CHANGED ?= --changed
 
 RUN := $(VENV)/bin/python
@@ -35,7 +35,7 @@ help:
 	@echo "make demo     compare attention patterns on the embedded model: a table and a figure"
 	@echo "make real     the same on a pretrained model, SmolLM2-135M, fetched first: 94 MiB, Apache-2.0"
 	@echo "make serve    serve the embedded model over HTTP on port 8000    (ARGS=\"--port 8001 block_size=8\")"
-	@echo "make test     run the tests, without long ones of unchanged packages   (ARGS=\"-k name\", WORKERS=$(WORKERS))"
+	@echo "make test     run the tests, without long ones that no change affects (ARGS=\"-k name\", WORKERS=$(WORKERS))"
 	@echo "make nightly  run all tests, soak, soak-least, kernels and speed: hours"
 	@echo "make size     lines of each package and words, next to their limits in .ci/size.limits"
 	@echo "make speed    the host loop and throughput next to the commit in .ci/speed.base, in alternating pairs (PAIRS=$(PAIRS))"

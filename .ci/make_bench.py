@@ -48,7 +48,7 @@ class Entry:
     table: bool = False
 
 
-THROUGHPUT = "experiments.benches.throughput:Throughput"
+THROUGHPUT = "experiments.benches.throughput:PeerThroughput"
 
 
 def _throughput(model: str, dtype: str, minutes: float, repeats: int, only: tuple[str, ...] = ()) -> Entry:

@@ -37,7 +37,7 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="K/N", help="runs the K-th of N parts of the tests that were chosen")
     parser.addoption("--shard-files", metavar="K/N", help="the same in whole files, whose tests share programs")
     parser.addoption("--shard-cases", metavar="K/N", help="of what is compiled for an absent GPU, the K-th of N parts")
-    parser.addoption("--changed", action="store_true", help="leaves out long tests whose packages have not changed")
+    parser.addoption("--changed", action="store_true", help="leaves out long tests that no changed file can affect")
     parser.addoption("--device", help="runs the tests on another device: loopback, plugin, or `device` as JSON")
 
 
@@ -118,7 +118,7 @@ def pytest_report_header(config):
     without = ", ".join(processor.hidden())
     on = f"jax {version('jax')}, jaxlib {version('jaxlib')} on {device}" + f" without {without}" * bool(without)
     left_out = config.stash[LEFT_OUT]
-    return [on, *([f"left out, as their packages have not changed: {', '.join(left_out)}"] if left_out else [])]
+    return [on, *([f"left out, as no changed file affects them: {', '.join(left_out)}"] if left_out else [])]
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The fake network on a pool of a block codec: exact keys and values of the newest tokens, and codes of full blocks.
 
-A query sees hashes of what is read: of decoded codes, or of exact keys and values, which are in blocks of their own.
+A query reads hashes of the pool: of decoded codes, or of exact keys and values, which are in blocks of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SealingExecutor(StoringExecutor):
         group, (exact, _) = self.layout.places[layer][0], self.layout.residual_places[layer]
         q = a.positions[:, None]
         visible, weighed = [], []
-        with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
+        with np.errstate(all="ignore"):  # there is noise in slots that no query reads
             for source, keys, is_code in (
                 (groups[group], self._codes(layer, groups[group][0]), True),
                 (groups[exact[0]], self._exact(layer, groups), False),

@@ -84,16 +84,16 @@ def _main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
     if given.seed is not None:
-        lived = simulate(random.Random(given.seed), given.steps, kind_of(given.seed))
-        print(f"{lived.num_steps} steps, and all is well")
+        simulation = simulate(random.Random(given.seed), given.steps, kind_of(given.seed))
+        print(f"{simulation.num_steps} steps, and all is well")
         return
     began, seeds = time.perf_counter(), range(given.first, given.first + given.examples)
     with multiprocessing.Pool(given.workers) as pool:
-        lived = pool.imap_unordered(functools.partial(_live, given.steps), seeds, 16)
+        results = pool.imap_unordered(functools.partial(_simulated, given.steps), seeds, 16)
         seen: collections.Counter[str] = collections.Counter()
         steps = failed = 0
         met: set[tuple[str, ...]] = set()
-        for seed, count, events, drawn, error in lived:
+        for seed, count, events, drawn, error in results:
             steps += count
             met |= triples(drawn)
             seen.update(events)
@@ -115,7 +115,7 @@ def _main() -> None:
     raise SystemExit(bool(failed or few))
 
 
-def _live(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], set[str], str]:
+def _simulated(num_steps: int, seed: int) -> tuple[int, int, dict[str, int], set[str], str]:
     try:
         simulation = simulate(random.Random(seed), num_steps, kind_of(seed))
         return seed, simulation.num_steps, dict(simulation.seen), simulation.drawn(), ""

@@ -42,7 +42,7 @@ def reference_logprobs(
 
     Args:
       pattern: one, one for each layer, or one for each kv head of each layer; None takes the model's own.
-      in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query sees its cache; None evicts none.
+      in_cache: [L, T, T] bool, tokens that a layer has not evicted when a query attends to its cache; None evicts none.
       stored: what a cache makes of rotated keys, or of values [T, K, H]; None keeps them as they are.
       unrotated: whether `stored` gets keys before the rotation.
       exact: [T, T] bool, whether a query (first axis) reads a token as it is, whatever is stored; None for no query.

@@ -316,7 +316,7 @@ class Simulation:
         gives alone, so far."""
         rows, scheduler = self.engine.scheduler.rows, self.engine.scheduler
         for row in scheduler.order.tolist():
-            # The step ahead has placed it, and not advanced: what its prefix no longer sees is still there.
+            # The step ahead has placed it, and not advanced: what its prefix no longer attends to is still there.
             if self.engine.num_steps_under_way and rows.seqs[row] not in running:
                 continue
             for group in range(len(scheduler.layout.groups)):

@@ -1,4 +1,4 @@
-"""Decode steps whose rows have adapters, beside the same steps of an engine without adapters."""
+"""Compares decode steps whose rows have adapters with the same steps of an engine without adapters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ PROMPT = 32
 
 @dataclasses.dataclass
 class Lora(Bench):
-    """Measures the time of decode steps with adapters, each row the next of them by turns, and without.
+    """Measures the time of decode steps with adapters, assigned to rows in turn, and without.
 
     Adapters are random and change every matrix. Both engines have the same weights and serve the same prompts of 32
-    tokens."""
+    tokens.
+    """
 
     model: str = option("bench-s", MODEL_HELP)
     dtype: str = option("f32", "f32, bf16 or f16")

@@ -1,5 +1,5 @@
 """Output tokens per second of this and other engines on one checkpoint:
-`ksana bench experiments.benches.throughput:Throughput --peers .venv-peers`."""
+`ksana bench experiments.benches.throughput:PeerThroughput --peers .venv-peers`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ksana_jax.lab.runs.tasks.results import Measurement, ResultRow
 
 
 @dataclasses.dataclass
-class Throughput(throughput.Throughput):
+class PeerThroughput(throughput.Throughput):
     """Measures output tokens per second as `ksana bench throughput`, and those of other engines in turn.
 
     They serve the same requests with the same weights, dtype and threads. With --quantization, llama.cpp alone is given

@@ -146,7 +146,7 @@ class TokensInForward(Bench):
         legend(figure, above, ncols=3)
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """The time of a step as fixed_s + tokens / most."""
 
     fixed_s: float
@@ -158,7 +158,7 @@ class Line(NamedTuple):
         return self.fixed_s * self.most
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Line | None:
+def fit(points: Sequence[tuple[float, float]]) -> FittedLine | None:
     """Fits the line a + b x tokens to (tokens, seconds) by least squares of relative errors.
 
     Returns None if there are fewer than two points, or times do not rise.
@@ -169,7 +169,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Line | None:
         return None
     tokens, seconds = np.array(points, float).T
     (fixed_s, per_token), *_ = np.linalg.lstsq(np.stack([1 / seconds, tokens / seconds], 1), np.ones(len(points)))
-    return Line(max(float(fixed_s), 0.0), float(1 / per_token)) if per_token > 0 else None
+    return FittedLine(max(float(fixed_s), 0.0), float(1 / per_token)) if per_token > 0 else None
 
 
 def flop_per_token(model: ModelConfig, context: int) -> int:

@@ -21,7 +21,7 @@ PAGED = ("cuDNN paged", "jax paged_attention")
 DECODES = ("64x4k", "32x4k", "8x8k", "1x128k+31x4k", "256x512", "1x32k", "1x4k")
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """One line of the table. who: prefix of the candidates that count."""
 
     title: str
@@ -31,17 +31,17 @@ class Line(NamedTuple):
 
 
 LINES = (
-    *(Line(f"decode {case}", "decode, blocks of 64", case, "hopper_decode") for case in DECODES),
-    *(Line(f"decode 64x4k, {kind}", "quantised", "64x4k", f"hopper_decode, {kind}") for kind in ("int8", "e4m3")),
-    Line("prefill, causal 8k", "prefill", "causal 8192, tiles of 128", "hopper_prefill"),
-    Line("chunk of 512 at 4k", "mixed", "chunk of 512 at 4k", "hopper_prefill"),
-    Line("write of 8k tokens, after a copy of them", "kv write", "8192 tokens", "hopper, 1 "),
+    *(TableLine(f"decode {case}", "decode, blocks of 64", case, "hopper_decode") for case in DECODES),
+    *(TableLine(f"decode 64x4k, {kind}", "quantised", "64x4k", f"hopper_decode, {kind}") for kind in ("int8", "e4m3")),
+    TableLine("prefill, causal 8k", "prefill", "causal 8192, tiles of 128", "hopper_prefill"),
+    TableLine("chunk of 512 at 4k", "mixed", "chunk of 512 at 4k", "hopper_prefill"),
+    TableLine("write of 8k tokens, after a copy of them", "kv write", "8192 tokens", "hopper, 1 "),
     *(
-        Line(f"a layer without attention, {rows} rows", "products", f"{rows} rows", "hopper, where it pays")
+        TableLine(f"a layer without attention, {rows} rows", "products", f"{rows} rows", "hopper, where it pays")
         for rows in (8, 16, 64)
     ),
     *(
-        Line(f"the same, all four products ours, {rows} rows", "products", f"{rows} rows", "hopper, all four")
+        TableLine(f"the same, all four products ours, {rows} rows", "products", f"{rows} rows", "hopper, all four")
         for rows in (8, 64)
     ),
 )
@@ -73,7 +73,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(["", "| engine | |", "|---|---:|", *engine] if engine else [])])
 
 
-def _measured(records: Sequence[dict[str, Any]], line: Line, copy: Mapping[int, float]) -> str:
+def _measured(records: Sequence[dict[str, Any]], line: TableLine, copy: Mapping[int, float]) -> str:
     """Title, time and share of a copy of our fastest record of a line, then the fastest peers."""
     times = [r for r in records if _is_time(r) and (r["metric"], r["case"]) == (line.metric, line.case)]
     mine = min((r for r in times if r["ours"] and r["who"].startswith(line.who)), key=lambda r: r["us"])

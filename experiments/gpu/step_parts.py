@@ -22,7 +22,7 @@ STEPS = 10
 PROFILED = 3
 
 
-class Step:
+class MeasuredStep:
     """A decode step of `batch` rows with texts of `text` tokens, in blocks anywhere in the pool.
 
     Attributes:
@@ -89,7 +89,7 @@ class Step:
         return SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros)
 
 
-def take_apart(context: Context, step: Step) -> None:
+def take_apart(context: Context, step: MeasuredStep) -> None:
     """Times a step in other ways and looks into its program; each way that fails costs only itself."""
     program = step.runner.programs[step.key]
     with gzip.open(context.out / "step_after_optimizations.txt.gz", "wt") as file:
@@ -109,7 +109,7 @@ def take_apart(context: Context, step: Step) -> None:
             context.attempt("profile of a step", lambda: _profile(context, step, step.on_device(program)))
 
 
-def _time(context: Context, step: Step, name: str, make: Callable[[], Callable[[int], Any]]) -> None:
+def _time(context: Context, step: MeasuredStep, name: str, make: Callable[[], Callable[[int], Any]]) -> None:
     with context.guard(step.runner.implementation.name, name, seconds=COMPILE_S):
         sampler = Dispatched(make(), STEPS)
     times, failed, readings = measured(context, {name: sampler}, count=5)
@@ -119,7 +119,7 @@ def _time(context: Context, step: Step, name: str, make: Callable[[], Callable[[
     context.value(f"step of {step.label}: {name}", times[name].median * 1e3, "ms")
 
 
-def network_alone(step: Step) -> Callable[[int], Any]:
+def network_alone(step: MeasuredStep) -> Callable[[int], Any]:
     """The network without attention and cache, and the most probable tokens: matrix products and what XLA fuses."""
     from ksana_jax.models.transformer import forward, logits
 
@@ -143,13 +143,13 @@ def _with_all(q, k, v):
     return q + 1e-3 * jnp.repeat(k + v, group, axis=-2)
 
 
-def _without_command_buffers(step: Step):
+def _without_command_buffers(step: MeasuredStep):
     lowered = step.lowered if step.lowered is not None else step.runner.lower(step.key)
     on_gpu = step.runner.platform == "gpu"
     return lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""} if on_gpu else None)
 
 
-def _launches(context: Context, step: Step) -> None:
+def _launches(context: Context, step: MeasuredStep) -> None:
     """The compiler's list of launches of the step, as a file and counted."""
     from tests.kernel_report.report import count_thunks
 
@@ -165,7 +165,7 @@ def _launches(context: Context, step: Step) -> None:
     context.record("fact", name="launches of a step", case=step.label, inside=inside, outside=outside)
 
 
-def _profile(context: Context, step: Step, call: Callable[[int], Any]) -> None:
+def _profile(context: Context, step: MeasuredStep, call: Callable[[int], Any]) -> None:
     folder = context.folder / "profile"
     jax.block_until_ready(call(0))
     with jax.profiler.trace(str(folder)):

@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclasses.dataclass
-class Case:
+class TorchCase:
     """See `cases.Case`; `sets` is how many copies of keys and values calls rotate through."""
 
     lengths: list[int]
@@ -91,7 +91,7 @@ def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 class Dense:
     """Keys and values [R, K, T, H] without blocks."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         self.case = case
         self.q, self.kv = case.dense()
 
@@ -117,7 +117,7 @@ class Dense:
 class Sdpa(Dense):
     """torch.nn.functional.scaled_dot_product_attention with one of its back ends."""
 
-    def __init__(self, case: Case, backend: str):
+    def __init__(self, case: TorchCase, backend: str):
         from torch.nn.attention import SDPBackend
 
         if not case.full:
@@ -135,7 +135,7 @@ class Sdpa(Dense):
 class Flex(Dense):
     """FlexAttention, compiled; its block mask skips what a window hides."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         super().__init__(case)
@@ -158,7 +158,7 @@ class Flex(Dense):
 class Paged:
     """Blocks in a pool; decode only."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         if case.prefill:
             raise NotImplementedError("prefill over blocks is not written for this peer")
         self.case = case
@@ -188,7 +188,7 @@ class Paged:
 class FlashInfer(Paged):
     """flashinfer.BatchDecodeWithPagedKVCacheWrapper, layout NHD."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         import flashinfer
 
         super().__init__(case)
@@ -218,7 +218,7 @@ class FlashInfer(Paged):
 class FlashAttention3(Paged):
     """flash_attn_interface.flash_attn_with_kvcache of FlashAttention 3, with a page table."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         from flash_attn_interface import flash_attn_with_kvcache
 
         super().__init__(case)
@@ -243,7 +243,7 @@ class FlashAttention3(Paged):
 class Vllm(Paged):
     """vLLM's Triton kernel, unified_attention."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: TorchCase):
         from vllm.v1.attention.ops.triton_unified_attention import (
             unified_attention,
         )

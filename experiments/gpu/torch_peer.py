@@ -62,7 +62,7 @@ class Timed:
         return start.elapsed_time(end) * 1e-3 / (self._repeats * self._calls)
 
 
-class Server:
+class TorchServer:
     """Implementations that `peer.TorchPeer` can request."""
 
     def __init__(self):
@@ -82,7 +82,7 @@ class Server:
 
     def prepare(self, kind: str, calls: int, **case: Any) -> dict[str, Any]:
         """Builds a kernel of `torch_kernels.KINDS` for a case and checks it: {"relative_error", "mode"}."""
-        kernel = torch_kernels.KINDS[kind](torch_kernels.Case(**case))
+        kernel = torch_kernels.KINDS[kind](torch_kernels.TorchCase(**case))
         error = kernel.relative_error()
         timed = Timed(kernel.call, calls)
         self._timed[kind] = timed
@@ -137,7 +137,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.manual_seed(0)
-    server = Server()
+    server = TorchServer()
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -15,14 +15,14 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.loading.adapter import CONFIG, PREFIX, WEIGHTS, modules_of
 
 
-class Pair(NamedTuple):
+class LowRankPair(NamedTuple):
     """The two matrices of a module: its weight W [out, in] becomes W + (alpha / r) B A."""
 
     a: np.ndarray  # [r, in]
     b: np.ndarray  # [out, r]
 
 
-def export_adapter(folder: Path, pairs: Mapping[str, Pair], rank: int, alpha: float, base: str = "") -> None:
+def export_adapter(folder: Path, pairs: Mapping[str, LowRankPair], rank: int, alpha: float, base: str = "") -> None:
     """Writes a LoRA adapter.
 
     Args:
@@ -49,11 +49,11 @@ def export_adapter(folder: Path, pairs: Mapping[str, Pair], rank: int, alpha: fl
     write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
-def random_adapter(config: ModelConfig, rank: int, seed: int, std: float = 0.02) -> dict[str, Pair]:
+def random_adapter(config: ModelConfig, rank: int, seed: int, std: float = 0.02) -> dict[str, LowRankPair]:
     """Returns normal numbers for all modules of a model that adapters may change."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
         return (std * rng.standard_normal(shape)).astype(np.float32)
 
-    return {name: Pair(draw(rank, m.columns), draw(m.rows, rank)) for name, m in modules_of(config).items()}
+    return {name: LowRankPair(draw(rank, m.columns), draw(m.rows, rank)) for name, m in modules_of(config).items()}

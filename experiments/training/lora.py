@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.training.adapter_export import Pair, export_adapter
+from experiments.training.adapter_export import LowRankPair, export_adapter
 from experiments.training.settings import LoraSettings, TrainConfig
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.loading.adapter import modules_of
 from ksana_jax.models.params import Params
 
 # An adapter by the names of its modules.
-Adapter = Mapping[str, Pair]
+Adapter = Mapping[str, LowRankPair]
 
 
-def first_adapter(lora: LoraSettings, config: ModelConfig, seed: int) -> dict[str, Pair]:
+def first_adapter(lora: LoraSettings, config: ModelConfig, seed: int) -> dict[str, LowRankPair]:
     """Returns the adapter before the first step, in float32, which changes nothing yet.
 
     Raises:
@@ -40,7 +40,7 @@ def first_adapter(lora: LoraSettings, config: ModelConfig, seed: int) -> dict[st
     for name, module in sorted(found.items()):
         limit = module.columns**-0.5
         a = rng.uniform(-limit, limit, (lora.rank, module.columns))
-        pairs[name] = Pair(jnp.asarray(a, jnp.float32), jnp.zeros((module.rows, lora.rank), jnp.float32))  # pyright: ignore[reportArgumentType]
+        pairs[name] = LowRankPair(jnp.asarray(a, jnp.float32), jnp.zeros((module.rows, lora.rank), jnp.float32))  # pyright: ignore[reportArgumentType]
     return pairs
 
 

@@ -70,7 +70,7 @@ class TextOptions:
       top_p: sample from the smallest set of tokens with this probability.
       seed: equal seeds give equal texts.
       dtype: weights and KV: f32, bf16, f16, or auto for the checkpoint's.
-      numerics: fast, or invariant: the same bits however a text is served.
+      numerics: fast, or invariant: the same bits however a request is served.
       window: attention window in tokens.
       num_sinks: sink tokens at cache positions, with --window.
       max_model_len: maximum tokens of prompt plus output.

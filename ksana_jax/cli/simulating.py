@@ -100,7 +100,7 @@ def fit(
     from ksana_jax.core.files import write_atomic
     from ksana_jax.lab.recording import read
     from ksana_jax.lab.simulator.fit import fit as fitted
-    from ksana_jax.lab.simulator.move_cost import Link
+    from ksana_jax.lab.simulator.move_cost import TransferLink
 
     checks.require(checks.one_of("--method", method, ("affine", "table")), error=ConfigError)
     made = read(steps)
@@ -115,7 +115,7 @@ def fit(
     print(f"host: {cost.host.step_s * 1e6:,.0f} us a step and {cost.host.row_s * 1e6:,.2f} us a row")
     print(f"moves: {cost.provenance['moves']}")
     for way, link in dataclasses.asdict(cost.move).items():
-        if link != dataclasses.asdict(Link()):
+        if link != dataclasses.asdict(TransferLink()):
             rate = "any rate" if link["bytes_per_s"] is None else f"{link['bytes_per_s'] / 1e9:,.2f} GB/s"
             print(f"  {way}: {link['fixed_s'] * 1e6:,.0f} us and {rate}")
     print(f"{out}: {len(cost.shapes)} shapes")

@@ -52,7 +52,7 @@ class ModelConfig:
       embed_scale, residual_scale, logit_scale: factors of the embedding's rows, of the outputs of attention and MLP
         when they are added to hidden states, and of the logits.
       position_offset: a table with a row for each position is added to the embedding, with so many rows before that of
-        position 0; None for no such table. Texts then have no more than max_position tokens.
+        position 0; None for no such table. Sequences then have no more than max_position tokens.
       max_position: context length in tokens that the model was trained for.
       kv_layers: for each layer, the one whose keys and values it reads, see `core.shared_kv`; None if each has its own.
       kept: weights that stay in memory in a type of their file, with `quantization: stored`: (path in Params, type).
@@ -166,7 +166,7 @@ class ModelConfig:
         return dataclasses.replace(self, num_layers=num_layers, **cut)
 
 
-# Text positions and numbers of blocks, which are int32, stay below FAR.
+# Positions and numbers of blocks, which are int32, stay below FAR.
 MAX_TOKENS = FAR - 1
 # The host keeps arrays with a row for each.
 MAX_SEQS = 2**20
@@ -258,10 +258,9 @@ class EngineConfig:
       max_lora_rank: maximum rank of an adapter.
       max_cpu_loras: adapters kept in host memory, beside the adapters of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
-      device: the device to run on, for the whole process: a platform of jax, such as "cpu", "cuda" or an
-        installed PJRT plugin's ("npu"); or a mapping {"platform": "npu", "plugin": "installed" | PATH.so |
-        "module:function", "options": {}, "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`.
-        None is jax's own.
+      device: the device of the whole process: a platform of jax, such as "cpu", "cuda" or an installed PJRT plugin's
+        "npu"; or {"platform": "npu", "plugin": "installed" | PATH.so | "package.module:function", "options": {},
+        "donation": true, "memory_bytes": null, "features": {}}, see `DeviceTarget`. None takes jax's default.
       distributed: processes, usually one on each host, that divide the model among all of their devices:
         {"coordinator_address": "10.0.0.1:1234", "num_processes": 2, "process_id": 0} (`HostsSetting`), or
         "auto" under Slurm, Open MPI or another launcher that jax knows. tensor_parallel_size counts the devices of all;

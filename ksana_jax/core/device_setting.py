@@ -88,7 +88,10 @@ class DeviceTarget:
                 known = ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in FEATURES.items())
                 raise ConfigError(f"device.features has {name}: {value!r:.40}; there are {known}")
         if self.plugin == INSTALLED and self.options:
-            raise ConfigError("device.options are for a plugin given by its path: an installed one has its own")
+            raise ConfigError(
+                "device.options are for a plugin given by its path or as 'package.module:function': "
+                "an installed one has its own"
+            )
         if self.plugin.endswith(".so") and not Path(self.plugin).is_file():
             raise ConfigError(f"device.plugin is {self.plugin}, and there is no such file")
         checks.require(

@@ -61,7 +61,7 @@ class FolderLock:
         self._finalizer()
 
     def _leave_to_parent(self) -> None:
-        """Closes a forked child's copy of the descriptor, with which it would hold the lock as long as it lives."""
+        """Closes a forked child's copy of the descriptor, with which it would hold the lock for its lifetime."""
         if self._finalizer.detach():
             os.close(self._descriptor)
 

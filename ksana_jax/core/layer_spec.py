@@ -29,8 +29,8 @@ class RopeConfig:
 
     Fields beyond `theta` belong to some kinds only, and are named as in Hugging Face's `rope_scaling`.
     original_max_len: context in tokens before scaling (dynamic, llama3, yarn, longrope).
-    factors: divisors of the frequencies ("factors": the form in which GGUF has llama3; longrope: of texts beyond
-      original_max_len, arXiv:2402.13753). short_factors: of texts up to it (longrope).
+    factors: divisors of the frequencies ("factors": the form in which GGUF has llama3; longrope: of sequences beyond
+      original_max_len, arXiv:2402.13753). short_factors: of sequences up to it (longrope).
     partial_rotary_factor: part of a head's numbers that is rotated; the others keep their values at every position.
     "none" rotates nothing: such a layer tells positions apart by its mask alone (NoPE, arXiv:2305.19466).
     """

@@ -16,7 +16,7 @@ class StepRecord(NamedTuple):
     num_preemptions: since the engine started. unshared_blocks: blocks that running sequences would hold at the peak
     without sharing. cached_blocks: blocks kept for their content, without an owner. live_blocks: blocks_in_use and the
     blocks of the sequences that the step ends, which are released with it: the pool's blocks for the next tokens of
-    all texts, if they continue.
+    all sequences, if they continue.
 
     Inputs of cost models (`ksana_jax.lab.simulator`), because the step's time depends on them:
 
@@ -60,7 +60,7 @@ class StepRecord(NamedTuple):
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Tokens of the rows that computed more than one token of their text."""
+        """Tokens of the rows that computed more than one token of their sequence."""
         return self.num_tokens - self.num_decodes - self.num_draft_tokens
 
     def without_times(self) -> StepRecord:

@@ -1,4 +1,4 @@
-"""Attention patterns: which cached text positions a query sees. Plain numbers; no jax, no blocks.
+"""Attention patterns: which cached positions a query attends to. Plain numbers; no jax, no blocks.
 
 One definition, `AttentionPattern.visible`, serves NumPy and jax arrays alike, and everything is tested against it.
 `stack` turns one pattern per layer into arrays [L], which enter the compiled step as data: a sweep over windows and
@@ -38,7 +38,7 @@ class PatternArrays(NamedTuple):
     sink_ceiling: Any
 
     def visible(self, q_pos, kv_pos):
-        """Boolean mask of the keys that each query sees; shapes broadcast. Keys at or beyond FAR are never seen."""
+        """Boolean mask of the keys that each query attends to, never those at or beyond FAR; shapes broadcast."""
         return mask.visible(self, q_pos, kv_pos)
 
     def repositioned(self, q_pos, kv_pos):
@@ -48,16 +48,16 @@ class PatternArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPattern:
-    """Decides which keys j a query i sees: j <= i and (near, or sink, or global), where
+    """Decides to which keys j a query i attends: j <= i and (near, or sink, or global), where
 
       near    i - j < window and (i - j) % stride == 0
       sink    j < num_sinks
       global  global_every is given and j % global_every == 0
 
     Args:
-      window: tokens, including the query's own; None sees the whole text.
-      num_sinks: number of first tokens of the text that stay visible.
-      stride: 1 is dense; 2 sees every second token of the window (dilated).
+      window: tokens, including the query's own; None attends to the whole sequence.
+      num_sinks: number of first tokens of the sequence that stay visible.
+      stride: 1 is dense; 2 attends to every second token of the window (dilated).
       global_every: positions that are multiples of this stay visible.
       sink_position: the position from which a query looks at a sink. None, the default, becomes "cache" if there are
         both a window and sinks, and "absolute" otherwise.
@@ -113,13 +113,13 @@ class AttentionPattern:
 
     @property
     def full_until(self) -> int:
-        """A length of text up to which the pattern surely equals full attention: queries see all earlier tokens, from
-        their own positions. Exact for dense patterns without global positions."""
+        """A sequence length up to which the pattern surely equals full attention: queries attend to all earlier tokens,
+        from their own positions. Exact for dense patterns without global positions."""
         if self.stride > 1:
             return 1
         if self.window is None:
             return FAR
-        # Window 4, 2 sinks: query 6 is the first that does not see some position, 2, or sees it from elsewhere.
+        # Window 4, 2 sinks: query 6 is the first that does not attend to some position, 2, or does so from elsewhere.
         full_until = self.window + self.num_sinks
         if self.num_sinks and self.sink_position == "ceiling":
             # Window 2, ceiling 4: query 5 is the first to see position 0 from elsewhere.
@@ -145,7 +145,7 @@ class AttentionPattern:
         return PatternArrays(*(np.int32(v) for v in values))
 
     def visible(self, q_pos, kv_pos):
-        """Boolean mask of the keys that each query sees; shapes broadcast."""
+        """Boolean mask of the keys that each query attends to; shapes broadcast."""
         return self.arrays().visible(q_pos, kv_pos)
 
     def __str__(self) -> str:

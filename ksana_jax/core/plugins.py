@@ -1,6 +1,6 @@
 """Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
 
-A policy or a task can thus live in the user's project. Modules are found on the Python path and in the working
+A policy or a task can thus be in the user's project. Modules are found on the Python path and in the working
 directory. Names in files of others are resolved within `trusting`.
 """
 

@@ -11,7 +11,7 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.errors import LoadError, system_reason
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.sources.resolve import adapter_path
-from ksana_jax.loading.adapter import CONFIG, WEIGHTS, Adapter, read_adapter
+from ksana_jax.loading.adapter import CONFIG, WEIGHTS, HostAdapter, read_adapter
 from ksana_jax.runner.adapted import AdaptedRunner
 from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
 
@@ -94,12 +94,12 @@ class Adapters:
             self._kept.clear()
             self.slots.clear()
 
-    def _read(self, folder: Path) -> Adapter:
-        adapter: Adapter = self._of_file(folder)
+    def _read(self, folder: Path) -> HostAdapter:
+        adapter: HostAdapter = self._of_file(folder)
         if adapter.lengths is None:
             return adapter
         return adapter._replace(layers=self._with_lengths(adapter.layers, adapter.lengths), lengths=None)
 
 
-def _write(runner: AdaptedRunner, slot: int, adapter: Adapter) -> None:
+def _write(runner: AdaptedRunner, slot: int, adapter: HostAdapter) -> None:
     runner.write_adapter(slot, adapter.layers)

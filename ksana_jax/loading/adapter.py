@@ -53,7 +53,7 @@ MAX_PATTERN_LENGTH = 2**18
 MAX_CHECKED = 1000  # keys; adapters in use have one for each module at most
 
 
-class Adapter(NamedTuple):
+class HostAdapter(NamedTuple):
     """An adapter in host memory.
 
     layers: its changes, in the type of the engine. lengths: float32 [out] by field of each layer, that rows of the
@@ -74,7 +74,7 @@ class Module(NamedTuple):
     fields: list[tuple[int, str, np.ndarray | None]]
 
 
-def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -> Adapter:
+def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -> HostAdapter:
     """Reads an adapter of a model.
 
     Args:
@@ -121,7 +121,7 @@ def read_adapter(folder: Path, config: ModelConfig, dtype: str, max_rank: int) -
                 )
                 break
     digest = _digest([*layers, *lengths] if has_lengths else layers)
-    return Adapter(tuple(layers), tuple(lengths) if has_lengths else None, largest, digest)
+    return HostAdapter(tuple(layers), tuple(lengths) if has_lengths else None, largest, digest)
 
 
 def _check_settings(settings: Mapping[str, Any], source: str) -> None:

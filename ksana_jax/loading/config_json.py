@@ -21,7 +21,7 @@ logger = logging.getLogger("ksana_jax")
 MAX_JSON_BYTES = 16 * 2**20
 
 
-class Tokenizer(Protocol):
+class SizedTokenizer(Protocol):
     """The part of a tokenizer that `check_tokenizer` uses."""
 
     @property
@@ -84,7 +84,7 @@ def listed(ids: Any) -> list[Any]:
     return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_tokenizer(config: ModelConfig, tokenizer: SizedTokenizer) -> None:
     """Checks that a tokenizer fits the model. Either may have more ids than the other.
 
     Embeddings are often padded, and some tokenizers name tokens without rows in the embedding, such as the image

@@ -23,7 +23,7 @@ ROTATED = {f"{kind}_{part}" for kind in "wb" for part in "qk"} | {f"{part}_norm"
 ROTATED |= {f"{part}_proj_norm" for part in "qk"}
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """The tensors of one weight.
 
     tensors: Hugging Face name -> shape. Several are stacked; a single one may hold the weight as a part, or with its
@@ -79,7 +79,7 @@ class Source(NamedTuple):
         turned[(slice(None), self.rows) if self.stacked else self.rows] = weight
 
 
-def sources_of(config: ModelConfig) -> list[Source]:
+def sources_of(config: ModelConfig) -> list[WeightSource]:
     """Returns the place of each weight, in the order of jax.tree.leaves.
 
     Raises:
@@ -96,17 +96,17 @@ def sources_of(config: ModelConfig) -> list[Source]:
         elif isinstance(name, tuple):
             if len(name) != shape[0]:
                 raise ConfigError(f"family {config.family} names {len(name)} rows of weight {field}, it has {shape[0]}")
-            source = Source({row: shape[1:] for row in name})
+            source = WeightSource({row: shape[1:] for row in name})
         elif "{}" in name:
-            source = Source({name.format(i): shape[1:] for i in range(shape[0])})
+            source = WeightSource({name.format(i): shape[1:] for i in range(shape[0])})
         else:
-            source = Source({name: shape})
+            source = WeightSource({name: shape})
         source = source if layer is None or field not in ROTATED else _for_rotation(source, config, layer, shape)
         found.append(source._replace(field=field))
     return found
 
 
-def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[int, ...]) -> Source:
+def _for_rotation(source: WeightSource, config: ModelConfig, layer: int, shape: tuple[int, ...]) -> WeightSource:
     """Returns the places of rotated heads' rows, in the engine's order."""
     spec, neighbours = config.layers[layer].attention, FAMILIES[config.family].rotates_neighbours
     order = row_order(spec.rope, spec.head_dim, neighbours)
@@ -116,7 +116,7 @@ def _for_rotation(source: Source, config: ModelConfig, layer: int, shape: tuple[
     return source._replace(rows=rows.reshape(-1, spec.head_dim)[:, order].reshape(-1))
 
 
-def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> Source:
+def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> WeightSource:
     groups, fields = getattr(config, view.groups) if view.groups else 1, view.fields or (field,)
     num_stacks = int(stated(field, "loading").stacked)
     sizes = [getattr(shapes, name)[num_stacks] for name in fields]
@@ -128,7 +128,7 @@ def _part(field: str, view: View, config: ModelConfig, shapes: LayerParams) -> S
     stack, rest = getattr(shapes, field)[:num_stacks], getattr(shapes, field)[1 + num_stacks :]
     shape = (sum(sizes), *rest)
     whole = (*stack, *(shape[::-1] if view.transposed else shape))
-    return Source({view.tensor: whole}, field, rows, view.transposed, bool(stack))
+    return WeightSource({view.tensor: whole}, field, rows, view.transposed, bool(stack))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

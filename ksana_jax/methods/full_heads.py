@@ -1,4 +1,4 @@
-"""The field `full_heads` of a pattern: kv heads that see the whole text, while the others follow the pattern.
+"""The field `full_heads` of a pattern: kv heads that attend to the whole sequence, while the others follow the pattern.
 
 Source: DuoAttention, arXiv:2410.10819: retrieval heads keep all tokens, streaming heads sinks and recent ones.
 """
@@ -27,7 +27,7 @@ class ChosenHeads:
 
     Args:
       share: of all kv heads, from 0 to 1; the paper's for models with grouped queries.
-      statistics: a file of `ksana calibrate --for duoattention`, whose scores say which heads need the whole text;
+      statistics: a file of `ksana calibrate --for duoattention`, whose scores say which heads need the whole sequence;
         None draws heads by the seed.
       lowest: True takes the heads with the lowest scores, as a control.
       seed: of the draw.

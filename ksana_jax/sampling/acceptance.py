@@ -1,6 +1,6 @@
 """Rules for accepting draft tokens: pure functions of NumPy or jax arrays, under jit too.
 
-A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first after the text and each further one
+A draft has K tokens x_1 .. x_K. The target gives K + 1 distributions, the first after the sequence and each further one
 after one more draft token; the draft model gave K, and the draft tokens were drawn from them.
 """
 
@@ -18,8 +18,8 @@ def equal_sampled(tokens: Array, following: Array) -> Array:
     not are accepted, see `num_before`.
 
     The tokens sampled up to there, and the one that differs from the draft, equal plain decoding's: each was drawn
-    from the model's distribution after the text before it, with the random numbers of its place. The one that differs
-    must not be drawn again, or the drafts would bias it.
+    from the model's distribution after the sequence before it, with the random numbers of its place. The one that
+    differs must not be drawn again, or the drafts would bias it.
 
     Args:
       tokens: [J] sampled after rows' newest tokens and after draft tokens.
@@ -82,7 +82,7 @@ def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
 
     Args:
       p: [R, K + 1, V] distributions of the target, as it samples from them. q: [R, K, V] distributions that the draft
-        tokens were drawn from: after temperature, truncation and penalties, or texts are biased.
+        tokens were drawn from: after temperature, truncation and penalties, or outputs are biased.
       ids: [R, K] draft tokens.
 
     Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
@@ -93,7 +93,7 @@ def rejection_probabilities(p: Array, q: Array, ids: Array, xp: Any) -> Array:
 
 
 def accept_rejection(p: Array, q: Array, ids: Array, counts: Array, uniforms: Array, xp: Any) -> tuple[Array, Array]:
-    """Accepts draft tokens one after the other; texts have the target's distribution.
+    """Accepts draft tokens one after the other; outputs have the target's distribution.
 
     Args:
       p, q, ids: see `rejection_probabilities`. counts: [R] draft tokens of each row.

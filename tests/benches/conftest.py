@@ -1,7 +1,7 @@
 import pytest
 
 from ksana_jax.lab.bench import bounds, throughput
-from ksana_jax.lab.bench.bounds import LeastWork, Rates
+from ksana_jax.lab.bench.bounds import Rates, WorkBound
 from tests.benches.fakes import FakeLLM
 
 
@@ -24,6 +24,6 @@ def engines(monkeypatch):
     monkeypatch.setattr(throughput, "run", run)
     monkeypatch.setattr(bounds, "measure_rates", lambda dtype: Rates(1.0, 1.0))
     monkeypatch.setattr(
-        bounds, "work_of", lambda model, dtype, prompts, outputs, weights_bytes: LeastWork(len(prompts) / 4, 0.25)
+        bounds, "work_of", lambda model, dtype, prompts, outputs, weights_bytes: WorkBound(len(prompts) / 4, 0.25)
     )
     return made

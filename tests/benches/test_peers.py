@@ -9,7 +9,7 @@ import pytest
 from experiments.benches import throughput
 from experiments.benches.peer_process import PeerProcess
 from experiments.benches.peers import PEERS, PeerSpec
-from experiments.benches.throughput import Throughput
+from experiments.benches.throughput import PeerThroughput
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.bench.core import Unavailable
 from ksana_jax.lab.bench.throughput import BOUND, OURS, STEPS
@@ -17,7 +17,7 @@ from tests.benches.fakes import rows_of
 
 
 def test_a_missing_environment_of_peers_gives_rows_that_say_so(engines, tmp_path):
-    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path / "none")))
+    rows, made = rows_of(PeerThroughput(num_blocks=10, requests=(2,), peers=str(tmp_path / "none")))
     assert all(rows[label, 2].mean("run_s") is None for label in PEERS)
     absent = f"absent, there is no environment {tmp_path / 'none'}: `make peers`"
     [note] = [note for note in made.notes if absent in note]
@@ -49,7 +49,7 @@ class FakePeer:
 def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch, tmp_path):
     monkeypatch.setattr(throughput, "PeerProcess", FakePeer)
     monkeypatch.setattr(throughput, "_export", lambda *_: None)
-    rows, made = rows_of(Throughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
+    rows, made = rows_of(PeerThroughput(num_blocks=10, requests=(2,), peers=str(tmp_path)), repeats=2)
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
     assert made.conclusion == (
@@ -67,7 +67,7 @@ def test_llama_cpp_alone_is_given_a_gguf_file(engines, monkeypatch, tmp_path):
     )
     path = tmp_path / "model.gguf"
     path.touch()
-    bench = Throughput(str(path), quantization="stored", num_blocks=10, requests=(2,), peers=str(tmp_path))
+    bench = PeerThroughput(str(path), quantization="stored", num_blocks=10, requests=(2,), peers=str(tmp_path))
     rows, made = rows_of(bench)
     assert given == [("of_llama_cpp", str(path))]
     assert {label for label in PEERS if rows[label, 2].mean("run_s") is not None} == {"llama.cpp, benchmark's loop"}
@@ -82,7 +82,7 @@ def test_all_peers_are_given_the_numbers_of_a_gguf_file_that_is_dequantised(engi
     monkeypatch.setattr(throughput, "_export", lambda *asked: exported.append(asked))
     path = tmp_path / "model.gguf"
     path.touch()
-    rows_of(Throughput(str(path), dtype="bf16", num_blocks=10, requests=(2,), peers=str(tmp_path)))
+    rows_of(PeerThroughput(str(path), dtype="bf16", num_blocks=10, requests=(2,), peers=str(tmp_path)))
     [(source, folder, *how)] = exported
     assert (source, how) == (path, ["bf16", "auto", 0])
     assert given == {(spec.script, str(folder)) for spec in PEERS.values()}
@@ -100,13 +100,13 @@ def test_the_repetition_that_warms_up_asks_for_an_eighth_of_the_tokens_of_the_pe
 
     monkeypatch.setattr(throughput, "PeerProcess", Peer)
     monkeypatch.setattr(throughput, "_export", lambda *_: None)
-    rows, made = rows_of(Throughput(num_blocks=10, requests=(1,), peers=str(tmp_path), only=("transformers",)))
+    rows, made = rows_of(PeerThroughput(num_blocks=10, requests=(1,), peers=str(tmp_path), only=("transformers",)))
     assert asked == [("Static", [16]), ("Continuous", [16]), ("Static", [128]), ("Continuous", [128])]
     labels = [BOUND, OURS, STEPS, "transformers, static batch", "transformers, continuous"]
     assert [label for label, _ in rows] == labels
     assert "Peers left out: vLLM; llama.cpp, benchmark's loop." in made.notes
     with pytest.raises(ConfigError, match="only is 'vllm', must begin the name of a peer: transformers, static"):
-        Throughput(only=("vllm",)).cases()
+        PeerThroughput(only=("vllm",)).cases()
 
 
 PEER = """

@@ -258,7 +258,7 @@ class Faked(ServingBench):
 
     def _open_engine(self):
         self.target = Slow()
-        return serving.ServedModel("fake", VOCAB, 256)
+        return serving.TargetModel("fake", VOCAB, 256)
 
 
 def test_every_rate_has_the_same_requests_with_other_texts():

@@ -36,11 +36,7 @@ def clock(monkeypatch):
 
 def test_what_does_not_fit_the_time_is_left_out(clock, tmp_path):
     now, asked = clock
-    entries = [
-        Entry("a", HOST, 4, {}, 2, peers=True),
-        Entry("b", "latency", 8, {}),
-        Entry("c", "latency", 4, {}),
-    ]
+    entries = [Entry("a", HOST, 4, {}, 2, peers=True), Entry("b", "latency", 8, {}), Entry("c", "latency", 4, {})]
     made, left_out = suite.run_suite(tmp_path, "env", 10, entries=entries, clock=now)
     assert asked == [("Host", 2, "a", "env"), ("Latency", 1, "c", None)]
     assert [entry.folder for entry in left_out] == ["b"]
@@ -56,11 +52,7 @@ def test_a_suite_that_is_resumed_reads_what_is_there_with_the_same_options(tmp_p
     [(_, kept)], left_out = suite.run_suite(tmp_path, "", 0, True, [entry])
     assert (asked, left_out, kept.title, kept.notes) == ([], [], first.title, first.notes)
     assert kept.rows[0].mean("step_us") == first.rows[0].mean("step_us")
-    for other in (
-        Entry("a", HOST, 1, rows | {"steps": 3}),
-        Entry("a", HOST, 1, rows, 2),
-        Entry("b", HOST, 1, rows),
-    ):
+    for other in (Entry("a", HOST, 1, rows | {"steps": 3}), Entry("a", HOST, 1, rows, 2), Entry("b", HOST, 1, rows)):
         suite.run_suite(tmp_path, "", 10, True, [other])
     suite.run_suite(tmp_path, "", 10, False, [entry])
     assert len(asked) == 4

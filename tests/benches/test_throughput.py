@@ -7,7 +7,7 @@ import pytest
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.lab.bench import bounds, throughput
-from ksana_jax.lab.bench.bounds import LeastWork, Rates, work_of
+from ksana_jax.lab.bench.bounds import Rates, WorkBound, work_of
 from ksana_jax.lab.bench.throughput import BOUND, EVICTING, OURS, STEPS, Throughput
 from ksana_jax.lab.runs.tasks.results import ResultRow
 from ksana_jax.models.operators import Operators
@@ -86,7 +86,7 @@ def test_the_bound_counts_every_weight_key_and_product_once():
     assert work.num_bytes == 2 * weight_bytes + 4 * kv_token
     assert work_of(MODEL, "bf16", [3], [2], weights_bytes=7).num_bytes == 2 * 7 + 4 * kv_token
     assert work.flop == 4 * body + 2 * head + (1 + 2 + 3 + 4) * 4 * 2 * 2 * 4
-    assert LeastWork(6.0, 8.0).seconds(Rates(2.0, 4.0)) == 3.0
+    assert WorkBound(6.0, 8.0).seconds(Rates(2.0, 4.0)) == 3.0
 
 
 def test_the_notes_have_the_rates_of_the_bound():
@@ -102,10 +102,7 @@ def test_the_bound_multiplies_weights_as_each_implementation_takes_them(monkeypa
         given.append(type(w))
         return x
 
-    fakes = [
-        LinearImplementation(str(packs), lambda: Operators(note), lambda *_: None, packs=packs)
-        for packs in (True, False)
-    ]
+    fakes = [LinearImplementation("", lambda: Operators(note), lambda *_: None, packs) for packs in (True, False)]
     monkeypatch.setattr("ksana_jax.ops.linear.LINEAR_IMPLEMENTATIONS", fakes)
     assert bounds._matrix_rate("f32") > 0
     assert given[0] is PackedMatrix and given[1] is not PackedMatrix

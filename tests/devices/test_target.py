@@ -39,19 +39,13 @@ def test_each_value_has_one_spelling(given, plain):
         ({"plugin": "installed"}, "device has no platform"),
         ({"platform": "n p u"}, "device.platform is 'n p u', must be a name such as npu"),
         ({"platform": "npu", "plug": "installed"}, "device has no field 'plug'; the nearest is 'plugin'"),
-        (
-            {"platform": "npu", "plugin": "here"},
-            "device.plugin is 'here', must be installed, the path of a library",
-        ),
+        ({"platform": "npu", "plugin": "here"}, "device.plugin is 'here', must be installed, the path of a library"),
         ({"platform": "npu", "plugin": "/none/a.so"}, "device.plugin is /none/a.so, and there is no such file"),
         ({**OWN, "platform": "cpu"}, "device.platform is 'cpu', jax's own name"),
-        ({"platform": "npu", "options": {"a": 1}}, "device.options are for a plugin given by its path"),
+        ({"platform": "npu", "options": {"a": 1}}, "by its path or as 'package.module:function': an installed"),
         ({**OWN, "donation": "yes"}, "device.donation is 'yes'"),
         ({**OWN, "memory_bytes": 0}, "device.memory_bytes is 0"),
-        (
-            {**OWN, "features": {"loops": True}},
-            "device.features has loops: True; there are dynamic_loops .True or",
-        ),
+        ({**OWN, "features": {"loops": True}}, "device.features has loops: True; there are dynamic_loops .True or"),
         ({**OWN, "features": {"generator": "philox"}}, "'philox'; there are .* generator .threefry or rbg"),
     ],
 )

@@ -27,7 +27,7 @@ def sealed(**settings):
 # Patterns of two layers, settings of an engine, and the blocks that it holds of 37 tokens for the 38th.
 HELD = {
     "full": (two_layers(FULL), {}, 10),
-    # Query 37 sees 28 to 36 and itself; tokens 0 to 4 are sinks.
+    # Query 37 attends to 28 to 36 and itself; tokens 0 to 4 are sinks.
     "window": (two_layers(WINDOW), {}, 3),
     "sinks": (two_layers(SINKS), {}, 2 + 3),
     # Tokens 34 to 36 are in the window; 0, 16 and 32 stay, the last in the block of 34.
@@ -80,7 +80,7 @@ def test_bytes_per_token_are_those_of_live_blocks_over_the_tokens_in_them(name, 
     run(engine)
     layout = engine.scheduler.layout
     held = engine.records[-1].live_blocks * layout.block_bytes
-    tokens = 12 if "window" in name else 36  # query 36 sees 27 to 35, in three blocks
+    tokens = 12 if "window" in name else 36  # query 36 attends to 27 to 35, in three blocks
     assert layout.bytes_per_token(36) * tokens == pytest.approx(held, rel=1e-12)
     assert (layout.bytes_per_token(36) > layout.token_bytes) == ("sealed" in name)
 

@@ -20,18 +20,18 @@ def parameters(function):
 
 
 def surface():
-    """Returns what an implementation can see of each port."""
+    """Returns what an implementation can read of each interface."""
     found = {}
     for name in sorted(set(extend.__all__) - {"EXTENSION_POINTS", "VERSION", "ExtensionPoint"}):
-        port = getattr(extend, name)
-        if not isinstance(port, type) or port is dict:
-            found[name] = str(port)
+        interface = getattr(extend, name)
+        if not isinstance(interface, type) or interface is dict:
+            found[name] = str(interface)
             continue
-        fields = [f.name for f in dataclasses.fields(port)] if dataclasses.is_dataclass(port) else []
-        fields += getattr(port, "_fields", ())
+        fields = [f.name for f in dataclasses.fields(interface)] if dataclasses.is_dataclass(interface) else []
+        fields += getattr(interface, "_fields", ())
         methods = {
             key: parameters(value)
-            for base in reversed(port.__mro__)
+            for base in reversed(interface.__mro__)
             if base.__module__.startswith("ksana_jax")
             for key, value in vars(base).items()
             if inspect.isfunction(value) and not key.startswith("_")
@@ -40,13 +40,13 @@ def surface():
     return found
 
 
-def test_ports_are_those_of_their_version():
+def test_interfaces_are_those_of_their_version():
     """A name, field, method or parameter that goes breaks plug-ins: raise VERSION and write a new file. One that is
     added with a default does not: write the file again, `python -m tests.extend.test_surface`."""
     assert surface() == json.loads(STORED.read_text())
 
 
-def test_seams_name_ports_and_registries_that_exist():
+def test_extension_points_name_interfaces_and_registries_that_exist():
     for point in extend.EXTENSION_POINTS:
         module, name = point.registry.split(":")
         assert len(getattr(import_module(module), name)) >= 1 and hasattr(extend, point.interface)

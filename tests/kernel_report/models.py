@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from experiments.gpu.llama import LLAMA_8B
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.kernel_report.steps import BLOCK_SIZE
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128_256,
-    d_model=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=14_336,
-    max_position=8192,
-)
 LLAMA_70B = dataclasses.replace(LLAMA_8B, d_model=8192, num_layers=80, num_heads=64, d_ff=28_672)
 # Four of the 48 layers of Qwen3-30B-A3B.
 QWEN3_MOE = ModelConfig(

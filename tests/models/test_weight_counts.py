@@ -48,13 +48,7 @@ from tests.models.hf_configs import (
             999_885_952,
         ),  # Gemma-3 1B
         (
-            GPT_NEOX
-            | {
-                "vocab_size": 50_304,
-                "hidden_size": 512,
-                "intermediate_size": 2048,
-                "num_hidden_layers": 6,
-            },
+            GPT_NEOX | {"vocab_size": 50_304, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6},
             70_426_624,
         ),  # Pythia 70M
         (GPT2 | {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}, 124_439_808),

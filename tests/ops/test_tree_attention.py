@@ -61,7 +61,7 @@ def test_each_node_sees_the_text_and_its_own_way(size):
     shape = StepShape((TileGroup(n, WIDTH),), rows.block_tables.shape[2], n * WIDTH, tree=True)
     batch = verification_arrays(shape, np.arange(n), drafts, rows, size, NUM_BLOCKS)
     assert batch.ancestors is not None
-    # Slots that nobody sees hold no numbers.
+    # Slots to which no query attends hold no numbers.
     kv = np.full((NUM_BLOCKS, 1, 2, 2, size, 8), np.nan, np.float32)
     q = rng.standard_normal((n * WIDTH, 4, 8)).astype(np.float32)
     texts = [rng.standard_normal((2, done + 1 + count, 2, 8)) for done, count in zip(COMPUTED, COUNTS, strict=True)]

@@ -40,7 +40,7 @@ def _attend_tile(q_ref, kv_ref, tables_ref, starts_ref, positions_ref, numbers_r
     scores = jnp.where(seen, jnp.einsum("QNH,NCH->QNC", q, k), -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
-    v = jnp.where(seen.any(axis=0)[..., None], v, 0)  # what no query sees may be NaN
+    v = jnp.where(seen.any(axis=0)[..., None], v, 0)  # where no query attends may be NaN
     out_ref[tile] = jnp.einsum("QNC,NCH->QNH", weights, v).astype(out_ref.dtype)
     lse_ref[tile] = lse
 

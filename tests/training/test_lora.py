@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from experiments.training import train
 from experiments.training.adapted_model import adapted_model
-from experiments.training.adapter_export import Pair
+from experiments.training.adapter_export import LowRankPair
 from experiments.training.lora import first_adapter, merged
 from experiments.training.optimizer import init_state, make_train_step, training_logits
 from experiments.training.settings import LoraSettings, load_config
@@ -42,7 +42,7 @@ def adapted(tmp_path_factory, tiny_config, overrides):
 def pairs_of(out):
     found = load_file(out / "export" / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in found} == NAMES
-    return {name: Pair(*(found[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")) for name in NAMES}
+    return {name: LowRankPair(*(found[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")) for name in NAMES}
 
 
 def test_an_adapter_learns_on_a_frozen_model(adapted, finished):

@@ -8,7 +8,7 @@ import time
 from experiments.gpu.compiling import Compiling
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL, filled, operators, random_params, weight_bytes
-from experiments.gpu.step_parts import Step, take_apart
+from experiments.gpu.step_parts import MeasuredStep, take_apart
 from experiments.gpu.timing import Dispatched, measured
 
 # Bar for one row: times its bytes at the copy bandwidth that `ceilings` measured. 4.65 ms on an H200.
@@ -28,7 +28,7 @@ def run(context: Context) -> None:
         "fact", name="step", who=name, weight_bytes=weight_bytes(runner.params), pool_bytes=runner.cache.nbytes
     )
     done = {r["case"] for r in context.past("step")}  # before a restart
-    steps = [Step(llm, batch, text, f"{batch} rows of {text}, {name}") for batch, text in sizes]
+    steps = [MeasuredStep(llm, batch, text, f"{batch} rows of {text}, {name}") for batch, text in sizes]
     compiling, todo = Compiling(context), [s for s in steps if s.label not in done]
     for index, step in enumerate(todo):
         # The next one is lowered while this one is compiled.
@@ -61,7 +61,7 @@ def make_llm(config, sizes, *, block_size: int, operators: dict[str, str] | None
     return llm
 
 
-def _submit(context: Context, compiling: Compiling, step: Step) -> None:
+def _submit(context: Context, compiling: Compiling, step: MeasuredStep) -> None:
     if step.lowered is not None:
         return
     started, who = time.perf_counter(), step.runner.implementation.name
@@ -72,7 +72,7 @@ def _submit(context: Context, compiling: Compiling, step: Step) -> None:
     compiling.submit(step.label, step.lowered, who=who, case=FIRST_RUN, options=options)
 
 
-def _time(context: Context, compiling: Compiling, step: Step) -> None:
+def _time(context: Context, compiling: Compiling, step: MeasuredStep) -> None:
     started, runner = time.perf_counter(), step.runner
     while not compiling.done(step.label) and context.left() > 10:
         compiling.wait(0.05)

@@ -16,7 +16,7 @@ from ksana_jax.lab.align.scores import Scores
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
-    from ksana_jax.lab.align.operators import Compared
+    from ksana_jax.lab.align.operators import ComparedOperator
 
 # Tokens of the text on which operators are compared one by one: inputs and outputs of each are kept.
 OPERATOR_TOKENS = 32
@@ -81,7 +81,7 @@ def align(a: LLM | Scores, b: LLM | Scores, texts: TextSet) -> dict[str, Any]:
         assert not isinstance(a, Scores)
         given = scores.of_engine(a, draw_prompts(a, texts), texts.num_tokens)
     left, right = (_of(side, given) for side in (a, b))
-    operators: list[Compared] = []
+    operators: list[ComparedOperator] = []
     engines = [side for side in (a, b) if not isinstance(side, Scores)]
     divided = max((llm.config.tensor_parallel_size for llm in engines), default=1)
     if not isinstance(a, Scores) and not isinstance(b, Scores) and divided == 1:

@@ -33,7 +33,7 @@ class Calls(NamedTuple):
     outputs: dict[str, np.ndarray]
 
 
-class Compared(NamedTuple):
+class ComparedOperator(NamedTuple):
     """One operator of two engines, as root mean squares relative to the first one's numbers.
 
     own: difference of outputs for the same inputs. before: difference of its inputs as made from
@@ -46,7 +46,7 @@ class Compared(NamedTuple):
     total: float
 
 
-def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
+def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[ComparedOperator]:
     """Compares the operators of two engines on one text, in execution order.
 
     Raises:
@@ -57,7 +57,7 @@ def compare_operators(a: LLM, b: LLM, tokens: Sequence[int]) -> list[Compared]:
         raise ValueError("the two engines do not have the same operators: they run different models")
     forced = run_operators(b.runner, tokens, recorded)
     return [
-        Compared(
+        ComparedOperator(
             name,
             apart(out, forced.outputs[name]),
             max(map(apart, recorded.inputs[name], forced.inputs[name])),

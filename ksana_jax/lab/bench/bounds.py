@@ -27,7 +27,7 @@ class Rates(NamedTuple):
     flop_per_s: float
 
 
-class LeastWork(NamedTuple):
+class WorkBound(NamedTuple):
     """Minimum cost of a workload: bytes read from memory, and operations."""
 
     num_bytes: float
@@ -44,7 +44,7 @@ def work_of(
     prompts: Sequence[int],
     outputs: Sequence[int],
     weights_bytes: int | None = None,
-) -> LeastWork:
+) -> WorkBound:
     """Returns the minimum cost of greedy decoding of some requests at once, for any engine.
 
     Every output token but a request's first needs a step after the one before, which reads all weights once for all
@@ -67,7 +67,7 @@ def work_of(
     body = flop_per_token(model, 0) - head
     per_attended = 4 * model.num_layers * model.num_heads * model.head_dim
     flop = computed * body + sum(outputs) * head + attended * per_attended
-    return LeastWork(max(outputs) * weights + sum(seen) * kv_token, flop)
+    return WorkBound(max(outputs) * weights + sum(seen) * kv_token, flop)
 
 
 def measure_rates(dtype: str) -> Rates:

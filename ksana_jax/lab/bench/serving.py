@@ -15,8 +15,8 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.lab.bench.core import Bench, Case, option, spread
 from ksana_jax.lab.bench.latency import make_llm
-from ksana_jax.lab.bench.serving_load import Sent, Target, send_all
-from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, ServedModel
+from ksana_jax.lab.bench.serving_load import LoadTarget, Sent, send_all
+from ksana_jax.lab.bench.serving_targets import EngineTarget, HTTPTarget, TargetModel
 from ksana_jax.lab.runs.dotted import dotlist
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, milliseconds, of_metric
 from ksana_jax.serve.server.settings import read_api_keys
@@ -114,20 +114,20 @@ class ServingBench(Bench):
         made = self._made(AT_ONCE)
         self._send(dataclasses.replace(made, items=made.items[:WARM_REQUESTS]))
 
-    async def _open_server(self, url: str) -> ServedModel:
+    async def _open_server(self, url: str) -> TargetModel:
         _keep_off_accelerators()
         self.http = HTTPTarget(url, self.api_key_file and read_api_keys(Path(self.api_key_file))[0])
-        self.target: Target = self.http
+        self.target: LoadTarget = self.http
         return await self.http.open(self.model)
 
-    def _open_engine(self) -> ServedModel:
+    def _open_engine(self) -> TargetModel:
         from ksana_jax.engine.async_llm import AsyncLLM
 
         llm = make_llm(self.model or MODEL, dtype=self.dtype, seed=self.base_seed, **(self.engine or {}))
         llm.warm_up()
         self.llm = AsyncLLM.around(llm)
         self.target = EngineTarget(self.llm, detokenize=llm.tokenizer is not None)
-        return ServedModel(llm.name, llm.model_config.vocab_size, self.llm.max_model_len)
+        return TargetModel(llm.name, llm.model_config.vocab_size, self.llm.max_model_len)
 
     def measure(self, case: Case) -> Measurement:
         workload = self._made(case.point["rate"])

@@ -47,7 +47,7 @@ class Arriving:
         self.num_output += num_tokens
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A target of requests."""
 
     def prepare(self, item: WorkItem) -> Any:
@@ -72,7 +72,7 @@ class Sent(NamedTuple):
 
 async def send_all(
     workload: Workload,
-    target: Target,
+    target: LoadTarget,
     *,
     max_concurrency: int | None = None,
     timeout_s: float | None = None,
@@ -94,7 +94,7 @@ class _Sender:
     def __init__(
         self,
         workload: Workload,
-        target: Target,
+        target: LoadTarget,
         max_concurrency: int | None,
         timeout_s: float | None,
         clock: Callable[[], float],

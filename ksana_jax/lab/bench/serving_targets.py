@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ksana_jax.engine.async_llm import AsyncLLM
 
 
-class ServedModel(NamedTuple):
+class TargetModel(NamedTuple):
     """A target's model: its name, its number of token ids, and the maximum tokens of a prompt and its
     answer; None for unreported values."""
 
@@ -38,7 +38,7 @@ class HTTPTarget:
         self._session: aiohttp.ClientSession | None = None
         self.model = ""
 
-    async def open(self, model: str | None) -> ServedModel:
+    async def open(self, model: str | None) -> TargetModel:
         """Connects; returns the server's model.
 
         Args:
@@ -65,7 +65,7 @@ class HTTPTarget:
             vocab_size = (await self._get("/tokenizer_info")).get("vocab_size")
         except ConfigError:  # other servers may not have it
             vocab_size = None
-        return ServedModel(self.model, vocab_size, entry.get("max_model_len"))
+        return TargetModel(self.model, vocab_size, entry.get("max_model_len"))
 
     async def _get(self, path: str) -> dict[str, Any]:
         assert self._session is not None

@@ -19,7 +19,7 @@ SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class DeviceReport:
     """Findings of all groups. device: the setting. groups: {group: findings}. verdict: None if tokens are the CPU's, or
     why they are not."""
 
@@ -50,7 +50,7 @@ def _verdict(verdict: str | None) -> str:
 
 def probe(
     setting: Any, seconds: float = SECONDS, on_group: Callable[[str, list[Finding]], None] = lambda *_: None
-) -> Report:
+) -> DeviceReport:
     """Tries out a device.
 
     Args:
@@ -65,7 +65,7 @@ def probe(
     for name in GROUPS:
         groups[name] = _run(name, device, seconds)
         on_group(name, groups[name])
-    return Report(device, groups, _compared(groups[TOKENS], _run(TOKENS, {"platform": "cpu"}, seconds)))
+    return DeviceReport(device, groups, _compared(groups[TOKENS], _run(TOKENS, {"platform": "cpu"}, seconds)))
 
 
 def _run(group: str, device: Any, seconds: float) -> list[Finding]:

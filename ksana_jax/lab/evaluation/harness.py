@@ -70,7 +70,7 @@ class KsanaLM(TemplateLM):
         self.llm, self.tokenizer, self.max_gen_toks = pretrained, pretrained.tokenizer, max_gen_toks
         self.add_bos_token, self.enable_thinking, self.think_end_token = add_bos_token, enable_thinking, think_end_token
         if (enable_thinking or think_end_token is not None) and not isinstance(think_end_token, str):
-            raise ConfigError(f"think_end_token is {think_end_token!r:.60}, must be a text such as </think>")
+            raise ConfigError(f"think_end_token is {think_end_token!r:.60}, must be a string such as </think>")
         if self.tokenizer.bos_id is None and self.tokenizer.eos_id is None:
             raise ConfigError(f"{pretrained.name} has neither a BOS nor an EOS token to begin an empty context with")
 

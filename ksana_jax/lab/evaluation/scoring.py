@@ -1,8 +1,8 @@
 """Log-likelihoods of token ids on an engine. Knows no tokenizer and no evaluation harness.
 
 Each sequence is one request, whose tokens are scored as its prompt, in chunks through the engine's pool: a window and
-sinks limit what each prediction sees, as they do for generated text. So does kv_eviction that evicts while a prompt is
-computed; one that waits for its end is refused, because all scores would equal the full cache's.
+sinks limit what each prediction attends to, as they do for generated text. So does kv_eviction that evicts while a
+prompt is computed; one that waits for its end is refused, because all scores would equal the full cache's.
 """
 
 from __future__ import annotations

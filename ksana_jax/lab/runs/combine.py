@@ -7,9 +7,8 @@ from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.runs.recorded_results import RecordedResults
-from ksana_jax.lab.runs.report import Report, report_of, report_of_rows
+from ksana_jax.lab.runs.report import Report, read_report, report_of_rows
 from ksana_jax.lab.runs.tasks.base import Results
 from ksana_jax.lab.runs.tasks.results import ResultRow
 
@@ -21,14 +20,8 @@ def combine(folders: Sequence[Path], trusted: Collection[str] | None = ()) -> Re
       FileNotFoundError: a folder has no records.
       ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
-    with trusting(trusted):
-        return combined(folders)
-
-
-def combined(folders: Sequence[Path]) -> Report:
-    """Does `combine`. Own code is imported as far as `plugins.trusting` allows here."""
     names = names_of(folders)
-    reports = {name: report_of(folder) for name, folder in zip(names, folders, strict=True)}
+    reports = {name: read_report(folder, trusted) for name, folder in zip(names, folders, strict=True)}
     first = reports[names[0]]
     for name, made in reports.items():
         check_comparable(names[0], first.task, first.rows, name, made.task, made.rows)

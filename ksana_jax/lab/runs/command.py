@@ -13,13 +13,12 @@ from rich.table import Table
 
 from ksana_jax.core.compilation_cache import cache_use
 from ksana_jax.core.files import write_atomic
-from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
-from ksana_jax.lab.runs.combine import combined
+from ksana_jax.lab.runs.combine import combine
 from ksana_jax.lab.runs.compare import compare
 from ksana_jax.lab.runs.config import load
 from ksana_jax.lab.runs.records import Shard
-from ksana_jax.lab.runs.report import Report, draw, report_of, write_tables
+from ksana_jax.lab.runs.report import Report, draw, read_report, write_tables
 from ksana_jax.lab.runs.run import own_names, run
 
 if TYPE_CHECKING:
@@ -75,13 +74,8 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: C
       out: folder for tables and figure; None takes the run's folder, and writes nothing for several folders.
       trusted: see `report`.
     """
-    with trusting(trusted):
-        _report_and_show(folders, out)
-
-
-def _report_and_show(folders: Sequence[Path], out: Path | None) -> None:
     one = len(folders) == 1
-    made = report_of(folders[0]) if one else combined(folders)
+    made = read_report(folders[0], trusted) if one else combine(folders, trusted)
     out = folders[0] if one and out is None else out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

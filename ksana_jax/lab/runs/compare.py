@@ -88,13 +88,9 @@ def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Compariso
       FileNotFoundError: a folder has no records.
       ConfigError: their tasks differ, or they scored different texts or positions, judged by content.
     """
-    with trusting(trusted):
-        return _compared(a, b)
-
-
-def _compared(a: Path, b: Path) -> Comparison:
     names = names_of([a, b])
-    runs = [_Run.read(folder) for folder in (a, b)]
+    with trusting(trusted):
+        runs = [_Run.read(folder) for folder in (a, b)]
     check_comparable(names[0], runs[0].task, runs[0].rows, names[1], runs[1].task, runs[1].rows)
     joined = [_joined(runs, i, j) for i, j in _join(*(run.configs for run in runs))]
     notes = []

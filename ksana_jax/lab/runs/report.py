@@ -53,24 +53,18 @@ def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
       FileNotFoundError: the folder has no records.
       ConfigError: the records contain no plan, are not valid records, or belong to another task than the plan's.
     """
-    with trusting(trusted):
-        made = report_of(folder)
-        write_tables(made, folder)
-        draw(made, folder)
+    made = read_report(folder, trusted)
+    write_tables(made, folder)
+    draw(made, folder)
     return made
 
 
 def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
     """Returns the report of a folder's records; writes nothing. trusted: see `report`."""
     with trusting(trusted):
-        return report_of(folder)
-
-
-def report_of(folder: Path) -> Report:
-    """Returns the report of a folder's records. Own code is imported as far as `plugins.trusting` allows here."""
-    records, plan = read_planned(folder)
-    task = results_of(records, plan)
-    rows = result_rows(records, task)
+        records, plan = read_planned(folder)
+        task = results_of(records, plan)
+        rows = result_rows(records, task)
     starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
     notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
     return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts)

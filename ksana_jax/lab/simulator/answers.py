@@ -16,7 +16,7 @@ from ksana_jax.scheduler.step.types import ScheduledBatch
 
 
 @dataclasses.dataclass(eq=False)
-class Answer:
+class PlannedAnswer:
     """The predetermined answer to a request.
 
     tokens: [n] int32; the end of sequence replaces the last one.
@@ -30,8 +30,8 @@ class Answer:
 class Answers:
     """Decides which tokens the steps of one engine sample.
 
-    A token depends on the request and its position in the text, not on the batch: a preempted request resumes with the
-    same tokens.
+    A token depends on the request and its position in the sequence, not on the batch: a preempted request resumes with
+    the same tokens.
 
     Args:
       num_rows: of the engine. eos_ids: of the model.
@@ -50,14 +50,14 @@ class Answers:
         self._eos_ids, self._clock = eos_ids, clock
         self._other = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self.computing: dict[str, None] = {}
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, PlannedAnswer] = {}
         self._seqs: list[Sequence | None] = [None] * num_rows
         self._num_prompt = np.zeros(num_rows, np.int64)
         self._last = np.zeros(num_rows, np.int64)
         self._texts = np.zeros((num_rows, 64), np.int32)
         self._running: np.ndarray | None = None
 
-    def expect(self, request_id: str, answer: Answer) -> None:
+    def expect(self, request_id: str, answer: PlannedAnswer) -> None:
         """Sets a request's answer, before a step with it is built."""
         self._answers[request_id] = answer
 

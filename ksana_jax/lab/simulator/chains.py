@@ -1,8 +1,8 @@
-"""Hashes of the blocks of a workload's texts, made once for all runs that serve it. NumPy only.
+"""Hashes of the blocks of a workload's sequences, made once for all runs that serve it. NumPy only.
 
 Routers compare prefixes by them. They are sums modulo 2^64 of tokens times random weights of their
-positions: equal texts have equal sums, others by chance one in 2^64. A server in the real world hashes with SHA-256,
-because there prompts may be chosen to collide.
+positions: equal sequences have equal sums, others by chance one in 2^64. A server in the real world hashes with
+SHA-256, because there prompts may be chosen to collide.
 """
 
 from __future__ import annotations

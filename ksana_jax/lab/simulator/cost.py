@@ -151,8 +151,8 @@ class Timer:
 class AffineCost(Cost):
     """Seconds that grow with a step's tokens, attended tokens and sampled tokens; nothing depends on shapes.
 
-    step_s: of any step. token_s: for each token. pair_s: for each pair of a token and one that it sees. sampled_s: for
-    each token sampled.
+    step_s: of any step. token_s: for each token. pair_s: for each pair of a token and one that it attends to.
+    sampled_s: for each token sampled.
     """
 
     step_s: float

@@ -22,7 +22,7 @@ from ksana_jax.lab.simulator.step_size import SizedStep, StepSize
 from ksana_jax.scheduler.step.types import StepInput, StepOutput
 
 
-class Timed(NamedTuple):
+class TimedStep(NamedTuple):
     """A submitted step; see `step.executor.Pending`. ends_s: when the device will have computed it."""
 
     clock: Clock
@@ -61,10 +61,10 @@ class TimedExecutor:
         self.host_blocks = np.zeros((num_host_blocks, 1), np.uint8)
         self.busy_s = self._free_at = 0.0
 
-    def submit(self, step: StepInput) -> Timed:
+    def submit(self, step: StepInput) -> TimedStep:
         return self.submit_together([step])[0]
 
-    def submit_together(self, steps: Sequence[StepInput]) -> list[Timed]:
+    def submit_together(self, steps: Sequence[StepInput]) -> list[TimedStep]:
         """Submits steps that share a call: their results arrive together."""
         together: list[tuple[SizedStep, float]] = []
         seconds = 0.0
@@ -76,7 +76,7 @@ class TimedExecutor:
             together.append((step, move_s))
         self._free_at = max(self.clock(), self._free_at) + seconds
         self.busy_s += seconds
-        return [Timed(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
+        return [TimedStep(self.clock, self._free_at, StepOutput(step.tokens, move_s=s)) for step, s in together]
 
     def move(self, moves: Moves) -> None:
         self.occupy(self._moving(len(moves.saves), len(moves.copies), len(moves.loads)))

@@ -13,7 +13,7 @@ from ksana_jax.core.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class TransferLink:
     """Seconds to move bytes one way: fixed_s, and the bytes at bytes_per_s; None if they take no time."""
 
     fixed_s: float = 0.0
@@ -32,7 +32,7 @@ class Link:
         return self.fixed_s + (num_bytes / self.bytes_per_s if self.bytes_per_s is not None else 0.0)
 
 
-_FREE = Link()
+_FREE = TransferLink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +44,11 @@ class MoveCost:
     written, read: from the host to the disk and back; block by block, one after the other, while steps are computed.
     """
 
-    saved: Link = _FREE
-    copied: Link = _FREE
-    loaded: Link = _FREE
-    written: Link = _FREE
-    read: Link = _FREE
+    saved: TransferLink = _FREE
+    copied: TransferLink = _FREE
+    loaded: TransferLink = _FREE
+    written: TransferLink = _FREE
+    read: TransferLink = _FREE
 
     def seconds(self, block_bytes: int, num_saved: int, num_copied: int, num_loaded: int) -> float:
         """Returns the seconds of a step's moves."""
@@ -69,7 +69,7 @@ def read_moves(given: Any) -> MoveCost:
     for way, link in mapping_of("cost: move", given, WAYS).items():
         fields = mapping_of(f"cost: move.{way}", link, ("fixed_s", "bytes_per_s"))
         try:
-            found[way] = Link(**fields)
+            found[way] = TransferLink(**fields)
         except ConfigError as error:
             raise ConfigError(f"cost: move.{way}: {error}") from None
     return MoveCost(**found)
@@ -105,5 +105,5 @@ def fit_moves(measured: Sequence[Mapping[str, Any]]) -> MoveCost:
         scale = num_bytes.max()
         x = np.stack([np.ones_like(num_bytes), num_bytes / scale], axis=1) / seconds[:, None]
         (fixed_s, slope), _ = nnls(x, np.ones(len(x)))
-        found[way] = Link(float(fixed_s), float(scale / slope) if slope else None)
+        found[way] = TransferLink(float(fixed_s), float(scale / slope) if slope else None)
     return MoveCost(**found)

@@ -16,7 +16,7 @@ from ksana_jax.engine.completion import Request
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.disk.block_file import BlockFormat
 from ksana_jax.kv.engine_layout import make_layout
-from ksana_jax.lab.simulator.answers import Answer, Answers
+from ksana_jax.lab.simulator.answers import Answers, PlannedAnswer
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import Cost, Coverage, Seed
 from ksana_jax.lab.simulator.executor import SimExecutor
@@ -132,7 +132,7 @@ class SimEngine:
             self.engine.factory.adapters = adapters
         self.answers = Answers(config.max_num_seqs, model.eos_ids, self.clock)
         self.engine.builder = SizeBuilder.like(self.engine.builder, self.answers, self.executor.host_works)
-        self.open: dict[str, tuple[Served, Answer, Request]] = {}
+        self.open: dict[str, tuple[Served, PlannedAnswer, Request]] = {}
         self._stepping = False
 
     @property
@@ -168,7 +168,7 @@ class SimEngine:
             self.events.at(now, lambda: self.ended(served))
             return
         request.metrics.arrival_s = served.arrival_s
-        answer = Answer(np.asarray(item.output_tokens(), np.int32))
+        answer = PlannedAnswer(np.asarray(item.output_tokens(), np.int32))
         self.answers.expect(request.request_id, answer)
         self.open[request.request_id] = served, answer, request
         self.engine.add([request])

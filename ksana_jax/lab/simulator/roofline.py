@@ -23,8 +23,8 @@ from ksana_jax.runner.planner.chips import CHIPS
 class RooflineCost(Cost):
     """Seconds by operations and bytes: step_s + max(operations / flops_per_s, bytes / bytes_per_s).
 
-    token_flops: of a token's products with weights. pair_flops: of a token and one that it sees. sampled_flops: of the
-    logits of one token. weight_bytes: read in each step. kv_token_bytes: of a token's keys and values.
+    token_flops: of a token's products with weights. pair_flops: of a token and one that it attends to. sampled_flops:
+    of the logits of one token. weight_bytes: read in each step. kv_token_bytes: of a token's keys and values.
     flops_per_s, bytes_per_s: that are reached. step_s: overhead of a step.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.core.lora import LoRARequest
-from ksana_jax.lab.simulator.move_cost import Link
+from ksana_jax.lab.simulator.move_cost import TransferLink
 from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
 
 # Settings of the engine beside it, which reads no adapters itself.
@@ -22,7 +22,7 @@ class SimAdapters:
         seconds.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, link: Link, occupy: Callable[[float], None]):
+    def __init__(self, model: ModelConfig, config: EngineConfig, link: TransferLink, occupy: Callable[[float], None]):
         from ksana_jax.models.adapted import adapter_bytes  # with jax
 
         itemsize = 4 if config.dtype == "f32" else 2

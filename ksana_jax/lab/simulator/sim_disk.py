@@ -17,7 +17,7 @@ from ksana_jax.kv.disk.block_file import BlockFacts, BlockFormat, file_bytes
 from ksana_jax.kv.disk.index import BlockFiles
 from ksana_jax.kv.disk.tier import MAX_PENDING_BYTES, DiskCounters
 from ksana_jax.lab.simulator.clock import VirtualClock
-from ksana_jax.lab.simulator.move_cost import Link, MoveCost
+from ksana_jax.lab.simulator.move_cost import MoveCost, TransferLink
 
 
 class SimRead(NamedTuple):
@@ -126,7 +126,7 @@ class SimDisk:
     def close(self) -> None:
         self.flush()
 
-    def _work(self, link: Link) -> float:
+    def _work(self, link: TransferLink) -> float:
         """Gives the worker a block to move; returns when it has done so."""
         seconds = link.seconds(self.format.nbytes)
         self._free_at = max(self._free_at, self._clock()) + seconds

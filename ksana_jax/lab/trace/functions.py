@@ -48,7 +48,7 @@ class Program:
 
 
 @dataclasses.dataclass
-class Function:
+class CompiledFunction:
     """A compiled function: a step of one shape, which on a CPU is several programs, or sampling, or a move of blocks.
 
     step: number of the step that had to wait for it; None outside of steps. reason: of its compilation there.
@@ -95,7 +95,7 @@ class CompilationLog:
     """
 
     def __init__(self, folder: Path):
-        self.functions: list[Function] = []
+        self.functions: list[CompiledFunction] = []
         self.writing_s = 0.0
         self._folder, self._jaxprs, self._lock = folder, {}, threading.Lock()
 
@@ -117,7 +117,7 @@ class CompilationLog:
         sources = getattr(lowered, "programs", (lowered,))
         calls = getattr(lowered, "calls", (1,) * len(sources))
         with self._lock:
-            made = Function(len(self.functions) + 1, key, name_of(key), traced_s, compiled_s, [])
+            made = CompiledFunction(len(self.functions) + 1, key, name_of(key), traced_s, compiled_s, [])
             self.functions.append(made)
             jaxprs = [self._jaxprs.pop(id(source), None) for source in sources]
         folder = self._folder / f"{made.number:03d}-{slug(made.name)}"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ksana_jax.lab.trace.functions import Function, name_of
+from ksana_jax.lab.trace.functions import CompiledFunction, name_of
 from ksana_jax.lab.trace.steps import PHASES, StepTrace
 from ksana_jax.scheduler.step.types import StepShape
 
@@ -77,7 +77,7 @@ def _time_of_steps(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> di
     return found | {"between steps": max(between, 0.0)}
 
 
-def compile_summary(functions: Sequence[Function]) -> dict[str, Any]:
+def compile_summary(functions: Sequence[CompiledFunction]) -> dict[str, Any]:
     """Counts the compiled functions and their seconds; late ones are those that a step had to wait for."""
     late = [f for f in functions if f.step is not None]
     return {

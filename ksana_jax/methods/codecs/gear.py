@@ -31,8 +31,9 @@ class Gear(Kivi):
         each, so that 2 % of 64 numbers are two numbers. 0 stores none (GEAR-L).
       rank: of L; 0 stores none. A block of 64 tokens and a head of 64 numbers take 256 bytes for each.
 
-    Source: arXiv:2403.05527, sections 3 and 4: 2 % of outliers, and rank 2 for the 64 newest tokens of a text, which
-    compressed together as every block is here. L is computed by a power iteration (algorithm 2) from a fixed start.
+    Source: arXiv:2403.05527, sections 3 and 4: 2 % of outliers, and rank 2 for the 64 newest tokens of a sequence,
+    which compressed together as every block is here. L is computed by a power iteration (algorithm 2) from a fixed
+    start.
     """
 
     outliers: float = 0.02

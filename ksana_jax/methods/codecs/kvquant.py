@@ -1,4 +1,4 @@
-"""KVQuant's storage: keys per channel before the rotation, outliers exactly, and the first token of a text."""
+"""KVQuant's storage: keys per channel before the rotation, outliers exactly, and the first token of a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KVQuant(Gear):
 
     Levels are uniform between a block's smallest and largest numbers, or as `ksana calibrate` has fitted them between
     these: one set for the keys and one for the values of all layers. The paper fits one for each layer, which gains at
-    most 0.2 % of squared error on SmolLM2-135M, weighed by sensitivity, and thresholds of keys for the whole text.
+    most 0.2 % of squared error on SmolLM2-135M, weighed by sensitivity, and thresholds of keys for the whole sequence.
 
     Args:
       statistics: file of `ksana calibrate --for kvquant`; None takes uniform levels.

@@ -14,7 +14,7 @@ SMALLEST = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class ScaledCodec:
     """Stores a vector as codes times one float32 scale, from its largest magnitude; symmetric, no zero point.
 
     The error of a number is at most half a step. In int8 a step is the largest magnitude of the vector / 127. In
@@ -44,5 +44,5 @@ class Scaled:
         return numbers(stored["kv"], self.dtype, xp).astype(xp.float32) * stored["scale"][..., None]
 
 
-int8 = functools.partial(Scaled, "int8", 127.0)
-fp8_e4m3 = functools.partial(Scaled, "float8_e4m3fn", 448.0)
+int8 = functools.partial(ScaledCodec, "int8", 127.0)
+fp8_e4m3 = functools.partial(ScaledCodec, "float8_e4m3fn", 448.0)

@@ -33,13 +33,15 @@ class ChunkKV(SnapKV):
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         *_, num_slots = cached.scores.shape
+        size = min(self.chunk_size, num_slots)
         window_start = (cached.num_tokens - cached.num_recent)[:, None, None, None]
         counts = xp.arange(num_slots) < window_start
         scores = xp.where(counts, super().priority(cached, xp).mean(axis=2, keepdims=True), 0)
-        means = self._sums(scores, xp) / xp.maximum(self._sums(counts, xp), 1)
-        return xp.broadcast_to(xp.repeat(means, self.chunk_size, axis=-1)[..., :num_slots], cached.scores.shape)
+        means = _sums(scores, size, xp) / xp.maximum(_sums(counts, size, xp), 1)
+        return xp.broadcast_to(xp.repeat(means, size, axis=-1)[..., :num_slots], cached.scores.shape)
 
-    def _sums(self, x: Array, xp: Any) -> Array:
-        """Returns the sums of [n, Lg, 1, C] over chunks, [n, Lg, 1, chunks]."""
-        x = xp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[-1] % self.chunk_size)))
-        return x.reshape(*x.shape[:3], -1, self.chunk_size).sum(axis=-1)
+
+def _sums(x: Array, size: int, xp: Any) -> Array:
+    """Returns the sums of [n, Lg, 1, C] over chunks of a size, [n, Lg, 1, chunks]."""
+    x = xp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[-1] % size)))
+    return x.reshape(*x.shape[:3], -1, size).sum(axis=-1)

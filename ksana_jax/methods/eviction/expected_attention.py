@@ -10,6 +10,9 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 from ksana_jax.kv.eviction.calibrated import Calibrated, require_rotated
 
+# The rotation takes 8 bytes for each position, layer and pair of channels.
+MAX_FUTURE = 2**14
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Expected(EvictionMethod):
@@ -20,7 +23,7 @@ class _Expected(EvictionMethod):
     over the query heads of a kv head.
 
     Args:
-      future: positions over which the rotation is averaged.
+      future: positions over which the rotation is averaged; at most 16,384.
       covariance: False leaves the covariance out.
       value_norms: False leaves the norms of values out.
       epsilon: added to the weight before it is multiplied by the norm.
@@ -40,7 +43,7 @@ class _Expected(EvictionMethod):
         require_rotated(self)
         name = f"kv_eviction {type(self).__name__}"
         checks.require(
-            checks.integer(f"{name}: future", self.future, 1),
+            checks.integer(f"{name}: future", self.future, 1, MAX_FUTURE),
             checks.boolean(f"{name}: covariance", self.covariance),
             checks.boolean(f"{name}: value_norms", self.value_norms),
             checks.number(f"{name}: epsilon", self.epsilon, 0),
@@ -84,7 +87,7 @@ class _Expected(EvictionMethod):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(_Expected):
-    """Expected attention of queries with the mean and the covariance of the text's so far, without the sinks'.
+    """Expected attention of queries with the mean and the covariance of the sequence's so far, without the sinks'.
 
     Each block holds sums of the outer products of its tokens' queries, which take several times the memory of its keys
     and values.
@@ -122,7 +125,7 @@ class ExpectedAttentionStats(_Expected, Calibrated):
 
 
 class _MeanRotation:
-    """The rotation of each layer, averaged over the positions that follow the text; scaled as keys and queries are."""
+    """The rotation of each layer, averaged over the positions after the sequence; scaled as keys and queries are."""
 
     def __init__(self, cached: Cached, future: int, xp: Any):
         frequencies, scale = cached.constants["inv_freq"], cached.constants["rope_scale"]  # [n, Lg, H/2]

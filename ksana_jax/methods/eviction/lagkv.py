@@ -39,25 +39,28 @@ class LagKV(EvictionMethod):
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         num_slots = cached.keys.shape[3]
-        scores = self._scores(cached.keys, xp) + self._scores(cached.values, xp)
+        # Numbers beyond the cache rank its tokens as these do.
+        sinks, lag = min(self.sinks, num_slots), min(self.lag_size, num_slots)
+        scores = _scores(cached.keys, sinks, lag, xp) + _scores(cached.values, sinks, lag, xp)
         ranks = xp.argsort(xp.argsort(scores, axis=-1, stable=True), axis=-1, stable=True)
         ranks = ranks.reshape(*ranks.shape[:3], -1)
-        ranks = xp.pad(ranks, ((0, 0), (0, 0), (0, 0), (self.sinks, 0)))[..., :num_slots]
-        num_scored = xp.maximum((cached.num_tokens - self.sinks) // self.lag_size - 1, 0) * self.lag_size
+        ranks = xp.pad(ranks, ((0, 0), (0, 0), (0, 0), (sinks, 0)))[..., :num_slots]
+        num_scored = xp.maximum((cached.num_tokens - sinks) // lag - 1, 0) * lag
         slots = xp.arange(num_slots)
-        return xp.where(slots < self.sinks + num_scored[:, None, None, None], ranks, self.lag_size + slots)
+        return xp.where(slots < sinks + num_scored[:, None, None, None], ranks, lag + slots)
 
-    def _scores(self, x: Array, xp: Any) -> Array:
-        """Returns [n, Lg, K, partitions, lag_size] of keys or values; the last partition's mean nothing."""
-        n, layers, heads, num_slots, size = x.shape
-        num = max(-(-(num_slots - self.sinks) // self.lag_size), 1)
-        missing = max(self.sinks + num * self.lag_size - num_slots, 0)
-        x = xp.pad(x.astype(xp.float32), ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))[:, :, :, self.sinks :]
-        x = x.reshape(n, layers, heads, num, self.lag_size, size)
-        following = xp.roll(x, -1, axis=3)
-        least, most = following.min(axis=4, keepdims=True), following.max(axis=4, keepdims=True)
-        # The range of a channel that is constant but for rounding would be noise.
-        varies = most - least > 1e-5 * xp.maximum(xp.abs(least), xp.abs(most))
-        spread = ((x - least) / xp.where(varies, most - least, 1)).std(axis=-1, ddof=1)
-        weights = xp.exp(spread - spread.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True)
+
+def _scores(x: Array, sinks: int, lag: int, xp: Any) -> Array:
+    """Returns [n, Lg, K, partitions, lag] of keys or values; the last partition's mean nothing."""
+    n, layers, heads, num_slots, size = x.shape
+    num = max(-(-(num_slots - sinks) // lag), 1)
+    missing = max(sinks + num * lag - num_slots, 0)
+    x = xp.pad(x.astype(xp.float32), ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))[:, :, :, sinks:]
+    x = x.reshape(n, layers, heads, num, lag, size)
+    following = xp.roll(x, -1, axis=3)
+    least, most = following.min(axis=4, keepdims=True), following.max(axis=4, keepdims=True)
+    # The range of a channel that is constant but for rounding would be noise.
+    varies = most - least > 1e-5 * xp.maximum(xp.abs(least), xp.abs(most))
+    spread = ((x - least) / xp.where(varies, most - least, 1)).std(axis=-1, ddof=1)
+    weights = xp.exp(spread - spread.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)

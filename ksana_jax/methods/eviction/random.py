@@ -13,9 +13,9 @@ from ksana_jax.methods.eviction.noise import uniform
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Random(EvictionMethod):
-    """Keeps a random sample of the text, a different one in each layer and head, and recent tokens.
+    """Keeps a random sample of the sequence, a different one in each layer and head, and recent tokens.
 
-    Each token keeps one random number, so that all parts of the text are sampled alike.
+    Each token keeps one random number, so that all parts of the sequence are sampled alike.
 
     Args:
       seed: of the numbers.

@@ -10,7 +10,7 @@ from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window(EvictionMethod):
-    """Keeps the newest tokens: a sliding window. With interval=1, the window that a query sees is budget + 1 tokens."""
+    """Keeps the newest tokens: a sliding window. With interval=1, a query attends to budget + 1 tokens."""
 
     recent: float | int = 1.0
 

@@ -1,4 +1,4 @@
-"""Trees of draft tokens while proposers build them. Knows no texts."""
+"""Trees of draft tokens while proposers build them. Knows no sequences."""
 
 from __future__ import annotations
 

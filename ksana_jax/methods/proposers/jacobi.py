@@ -27,7 +27,7 @@ class Jacobi(SpeculativeMethod):
     """Drafts without another model: a step computes guesses for W places ahead, and verifies n-grams of earlier ones.
 
     Args:
-      window_size: W, places ahead of the text, the newest token's included.
+      window_size: W, places ahead of the sequence, the newest token's included.
       ngram_size: N, tokens of an n-gram, its first one included.
       guess_set_size: G, newest n-grams that are kept for each first token.
       pool_from_prompt: True keeps n-grams of the prompt, too.
@@ -90,13 +90,13 @@ class NGramPool:
 class _Row:
     """A row's window and n-grams.
 
-    levels: [N - 1][W] guesses, the oldest first: levels[n][i] is for n + i tokens after the newest one of the text's
-      first `length` tokens. The guess for that token itself, levels[0][0], is not used.
+    levels: [N - 1][W] guesses, the oldest first: levels[n][i] is for n + i tokens after the newest one of the
+      sequence's first `length` tokens. The guess for that token itself, levels[0][0], is not used.
     places: where the last guess of each column is in the draft under way; None where it is not.
     """
 
     def __init__(self, method: Jacobi, prompt: list[int], length: int):
-        # Seeded by the prompt alone, so that a text has the same drafts every time.
+        # Seeded by the prompt alone, so that a sequence has the same drafts every time.
         self._rng, self._prompt = random.Random(len(prompt)), prompt
         self.pool, self.length = NGramPool(method.guess_set_size), length
         self.levels = [self._guesses(method.window_size) for _ in range(method.ngram_size - 1)]
@@ -110,7 +110,7 @@ class _Row:
         return self._rng.choices(self._prompt, k=count)
 
     def draft(self, newest: int, length: int, draft: DraftTree) -> None:
-        """Puts n-grams and the window into the draft of a text of some length."""
+        """Puts n-grams and the window into the draft of a sequence of some length."""
         passed = length - self.length
         for level in self.levels:
             level[:] = [*level[passed:], *self._guesses(min(passed, len(level)))]

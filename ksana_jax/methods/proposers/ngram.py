@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts the tokens that followed the last few tokens where the text had them before.
+"""Prompt lookup: drafts the tokens that followed the last few tokens where the sequence had them before.
 
 Source: Prompt Lookup Decoding, Apoorv Saxena, 2023 (github.com/apoorvumang/prompt-lookup-decoding); LLMA,
 arXiv:2304.04487. The settings are named as in vLLM.
@@ -21,7 +21,7 @@ _BYTES = 4  # of a token in the keys
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NGram(SpeculativeMethod):
-    """Drafts from the row's own text.
+    """Drafts from the row's own sequence.
 
     Args:
       prompt_lookup_min, prompt_lookup_max: tokens of the n-grams that are looked up, the longest first. If one is
@@ -56,7 +56,7 @@ class NGram(SpeculativeMethod):
 
 
 class _Index:
-    """The n-grams of one text that have a continuation.
+    """The n-grams of one sequence that have a continuation.
 
     ends: for each size of n-grams {tokens as bytes: where the n-gram ends}. length: tokens that are in `text`.
     """
@@ -68,7 +68,7 @@ class _Index:
 
 
 class NGramProposer(Proposer):
-    """See `NGram`. A step costs time by its new tokens, whatever the length of the texts."""
+    """See `NGram`. A step costs time by its new tokens, whatever the length of the sequences."""
 
     def __init__(self, method: NGram, num_rows: int):
         assert method.prompt_lookup_min is not None and method.prompt_lookup_max is not None
@@ -109,7 +109,7 @@ class NGramProposer(Proposer):
                     ends.setdefault(key, end)
 
     def _find(self, index: _Index) -> int | None:
-        """Returns the end of the longest n-gram that equals the end of the text and occurs before."""
+        """Returns the end of the longest n-gram that equals the end of the sequence and occurs before."""
         for size, ends in zip(self._sizes, index.ends, strict=True):
             if index.length > size and (end := ends.get(bytes(index.text[_BYTES * (index.length - size) :]))):
                 return end
@@ -117,7 +117,7 @@ class NGramProposer(Proposer):
 
 
 def _continued(index: _Index, end: int, count: int) -> np.ndarray:
-    """Returns the `count` tokens after `end`; beyond the text, the draft repeats its own beginning, since a text
-    that has come back to its last few tokens may do so again."""
+    """Returns the `count` tokens after `end`; beyond the sequence, the draft repeats its own beginning, since a
+    sequence that has come back to its last few tokens may do so again."""
     known = np.frombuffer(bytes(index.text[_BYTES * end : _BYTES * (end + count)]), np.int32)
     return known if len(known) == count else np.resize(known, count)

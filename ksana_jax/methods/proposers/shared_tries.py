@@ -9,7 +9,7 @@ MAX_SALTS = 256
 
 
 class SharedTries:
-    """Tries by salt; texts of different salts never meet.
+    """Tries by salt; sequences of different salts never meet.
 
     Args:
       depth: of each trie. max_nodes: of all of them, after `shrink`.
@@ -20,7 +20,7 @@ class SharedTries:
         self._tries: dict[str, Trie] = {}  # the most recently used comes last
 
     def cursor(self, salt: str) -> Cursor:
-        """Returns a cursor for a text of a salt."""
+        """Returns a cursor for a sequence of a salt."""
         trie = self._tries.pop(salt, None) or Trie(self.depth)
         self._tries[salt] = trie
         if len(self._tries) > MAX_SALTS:

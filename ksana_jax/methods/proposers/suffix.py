@@ -21,12 +21,12 @@ from ksana_jax.scheduler.speculative.base import ProposerContext, SpeculativeMet
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suffix(SpeculativeMethod):
-    """Drafts from the row's own text and from outputs of all requests, from where the text's end matches best.
+    """Drafts from the row's own sequence and from outputs of all requests, from where the sequence's end matches best.
 
     Args:
       suffix_decoding_max_tree_depth: tokens of the stored runs, including the matching ones.
       suffix_decoding_max_spec_factor: maximum draft tokens for each token that matches.
-      suffix_decoding_min_token_prob: a draft ends where the share of texts that continued like it falls below.
+      suffix_decoding_min_token_prob: a draft ends where the share of sequences that continued like it falls below.
       max_nodes, trie_scope: see `TrieLookup`.
     """
 

@@ -1,7 +1,7 @@
 """Lookahead: drafts the most frequent continuation in a trie of the row's prompt and of the engine's outputs.
 
 Source: Lookahead, Zhao et al., arXiv:2312.12728, section 4.2: its best branch alone, or hierarchical branches; prompts
-before outputs, and elimination by halving counts. Branches are weighed by their share of texts.
+before outputs, and elimination by halving counts. Branches are weighed by their share of sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrieLookup(SpeculativeMethod):
 
     Args:
       branch_length: tokens of the stored runs, including the looked-up ones.
-      match_length: maximum tokens at the end of the text that are looked up; the longest match is continued.
+      match_length: maximum tokens at the end of the sequence that are looked up; the longest match is continued.
       decoding_mode: "one" drafts the best branch. "hier" drafts a tree of num_speculative_tokens tokens: the most
         probable continuations of the longest match, the prompt's first, then continuations of shorter matches.
       max_nodes: maximum runs of outputs. Beyond them counts are halved, and runs seen once are removed.
@@ -67,8 +67,8 @@ class TrieLookup(SpeculativeMethod):
 
 
 def _matches(own: TrieMatch, outputs: TrieMatch) -> Iterator[tuple[Trie, int, int]]:
-    """Yields the runs at the end of the text that have continuations, the longest first: tries, nodes and lengths."""
-    # The authors weigh the own text ten thousand times as much as others: it decides as long as it continues.
+    """Yields the runs at the end of a sequence that have continuations, longest first: tries, nodes and lengths."""
+    # The authors weigh a row's own sequence ten thousand times as much as others: it decides while it continues.
     both = (own,) if outputs is own else (own, outputs)
     for length in range(max(len(ends.nodes) for ends in both) - 1, 0, -1):
         for ends in both:
@@ -102,7 +102,7 @@ def _grow(draft: DraftTree, trie: Trie, node: int, run: list[int]) -> None:
             node, cut = trie.continued(node, [*run, *draft.run_to(place)])
             length = len(cut)
         if node != ROOT:
-            share = probability / (counts[node] + 1)  # one text more may continue in another way
+            share = probability / (counts[node] + 1)  # one sequence more may continue in another way
             child = newest[node]
             if child and not found and not older[child]:  # the only one left
                 probability, node, length = share * counts[child], child, length + 1

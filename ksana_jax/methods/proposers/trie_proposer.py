@@ -15,29 +15,29 @@ from ksana_jax.scheduler.step.drafts import Drafts
 
 
 class TrieMatch(NamedTuple):
-    """The runs at the end of a text that a trie has. nodes: of these runs, the longest first, the empty run last."""
+    """The runs at the end of a sequence that a trie has. nodes: of these runs, longest first, the empty run last."""
 
     trie: Trie
     nodes: list[int]
 
     def continued(self, length: int) -> int:
-        """Returns the node of the last `length` tokens; ROOT if no text continued them."""
+        """Returns the node of the last `length` tokens; ROOT if no sequence continued them."""
         node = self.nodes[-1 - length] if length < len(self.nodes) else ROOT
         return node if self.trie.best[node] else ROOT
 
 
-# (ends in the trie of the row's own text, in the outputs' trie, newest tokens, empty draft) adds tokens to the draft.
+# (ends in the trie of the row's sequence, in the outputs' trie, newest tokens, empty draft) adds tokens to the draft.
 Continue: TypeAlias = Callable[[TrieMatch, TrieMatch, list[int], DraftTree], None]
 
 
 class _Row:
-    """The tries of a row's text.
+    """The tries of a row's sequence.
 
     Args:
-      own: the trie of the text, of its prompt alone or with its output. outputs: cursor in the trie of outputs, or
+      own: the trie of the sequence, of its prompt alone or with its output. outputs: cursor in the trie of outputs, or
         None.
-      newest: the last tokens of the text, at most `most`, whose runs are looked up.
-      length: of the text whose output is in the tries.
+      newest: the last tokens of the sequence, at most `most`, whose runs are looked up.
+      length: of the sequence whose output is in the tries.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Row:
         self.length += len(tokens)
 
     def ends(self) -> tuple[TrieMatch, TrieMatch]:
-        """Returns the ends of the text in its own trie and in the trie of outputs, which may be the same."""
+        """Returns the ends of the sequence in its own trie and in the trie of outputs, which may be the same."""
         size = 1 + min(len(self.newest), self._most)
         own = TrieMatch(self._own.trie, self._own.nodes[-size:] if self._own_outputs else self._in_own)
         if self._outputs is None:
@@ -69,7 +69,7 @@ class _Row:
 
 
 class TrieProposer(Proposer):
-    """Keeps a trie of each row's text, and one of outputs for each salt.
+    """Keeps a trie of each row's sequence, and one of outputs for each salt.
 
     Args:
       depth: of tries. match_length: newest tokens that `continued` is given.
@@ -99,7 +99,7 @@ class TrieProposer(Proposer):
         state.put(token_ids[state.length :].tolist())
 
     def learn(self, token_ids: np.ndarray, salt: str = "") -> None:
-        """Puts a text into the trie of outputs, as if a request had generated it."""
+        """Puts a sequence into the trie of outputs, as if a request had generated it."""
         self.shared.cursor(salt).put(token_ids.tolist())
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:

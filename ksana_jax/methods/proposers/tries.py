@@ -1,4 +1,4 @@
-"""Tries of token runs with counts, and cursors that put a growing text into one. Lists of integers and one dict.
+"""Tries of token runs with counts, and cursors that put a growing sequence into one. Lists of integers and one dict.
 
 A node is an integer, 0 for the root: objects would be visited by Python's garbage collector, which takes longer than
 all that is done with them.
@@ -15,12 +15,12 @@ _TOKEN_BITS = 32
 
 
 class Trie:
-    """Runs of up to `depth` tokens that occurred in texts.
+    """Runs of up to `depth` tokens that occurred in sequences.
 
     Attributes:
-      counts: occurrences of each node's run in texts. tokens: the last token of each. best: the child of each with the
-        highest count, among equals the one counted last. newest: the newest child of each. older: for each, the next
-        older child of its parent. 0 for none.
+      counts: occurrences of each node's run in sequences. tokens: the last token of each. best: the child of each with
+        the highest count, among equals the one counted last. newest: the newest child of each. older: for each, the
+        next older child of its parent. 0 for none.
       generation: how often nodes were removed, after which cursors start again.
     """
 
@@ -36,7 +36,7 @@ class Trie:
         return len(self._children)
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Returns the node of a run with a continuation in some text; None without one."""
+        """Returns the node of a run with a continuation in some sequence; None without one."""
         node, children = ROOT, self._children
         for token in tokens:
             found = children.get(node << _TOKEN_BITS | token)
@@ -61,7 +61,8 @@ class Trie:
         return node, run
 
     def branch(self, node: int, run: list[int]) -> Iterator[tuple[int, float]]:
-        """Yields the most frequent tokens after a run, one after the other, and the share of texts that continued so.
+        """Yields the most frequent tokens after a run, one after the other, and the share of sequences that continued
+        so.
 
         Args:
           node: of the run.
@@ -95,10 +96,10 @@ class Trie:
         """Counts tokens that follow each other after each of some runs.
 
         Args:
-          nodes: of the runs at the end of a text, the longest first: runs of 0 to at most depth - 1 tokens.
+          nodes: of the runs at the end of a sequence, the longest first: runs of 0 to at most depth - 1 tokens.
 
         Returns:
-          The nodes of the runs at the end of the longer text.
+          The nodes of the runs at the end of the longer sequence.
         """
         children, counts, best, of_tokens = self._children, self.counts, self.best, self.tokens
         newest, older, depth, find = self.newest, self.older, self.depth, self._children.get
@@ -138,7 +139,7 @@ class Trie:
         return nodes
 
     def halve(self) -> None:
-        """Halves all counts, and removes the runs that texts had once."""
+        """Halves all counts, and removes the runs that sequences had once."""
         counts = np.array(self.counts) // 2
         # A run is counted whenever a longer one is, so the parents of those that stay do so too.
         stays = counts > 0
@@ -163,18 +164,18 @@ class Trie:
 
 
 class Cursor:
-    """Puts all runs of a text that grows into a trie."""
+    """Puts all runs of a sequence that grows into a trie."""
 
     def __init__(self, trie: Trie):
         self.trie, self._nodes, self._generation = trie, [ROOT], trie.generation
 
     def put(self, tokens: Iterable[int]) -> None:
-        """Adds tokens to the end of the text."""
+        """Adds tokens to the end of the sequence."""
         self._nodes = self.trie.extend(self.nodes, tokens)
         self._generation = self.trie.generation
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes of the runs at the end of the text, the longest first, of 0 to at most depth - 1 tokens; fewer
+        """The nodes of the runs at the end of the sequence, the longest first, of 0 to at most depth - 1 tokens; fewer
         after nodes were removed."""
         return self._nodes if self._generation == self.trie.generation else [ROOT]

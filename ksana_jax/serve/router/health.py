@@ -18,7 +18,7 @@ RETRIED = (None, 429, 502, 503, 504)
 RETRY_S = 0.05
 
 
-class State(enum.Enum):
+class ServerState(enum.Enum):
     """READY takes requests. WARMING takes a growing share of them. DRAINING only finishes its own. DEAD has failed."""
 
     READY = "ready"
@@ -61,24 +61,24 @@ class Health:
 
     def __init__(self, settings: HealthSettings | None = None, *, cold: bool = True):
         self.settings = settings or HealthSettings()
-        self._state = State.DEAD
+        self._state = ServerState.DEAD
         self._cold = cold
         self._warm_from, self._missed = 0.0, 0
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> ServerState:
         """Returns the state; a server that has warmed up is ready."""
-        if self._state is State.WARMING and now - self._warm_from >= self.settings.warm_s:
-            self._state = State.READY
+        if self._state is ServerState.WARMING and now - self._warm_from >= self.settings.warm_s:
+            self._state = ServerState.READY
         return self._state
 
     def weight(self, now: float) -> float:
         """Returns the probability with which the server may be chosen."""
         state = self.state(now)
-        if state is State.WARMING:  # not from 0: a server that gets nothing does not warm up
+        if state is ServerState.WARMING:  # not from 0: a server that gets nothing does not warm up
             return max(0.05, (now - self._warm_from) / self.settings.warm_s)
-        return 1.0 if state is State.READY else 0.0
+        return 1.0 if state is ServerState.READY else 0.0
 
-    def probe(self, answer: bool | None, now: float) -> State:
+    def probe(self, answer: bool | None, now: float) -> ServerState:
         """Takes the answer to a probe: True if it is ready, False if it answers and is not, None if it does not.
 
         Returns the state after it.
@@ -91,17 +91,17 @@ class Health:
         self._missed = 0
         state = self.state(now)
         if not answer:
-            self._state = State.DEAD if state is State.DEAD else State.DRAINING
-        elif state is State.DEAD:
-            self._state = State.WARMING if self._cold and self.settings.warm_s else State.READY
+            self._state = ServerState.DEAD if state is ServerState.DEAD else ServerState.DRAINING
+        elif state is ServerState.DEAD:
+            self._state = ServerState.WARMING if self._cold and self.settings.warm_s else ServerState.READY
             self._warm_from, self._cold = now, True
-        elif state is State.DRAINING:
-            self._state = State.READY  # with its whole cache
+        elif state is ServerState.DRAINING:
+            self._state = ServerState.READY  # with its whole cache
         return self._state
 
     def gone(self) -> None:
         """Marks the server as dead, for example after its process has ended."""
-        self._state = State.DEAD
+        self._state = ServerState.DEAD
 
 
 def retry_wait_s(num_tries: int, status: int | None, max_retries: int, dice: random.Random) -> float | None:

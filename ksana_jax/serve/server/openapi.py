@@ -43,7 +43,7 @@ _POSTED = {
     "/detokenize": ("Text of token ids", DetokenizeRequest, "text"),
 }
 _READ = {
-    "/health": "Whether the engine lives",
+    "/health": "Whether the engine is alive",
     "/ready": "Whether requests are taken",
     "/v1/models": "Names of the model",
     "/version": "Version of ksana_jax",

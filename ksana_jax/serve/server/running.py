@@ -101,7 +101,7 @@ def serve(
     Args:
       load: called in another thread; /health and /ready are answered meanwhile.
       listener: from `listen`.
-      app: the application, see `Running`.
+      app: the application, see `RunningServer`.
 
     Returns:
       The exit code of the process: 0 after a signal, 1 after a failure of the engine.
@@ -117,10 +117,10 @@ def serve(
         gc.freeze()
         return llm
 
-    return asyncio.run(Running(load_and_freeze, settings, listener, app).run())
+    return asyncio.run(RunningServer(load_and_freeze, settings, listener, app).run())
 
 
-class Running:
+class RunningServer:
     """A server from its start to its end; see `serve`.
 
     Args:

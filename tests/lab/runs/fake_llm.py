@@ -1,4 +1,4 @@
-"""An LLM with the real interface and no model: log-probabilities say how many keys a query sees, blocks are counted."""
+"""An LLM with the real interface and no model: log-probabilities count the keys of a query, blocks are counted."""
 
 import itertools
 from types import SimpleNamespace

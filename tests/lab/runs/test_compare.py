@@ -99,7 +99,7 @@ def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path,
     b = make_run("b", pattern={"window": 4, "num_sinks": 1, "sink_position": "absolute"})
     made = compare(a, b)
     (ppl,) = (row for row in lines(made) if row[1] == "ppl 32–63")
-    # A sink is one more key that a query sees, on which the fake model's predictions depend.
+    # A sink is one more key that a query attends to, on which the fake model's predictions depend.
     assert ppl[-2:] == ["2", "<0.001"] and ppl[3].startswith("*")
     (row,) = made.rows
     assert row.differs == {"pattern.num_sinks": (0, 1)}

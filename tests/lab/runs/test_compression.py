@@ -8,14 +8,7 @@ from ksana_jax.lab.runs import noise, tables
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.identity import defining
 from ksana_jax.lab.runs.tasks.base import ResultRow
-from ksana_jax.lab.runs.tasks.compression import (
-    best_and_full,
-    full_row,
-    is_compressed,
-    kv_said,
-    marked,
-    simulated_note,
-)
+from ksana_jax.lab.runs.tasks.compression import best_and_full, full_row, is_compressed, kv_said, marked, simulated_note
 from ksana_jax.lab.runs.tasks.perplexity_report import PerplexityResults
 from ksana_jax.lab.runs.tasks.results import extremes
 

@@ -40,7 +40,7 @@ def test_live_kv_of_one_request_does_not_depend_on_the_chunk(model, text, make_l
     given = {"task": "generate", "model": model, "engine": engine, "settings": settings, "variants": variants}
     full, sliding = reported(plan(given), tmp_path, make_llm=make_llm).rows
     assert full.mean("live_kv_bytes") == 1024 * (7 if output_tokens == 1 else 8)
-    # The query after 26 tokens sees those from 19 on, that after 27 those from 20 on.
+    # The query after 26 tokens attends to those from 19 on, that after 27 those from 20 on.
     assert sliding.mean("live_kv_bytes") == 1024 * 3
 
 

@@ -323,7 +323,7 @@ def test_throughput_compiles_late_steps_when_they_are_asked_for(tmp_path, monkey
 def test_a_decode_step_is_taken_apart(tmp_path):
     config = dataclasses.replace(throughput.SMALL, num_layers=1)
     llm = step.make_llm(config, ((4, 32),), block_size=16)
-    some = step_parts.Step(llm, 4, 32, "4 rows of 32")
+    some = step_parts.MeasuredStep(llm, 4, 32, "4 rows of 32")
     # On a GPU a step is one program, which is taken apart.
     llm.runner._compiled[some.key] = llm.runner.lower(some.key).compile()
     context = make_context(tmp_path, "step")

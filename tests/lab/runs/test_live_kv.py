@@ -36,7 +36,7 @@ def test_live_kv_is_what_a_text_holds_at_its_end_whatever_the_chunk(
     given = experiment(variants=VARIANTS[:3], engine=engine, settings=settings)
     made = reported(given, tmp_path / "out", make_llm=make_llm)
     blocks = {r.label: (r.mean("live_kv_bytes") or 0) / 1024 for r in made.rows}
-    # The query after 90 tokens sees those from 83 on; that after 128, those from 121 on.
+    # The query after 90 tokens attends to those from 83 on; that after 128, those from 121 on.
     assert blocks == {
         "full": -(-num_tokens // 4),
         "sliding": 3 if num_tokens == 90 else 2,

@@ -1,6 +1,7 @@
 """Published results beside ours: papers name rows that their studies have, and orders are compared beyond the noise."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_our_numbers_are_in_the_unit_of_the_study(tmp_path, run_ksana, monkeypat
     monkeypatch.setattr(papers, "run_and_report", lambda *given: 0)  # it would ask for the model
     assert run_ksana("reproduce", "snapkv", "--out", out)[0] == 0
     assert "| SnapKV | 17.92 | 40.76 | 24.92 | 8.333 |" in (out / "paper.md").read_text()
+
+
+def test_records_import_no_code_that_they_name(tmp_path, run_ksana, monkeypatch):
+    out = shutil.copytree(ROOT / "experiments/orca", tmp_path / "orca")
+    records = out / "records.jsonl"
+    records.write_text(records.read_text().replace('"task": "capacity"', '"task": "of_somebody:Task"'))
+    (tmp_path / "of_somebody.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which gets the working directory
+    monkeypatch.setattr(papers, "run_and_report", lambda *given: 0)  # it would run the plan's own task
+    code, _, error = run_ksana("reproduce", "orca", "--out", out)
+    assert code == 2 and "'of_somebody:Task': code that a file names runs only with --own-code" in error
 
 
 def test_all_papers_are_listed(run_ksana):

@@ -1,4 +1,4 @@
-"""The perplexity task against an engine whose log-probabilities are known: -1 - 1 / (keys that the query sees)."""
+"""The perplexity task against an engine whose log-probabilities are known: -1 - 1 / (keys attended to)."""
 
 import json
 import math

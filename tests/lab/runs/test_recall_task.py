@@ -18,7 +18,7 @@ ENGINE = {"block_size": 16, "max_num_batched_tokens": 4096, "max_num_seqs": 8}
 
 
 class Reader(FakeLLM):
-    """Answers from the assignments that the last query sees; what it does not see, it answers with question marks."""
+    """Answers from the assignments that the last query reads; what it does not read, it answers with question marks."""
 
     def _answer(self, ids, count):
         seen = self._patterns[0].visible(len(ids) - 1, np.arange(len(ids)))

@@ -23,7 +23,7 @@ NEEDLE = re.compile(r"for (\S+) is: (\S+)\.")
 
 
 class Reader(FakeLLM):
-    """Answers with the values that the last query sees of the keys in the question."""
+    """Answers with the values that the last query reads of the keys in the question."""
 
     def generate(self, prompts, params):
         each = params if isinstance(params, list) else [params] * len(prompts)

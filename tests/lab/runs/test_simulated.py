@@ -13,7 +13,7 @@ from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.report import read_report
 from ksana_jax.lab.runs.tasks.simulated import SimulatedSettings, Simulation
 from ksana_jax.lab.simulator import request_level
-from ksana_jax.lab.simulator.answers import Answer
+from ksana_jax.lab.simulator.answers import PlannedAnswer
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.fitted import PHASES, FittedCost, ShapeTimes
@@ -205,7 +205,7 @@ class Told:
 
     def add_request(self, prompt, params):
         request = self.sim.engine.add_request(prompt, params)
-        self.sim.answers.expect(request.request_id, Answer(np.zeros(params.max_tokens, np.int32)))
+        self.sim.answers.expect(request.request_id, PlannedAnswer(np.zeros(params.max_tokens, np.int32)))
         return request
 
 

@@ -10,7 +10,7 @@ from ksana_jax.lab import recording
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost, Cost, HostCost, read_cost
 from ksana_jax.lab.simulator.fit import fit
-from ksana_jax.lab.simulator.move_cost import WAYS, Link, MoveCost
+from ksana_jax.lab.simulator.move_cost import WAYS, MoveCost, TransferLink
 from ksana_jax.lab.simulator.one_engine import SimEngine
 from ksana_jax.lab.simulator.replay import ReplayCost
 from ksana_jax.lab.simulator.run import simulate
@@ -51,7 +51,7 @@ def test_costs_fitted_on_one_workload_predict_another(method, true):
 
 
 def test_costs_of_moved_blocks_are_found():
-    true = MoveCost(saved=Link(2e-5, 1e9), loaded=Link(0.0, 4e9), read=Link(1e-4))
+    true = MoveCost(saved=TransferLink(2e-5, 1e9), loaded=TransferLink(0.0, 4e9), read=TransferLink(1e-4))
     moves = [
         {"way": way, "num_bytes": size, "seconds": getattr(true, way).seconds(size)}
         for way in ("saved", "loaded", "read")
@@ -76,7 +76,7 @@ def test_moves_take_their_time_by_bytes_and_a_fixed_part():
     assert run.busy_s == pytest.approx(computing_s + sum(0.001 + n * block_bytes / 1e9 for n in moves))
 
 
-SLOW = Link(0.001, 1e9)
+SLOW = TransferLink(0.001, 1e9)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ksana_jax.kv.disk.tier import DiskTier
 from ksana_jax.kv.layout import Leaf
 from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost, HostCost, read_cost
-from ksana_jax.lab.simulator.move_cost import Link, MoveCost
+from ksana_jax.lab.simulator.move_cost import MoveCost, TransferLink
 from ksana_jax.lab.simulator.run import simulate
 from ksana_jax.lab.simulator.sim_disk import SimDisk
 from ksana_jax.lab.simulator.step_size import SizeBuilder, SizedStep
@@ -34,7 +34,7 @@ def test_adapters_of_clients_are_loaded_into_slots_before_their_rows_run(slots, 
     clients = ["a", "b", "a", ""]
     items = [dataclasses.replace(item(n, 5.0 * n, 20, 4), client=client) for n, client in enumerate(clients)]
     engine = config(async_scheduling=False, enable_lora=True, max_loras=slots, max_lora_rank=8)
-    cost = AffineCost(0.010, 0.001, move=MoveCost(loaded=Link(0.5)))
+    cost = AffineCost(0.010, 0.001, move=MoveCost(loaded=TransferLink(0.5)))
     run = simulate(items, MODEL, engine, cost)
     waits = [served.first_token_s - served.arrival_s for served in run.served]
     loaded = [0.5, 0.5, 0.5 * (loads == 3), 0.0]
@@ -44,7 +44,7 @@ def test_adapters_of_clients_are_loaded_into_slots_before_their_rows_run(slots, 
 def test_a_client_whose_adapter_has_no_slot_waits_for_the_rows_that_hold_it():
     items = [dataclasses.replace(item(n, 0.0, 1, 9), client=client) for n, client in enumerate("ab")]
     engine = config(async_scheduling=False, enable_lora=True)
-    run = simulate(items, MODEL, engine, AffineCost(0.01, 0, move=MoveCost(loaded=Link(0.5))))
+    run = simulate(items, MODEL, engine, AffineCost(0.01, 0, move=MoveCost(loaded=TransferLink(0.5))))
     first, second = run.served
     assert second.scheduled_s >= first.finished_s
 
@@ -173,7 +173,8 @@ TIERS = {"enable_prefix_caching": True, "num_blocks": 14, "host_cache_bytes": 2*
 
 
 def test_prefixes_that_the_disk_keeps_are_hits_and_take_its_time():
-    fast, slow = MoveCost(read=Link(0.0005), written=Link(0.001)), MoveCost(read=Link(0.05), written=Link(0.001))
+    fast = MoveCost(read=TransferLink(0.0005), written=TransferLink(0.001))
+    slow = MoveCost(read=TransferLink(0.05), written=TransferLink(0.001))
     runs = {}
     for name, move, disk in (("none", fast, None), ("fast", fast, "a folder"), ("slow", slow, "a folder")):
         chosen, cost = config(**TIERS, disk_cache_dir=disk), AffineCost(0.004, 1e-3, move=move)
@@ -188,7 +189,7 @@ def test_prefixes_that_the_disk_keeps_are_hits_and_take_its_time():
 
 def test_a_request_that_waits_for_the_disk_alone_waits_for_its_reads():
     read_s, blocks = 0.010, []
-    for move in (MoveCost(), MoveCost(read=Link(read_s))):
+    for move in (MoveCost(), MoveCost(read=TransferLink(read_s))):
         items = [item(0, 0.0, 80, 2, seed=0), *(item(n, 1.0 + n / 10, 80, 2) for n in range(1, 9))]
         items.append(item(9, 5.0, 80, 2, seed=0))
         chosen = config(**TIERS, disk_cache_dir="a folder", async_scheduling=False)
@@ -203,7 +204,10 @@ def test_the_simulated_disk_keeps_what_the_real_one_keeps(tmp_path):
     format, rng = BlockFormat("model", (Leaf("kv", (64,), "uint8"),)), np.random.default_rng(0)
     clock, data = VirtualClock(), np.zeros(64, np.uint8)
     budget = 12 * file_bytes(format, BlockFacts(bytes(32), bytes(32), bytes(16), 0)) + 10
-    real, simulated = DiskTier(tmp_path, format, budget), SimDisk(format, budget, clock, MoveCost(read=Link(0.1)))
+    real, simulated = (
+        DiskTier(tmp_path, format, budget),
+        SimDisk(format, budget, clock, MoveCost(read=TransferLink(0.1))),
+    )
     for _ in range(300):
         chain, depth = (int(n) for n in rng.integers(0, 6, 2))
         key, parent = (bytes([chain, d]) + bytes(30) for d in (depth, depth - 1 if depth else 255))

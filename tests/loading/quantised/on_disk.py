@@ -7,15 +7,7 @@ from ksana_jax.core.config import ModelConfig
 from tests.loading.models_on_disk import random_tensors, write_model
 
 CONFIG = ModelConfig(
-    vocab_size=70,
-    d_model=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    d_ff=96,
-    bos_id=1,
-    eos_ids=(2,),
+    vocab_size=70, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96, bos_id=1, eos_ids=(2,)
 )
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns that a word has, from its low bits on
 
@@ -117,11 +109,7 @@ def compressed(rng, shape, *, bits=4, group=32, sym=True, actorder=False, scales
     codes, zeros, scales, groups = drawn(rng, shape, bits, group, sym, scales)
     if actorder:
         groups = rng.permutation(groups)
-    parts = {
-        "weight_packed": packed(codes, bits),
-        "weight_scale": scales,
-        "weight_shape": np.array(shape, np.int64),
-    }
+    parts = {"weight_packed": packed(codes, bits), "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
     parts |= {} if sym else {"weight_zero_point": packed(zeros.T, bits).T.copy()}
     parts |= {"weight_g_idx": groups.astype(np.int32)} if actorder else {}
     return parts, numbers_of(codes, zeros, scales, groups)

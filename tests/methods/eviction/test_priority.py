@@ -51,6 +51,15 @@ def test_a_long_row_is_ranked_as_the_definition_ranks_it(name, xp):
         assert apart.mean() > 0.05 and (np.diff(got[order])[apart] > 0).all()
 
 
+@pytest.mark.parametrize("field", ["chunkkv chunk_size", "lagkv lag_size", "lagkv sinks"])
+def test_sizes_beyond_the_cache_take_no_memory(field):
+    (name, key), rng, one = field.split(), np.random.default_rng(0), np.array([20])
+    vectors, scores = rng.normal(size=(1, 1, 2, 24, 4)), rng.random((1, 1, 2, 24))
+    cached = Cached(vectors, vectors, scores, None, one, one - 16, one, one - 20)
+    found = [read_eviction({"method": name, key: size}).priority(cached, np) for size in (24, 10**12)]
+    assert np.array_equal(*found)
+
+
 def test_rkv_never_holds_all_pairs_of_keys():
     num_slots, method = 1024, read_eviction({"method": "rkv"})
     assert method is not None

@@ -152,6 +152,7 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "rkv", "mix_lambda": 1.5}, "RKV: mix_lambda is 1.5, must be a number from 0 to 1"),
         ({"method": "rkv", "threshold": 2}, "RKV: threshold is 2, must be a number from 0 to 1"),
         ({"method": "lagkv", "lag_size": 0}, "LagKV: lag_size is 0, must be an integer from 1"),
+        ({"method": "expected_attention", "future": 2**30}, "future is 1,073,741,824, must be an integer from 1 to 16"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),
         ({"method": "snapkv", "kernel": 2**30 + 1}, "kernel is 1,073,741,825, must be an integer from 1 to 255"),
         ({"method": "snapkv", "recent": 0.5}, "recent is 0.5, must be an integer"),

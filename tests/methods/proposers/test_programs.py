@@ -19,12 +19,7 @@ METHODS = {
         "model": "ksana-tiny",
         "adaptive": "goodput",
     },
-    "bild": {
-        "num_speculative_tokens": 10,
-        "model": "ksana-tiny",
-        "fallback_threshold": 0.6,
-        "rollback_threshold": 0,
-    },
+    "bild": {"num_speculative_tokens": 10, "model": "ksana-tiny", "fallback_threshold": 0.6, "rollback_threshold": 0},
 }
 ASKED = {
     "greedy": [],

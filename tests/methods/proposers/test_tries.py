@@ -112,7 +112,7 @@ def proposer_of(method: str, **settings):
 BOTH = pytest.mark.parametrize("method", ["trie", "suffix"])
 
 
-def lived(proposer, prompt: list[int], output: list[int], salt: str = "", row: int = 1) -> None:
+def decoded(proposer, prompt: list[int], output: list[int], salt: str = "", row: int = 1) -> None:
     """A request that generates an output, in a few steps."""
     proposer.begin(row, np.array(prompt, np.int32), len(prompt), salt)
     for length in (1, 3, len(output) - 1):
@@ -131,7 +131,7 @@ def test_prompts_are_continued_and_more_frequent_continuations_win(method):
 @BOTH
 def test_outputs_of_others_are_continued_within_a_salt_alone(method):
     proposer = proposer_of(method, trie_scope="salt")
-    lived(proposer, [7], [11, 12, 13, 14, 15, 16], "a")
+    decoded(proposer, [7], [11, 12, 13, 14, 15, 16], "a")
     prompt = [20, 11, 12]
     proposer.begin(0, np.array(prompt, np.int32), 3, "a")
     assert proposals(proposer, prompt, 4)[:2] == [13, 14]
@@ -143,7 +143,7 @@ def test_outputs_of_others_are_continued_within_a_salt_alone(method):
 @BOTH
 def test_scope_request_learns_from_the_own_text_alone(method):
     proposer = proposer_of(method, trie_scope="request")
-    lived(proposer, [7], [11, 12, 13, 14, 15, 16])
+    decoded(proposer, [7], [11, 12, 13, 14, 15, 16])
     prompt = [20, 11, 12]
     proposer.begin(0, np.array(prompt, np.int32), 3, "")
     assert proposals(proposer, prompt, 4) == []
@@ -182,8 +182,8 @@ def test_branches_are_the_most_probable_continuations_within_the_budget():
 def test_branches_follow_longer_matches_first_and_the_own_text_before_others():
     proposer = proposer_of("trie", decoding_mode="hier", match_length=2)
     for _ in range(5):
-        lived(proposer, [7], [11, 12, 50, 51, 99])
-        lived(proposer, [7], [12, 60, 98, 97, 96])
+        decoded(proposer, [7], [11, 12, 50, 51, 99])
+        decoded(proposer, [7], [12, 60, 98, 97, 96])
     prompt = [20, 11, 12]
     proposer.begin(0, np.array(prompt, np.int32), len(prompt), "")
     longest = {(50,), (50, 51), (50, 51, 99)}

@@ -19,7 +19,7 @@ KV_POS = np.array([*range(56), 62, 63, 64, 499, 500, 2**20 - 1, 2**20, FAR], np.
 
 
 def arrays(name: str):
-    """A pattern, queries and keys as kernels have them; which keys each query sees, which are repositioned sinks."""
+    """A pattern, queries and keys as kernels have them; keys that each query attends to, and repositioned sinks."""
     pattern, q_pos, kv_pos = CASES[name], Q_POS[:, None], KV_POS[None]
     on_device = Pattern(*map(jnp.int32, pattern)), jnp.asarray(Q_POS), jnp.asarray(KV_POS)
     return on_device, mask.visible(pattern, q_pos, kv_pos), mask.repositioned(pattern, q_pos, kv_pos)

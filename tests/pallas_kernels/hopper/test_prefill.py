@@ -48,15 +48,7 @@ SPECS = (
 )
 # Keys and values in 8 and 4 bits: slots that nobody has written, scales with gaps between units of 16 tokens, sinks.
 QUANTISED = (
-    Spec(
-        rows=((150, 20),),
-        q_tile=20,
-        num_kv_heads=1,
-        codes="int8",
-        sink_logits=True,
-        return_lse=True,
-        evict_every=3,
-    ),
+    Spec(rows=((150, 20),), q_tile=20, num_kv_heads=1, codes="int8", sink_logits=True, return_lse=True, evict_every=3),
     Spec(
         rows=((290, 31),),
         q_tile=32,

@@ -118,7 +118,7 @@ def test_evictions_are_among_the_programs_of_a_step():
     [plain] = step_bytes(wide, [shape], **settings)
     [evicting] = step_bytes(wide, [shape], kv_eviction={"method": "window", "budget": 32}, **settings)
     assert plain.evicting == 0
-    # One call reads and writes the tokens of 64 blocks, which are more than what one query sees.
+    # One call reads and writes the tokens of 64 blocks, which are more than one query attends to.
     assert evicting.evicting >= 64 * 16 * 2 * 2 * 8 * 64 * 4 and evicting.peak == evicting.evicting > plain.peak
 
 

@@ -140,7 +140,7 @@ def test_a_window_takes_the_limit_off_the_context():
 def test_a_window_of_the_model_itself_counts():
     sliding = dataclasses.replace(LLAMA, pattern=AttentionPattern(window=1024))
     assert made(sliding, batch=16).max_context == MAX_TOKENS
-    # One layer that sees everything keeps everything, the others the blocks of their window.
+    # One layer that attends to everything keeps everything, the others the blocks of their window.
     mixed = dataclasses.replace(LLAMA, pattern=(AttentionPattern(),) + (AttentionPattern(window=1024),) * 31)
     found = made(mixed, batch=16, context=65_536)
     assert found.gamma == pytest.approx((65_536 + 31 * 1040) / (32 * 65_536), rel=0.02)  # and a chunk

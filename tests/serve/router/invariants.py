@@ -3,7 +3,7 @@
 import numpy as np
 
 from ksana_jax.serve.router.events import DEVICE
-from ksana_jax.serve.router.health import State
+from ksana_jax.serve.router.health import ServerState
 from ksana_jax.serve.router.runs import LOOSE
 
 
@@ -13,7 +13,7 @@ def check_fleet(fleet):
     carried = sum(len(server.carried) for server in fleet.servers.values())
     live = len(fleet.router.ledger.live)
     assert live == carried, f"{live} requests, {carried} exchanges"
-    alive = {s.url for s in fleet.servers.values() if s.health.state(fleet.clock()) is not State.DEAD}
+    alive = {s.url for s in fleet.servers.values() if s.health.state(fleet.clock()) is not ServerState.DEAD}
     assert set(fleet.router.servers) == alive, "the router has dead servers, or lacks some"
 
 

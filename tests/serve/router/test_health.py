@@ -5,37 +5,37 @@ import random
 import pytest
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.serve.router.health import Health, HealthSettings, State, retry_wait_s
+from ksana_jax.serve.router.health import Health, HealthSettings, ServerState, retry_wait_s
 
 
 def ready(now=0.0, **settings):
     health = Health(HealthSettings(**settings), cold=False)
     assert health.weight(now) == 0
     health.probe(True, now)
-    assert health.state(now) is State.READY and health.weight(now) == 1
+    assert health.state(now) is ServerState.READY and health.weight(now) == 1
     return health
 
 
 def test_a_cold_server_warms_up():
     health = Health()
-    assert health.state(0.0) is State.DEAD and health.probe(False, 1.0) is State.DEAD
-    assert health.probe(True, 2.0) is State.WARMING
+    assert health.state(0.0) is ServerState.DEAD and health.probe(False, 1.0) is ServerState.DEAD
+    assert health.probe(True, 2.0) is ServerState.WARMING
     assert [health.weight(now) for now in (2.0, 7.0, 11.0, 12.0)] == [0.05, 0.5, 0.9, 1.0]
-    assert health.state(12.0) is State.READY
+    assert health.state(12.0) is ServerState.READY
 
 
 def test_three_probes_without_an_answer_mean_death_and_it_comes_back_cold():
     health = ready()
-    assert [health.probe(None, n) for n in (1.0, 2.0)] == [State.READY] * 2
+    assert [health.probe(None, n) for n in (1.0, 2.0)] == [ServerState.READY] * 2
     health.probe(True, 3.0)
-    assert [health.probe(None, n) for n in (4.0, 5.0, 6.0)] == [State.READY, State.READY, State.DEAD]
-    assert health.weight(6.0) == 0 and health.probe(True, 9.0) is State.WARMING
+    assert [health.probe(None, n) for n in (4.0, 5.0, 6.0)] == [ServerState.READY, ServerState.READY, ServerState.DEAD]
+    assert health.weight(6.0) == 0 and health.probe(True, 9.0) is ServerState.WARMING
 
 
 def test_a_server_that_says_it_is_not_ready_drains():
     health = ready()
-    assert health.probe(False, 1.0) is State.DRAINING and health.weight(1.0) == 0
-    assert health.probe(True, 2.0) is State.READY and health.weight(2.0) == 1
+    assert health.probe(False, 1.0) is ServerState.DRAINING and health.weight(1.0) == 0
+    assert health.probe(True, 2.0) is ServerState.READY and health.weight(2.0) == 1
 
 
 def test_a_request_is_tried_again_twice_and_later_each_time():

@@ -13,7 +13,7 @@ from typing import Any
 
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
-from ksana_jax.serve.server.running import Running, listen
+from ksana_jax.serve.server.running import RunningServer, listen
 from ksana_jax.serve.server.settings import ServerSettings
 from ksana_jax.serve.server.several import make_several_app
 from ksana_jax.tokenizers import Tokenizer
@@ -70,7 +70,7 @@ class Served:
     """A server that runs in a thread, and its engine."""
 
     llm: Any
-    running: Running
+    running: RunningServer
     port: int
     thread: threading.Thread
     exit_codes: list[int]
@@ -144,7 +144,7 @@ def serving(llm: AsyncLLM | None = None, **settings: Any) -> Iterator[Served]:
 @contextlib.contextmanager
 def _in_thread(load: Any, given: ServerSettings, app: Any = None) -> Iterator[Served]:
     listener, codes = listen(given), []
-    running = Running(load, given, listener, app)
+    running = RunningServer(load, given, listener, app)
 
     def run() -> None:
         import asyncio

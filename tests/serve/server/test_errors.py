@@ -1,6 +1,7 @@
 """Invalid requests: each gets one error with field, value and limit, and other requests continue."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,8 @@ def test_fields_that_are_not_supported_are_refused_unless_their_value_changes_no
             assert reply.error["code"] == "unsupported_parameter" and name in reply.error["message"]
         for value in (*UNSUPPORTED[name], None):
             assert served.post(path, **body, **{name: value}).status == 200, (path, value)
+    page = Path(__file__).parents[3] / "docs/use/coming-from-vllm.md"
+    assert f"`{name}`" in page.read_text().partition("## Requests over HTTP")[2]
 
 
 @pytest.mark.parametrize(

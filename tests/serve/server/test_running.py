@@ -20,7 +20,7 @@ from ksana_jax.cli.serving import _load, _with_cache
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.runner import compiling
-from ksana_jax.serve.server.running import Running, _memory, listen
+from ksana_jax.serve.server.running import RunningServer, _memory, listen
 from ksana_jax.serve.server.settings import ServerSettings
 from tests.fakes import FULLY, reference_tokens
 from tests.serve.server.serving import Letters, Served, make_llm, serving, text_of
@@ -107,7 +107,7 @@ def test_whole_answers_that_take_too_long_are_told_503():
 def test_the_server_answers_while_the_model_loads():
     loading, settings = queue.Queue(), ServerSettings(port=0)
     listener, codes = listen(settings), []
-    running = Running(loading.get, settings, listener)
+    running = RunningServer(loading.get, settings, listener)
 
     def run():
         codes.append(asyncio.run(running.run()))
@@ -134,7 +134,7 @@ def test_a_model_that_does_not_load_ends_the_server():
         raise ConfigError("no such model")
 
     with pytest.raises(ConfigError, match="no such model"):
-        asyncio.run(Running(load, settings, listen(settings)).run())
+        asyncio.run(RunningServer(load, settings, listen(settings)).run())
 
 
 def test_a_failing_step_ends_the_requests_of_its_batch_only():
@@ -209,7 +209,7 @@ def test_a_server_says_what_it_does_until_it_serves(capfd):
         return llm
 
     listener = listen(settings)
-    running = Running(load, settings, listener)
+    running = RunningServer(load, settings, listener)
     thread = threading.Thread(target=lambda: asyncio.run(running.run()))
     thread.start()
     server = Served(llm, running, listener.getsockname()[1], thread, [0])

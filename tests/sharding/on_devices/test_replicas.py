@@ -7,16 +7,7 @@ import pytest
 
 from ksana_jax import LLM
 from ksana_jax.core.config import ConfigError
-from tests.sharding.on_devices.engines import (
-    GREEDY,
-    MODELS,
-    PROMPTS,
-    SETTINGS,
-    alone,
-    asked,
-    params_of,
-    tokens_of,
-)
+from tests.sharding.on_devices.engines import GREEDY, MODELS, PROMPTS, SETTINGS, alone, asked, params_of, tokens_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("quick_compiles")]
 MIXED_FEW = [GREEDY, asked(temperature=1.0, seed=1)] * 3

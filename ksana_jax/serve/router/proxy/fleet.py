@@ -21,7 +21,7 @@ import yarl
 
 from ksana_jax.core.errors import ConfigError, one_line, system_reason
 from ksana_jax.serve.router import NoServer, RoutedRequest, Router, RouterSettings
-from ksana_jax.serve.router.health import Health, HealthSettings, State
+from ksana_jax.serve.router.health import Health, HealthSettings, ServerState
 from ksana_jax.serve.router.proxy.settings import ProxySettings
 from ksana_jax.serve.router.proxy.watching import OwnFigures, read_figures
 
@@ -188,7 +188,7 @@ class Fleet:
     def state(self, server: Server) -> str:
         """Returns one of ready, warming, draining and dead."""
         state = server.health.state(self.clock())
-        return (State.DRAINING if server.drained and state is not State.DEAD else state).value
+        return (ServerState.DRAINING if server.drained and state is not ServerState.DEAD else state).value
 
     @property
     def num_ready(self) -> int:
@@ -219,7 +219,7 @@ class Fleet:
 
     def _refresh(self, server: Server) -> None:
         """Passes a server's new health to the router."""
-        if server.health.state(self.clock()) is State.DEAD:
+        if server.health.state(self.clock()) is ServerState.DEAD:
             self.died(server, f"no answer to {self.health_settings.max_missed} probes")
             return
         if server.url not in self.router.servers:
