@@ -102,10 +102,7 @@ def test_the_bound_multiplies_weights_as_each_implementation_takes_them(monkeypa
         given.append(type(w))
         return x
 
-    fakes = [
-        LinearImplementation(str(packs), lambda: Operators(note), lambda *_: None, packs=packs)
-        for packs in (True, False)
-    ]
+    fakes = [LinearImplementation("", lambda: Operators(note), lambda *_: None, packs) for packs in (True, False)]
     monkeypatch.setattr("ksana_jax.ops.linear.LINEAR_IMPLEMENTATIONS", fakes)
     assert bounds._matrix_rate("f32") > 0
     assert given[0] is PackedMatrix and given[1] is not PackedMatrix

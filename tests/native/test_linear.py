@@ -8,6 +8,8 @@ import pytest
 from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import quantise
+from ksana_jax.native.grouped import grouped_linear
+from ksana_jax.native.operators import linear
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 from tests.machine import native_products, no_native_products
 
@@ -22,8 +24,6 @@ def drawn(*shape, dtype="float32"):
 @pytest.mark.parametrize("rows", [1, 2, 5, 67])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (7, 31), (43, 64), (96, 100)])
 def test_products_are_those_of_float64(rows, columns, inner, dtype):
-    from ksana_jax.native.operators import linear
-
     x, w = drawn(rows, inner, dtype=dtype), drawn(columns, inner, dtype=dtype)
     got = jax.jit(lambda x, w: linear(x, w, dtype=jnp.float32))(x, w)
     x, w = (np.asarray(a, np.float64) for a in (x, w))
@@ -59,8 +59,6 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
 @native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
-    from ksana_jax.native.operators import linear
-
     x, w, b = drawn(2, 3, 32, dtype=dtype), drawn(10, 32, dtype=dtype), drawn(10, dtype=dtype)
     for asked in (None, "float32", "bfloat16", "float16"):
         for bias in (None, b):
@@ -73,8 +71,6 @@ def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
 
 @native_products
 def test_other_types_are_refused():
-    from ksana_jax.native.operators import linear
-
     with pytest.raises(NotImplementedError, match="float16 times float16; native products have both in float32 or bf"):
         linear(drawn(1, 8, dtype="float16"), drawn(2, 8, dtype="float16"))
     with pytest.raises(NotImplementedError, match="float32 times bfloat16"):
@@ -135,8 +131,6 @@ COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "the last has non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_zero(name, dtype, as_codes):
-    from ksana_jax.native.grouped import grouped_linear
-
     counts = COUNTS[name]
     x, w, scales = drawn(sum(counts) + 2, 40, dtype=dtype), drawn(4, 43, 40, dtype=dtype), None
     if as_codes:
@@ -153,9 +147,6 @@ def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_ze
 
 @native_products
 def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
-    from ksana_jax.native.grouped import grouped_linear
-    from ksana_jax.native.operators import linear
-
     x, w, counts = drawn(76, 40), drawn(4, 43, 40), [3, 0, 1, 72]
     found = grouped_linear(x, w, jnp.array(counts))
     np.testing.assert_array_equal(found[1], linear(x[1:2], w[0])[0])
@@ -164,8 +155,6 @@ def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
 
 @native_products
 def test_more_rows_than_there_are_cannot_be_asked_for():
-    from ksana_jax.native.grouped import grouped_linear
-
     x, w = drawn(5, 40), drawn(3, 43, 40)
     found = grouped_linear(x, w, jnp.array([4, 2**30, -3]))
     np.testing.assert_allclose(found, of_groups(x, w, [4, 1, 0]), atol=4e-5)
@@ -182,8 +171,6 @@ def test_more_rows_than_there_are_cannot_be_asked_for():
     ],
 )
 def test_groups_whose_shapes_do_not_fit_are_refused(changed, said):
-    from ksana_jax.native.grouped import grouped_linear
-
     given = {"x": drawn(5, 40), "w": drawn(3, 43, 40), "counts": jnp.zeros(3, jnp.int32)} | changed
     with pytest.raises(ValueError, match=said):
         grouped_linear(**given)

@@ -8,6 +8,7 @@ import pytest
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.models import layers
 from ksana_jax.models.layers import NORMS
+from ksana_jax.native.operators import rms_norm
 from ksana_jax.ops.native_operators import normaliser
 from ksana_jax.ops.norm import choose_norm, not_native
 from tests.machine import compiled, no_compiler
@@ -59,7 +60,5 @@ def test_other_platforms_types_and_kinds_get_norms_of_xla():
 
 @compiled
 def test_other_types_are_refused():
-    from ksana_jax.native.operators import rms_norm
-
     with pytest.raises(NotImplementedError, match="bfloat16 and float32; native norms have both in float32"):
         rms_norm(drawn(1, 8, dtype="bfloat16"), drawn(8), EPS)
