@@ -63,7 +63,10 @@ def schema() -> Schema:
     lists = {key: {"type": "array", "minItems": 1, "items": value} for key, value in row.items()}
     lists |= {key: {"anyOf": [lists[key], {"type": "object"}]} for key in ("engine", "pattern", "settings")}
     fields["variants"]["items"] = {
-        **_object({"name": {"type": "string", "minLength": 1}, **row}, {key: {} for key in _DEEPER}),
+        **_object(
+            {"name": {"type": "string", "minLength": 1}, "grid": {"type": "boolean"}, **row},
+            {key: {} for key in _DEEPER},
+        ),
         "required": ["name"],
     }
     fields["grid"] |= _object(lists, {key: {"type": "array"} for key in _DEEPER})
