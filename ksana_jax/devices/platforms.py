@@ -18,8 +18,8 @@ def warn_of_unused_gpu(platform: str, driver: Path = Path("/proc/driver/nvidia/v
     """Warns, once, if an engine runs on the CPU of a machine with NVIDIA's driver, unless JAX_PLATFORMS asks for it."""
     if platform == "cpu" and not os.environ.get("JAX_PLATFORMS") and driver.exists():
         logger.warning(
-            "this machine has an NVIDIA driver, but jax sees only its CPU: `pip install 'ksana-jax[cuda]'` gives jax its "
-            "CUDA plugin, JAX_PLATFORMS=cpu silences this warning"
+            "this machine has an NVIDIA driver, but jax sees only its CPU: the extra cuda, `pip install -e '.[cuda]'`, "
+            "gives jax its plugin; JAX_PLATFORMS=cpu silences this warning"
         )
 
 
