@@ -41,7 +41,7 @@ def generate(engine: Engine, prompt: str, params: SamplingParams) -> str:
         step, _ = builder.build(batch, scheduler.rows)  # padded arrays: tokens, positions, slots, block tables
         step.moves = scheduler.memory.take_moves()  # copies of blocks before the step; here there are none
         pending = runner.submit(step)  # the network, which writes keys and values, and the choice of tokens
-        scheduler.advance(batch)  # counts computed tokens, and returns blocks that no token will see
+        scheduler.advance(batch)  # counts computed tokens, and returns blocks that no token will attend to
         output = pending.result()
         scheduler.settle(batch, output.tokens[: len(batch.sampled)])  # appends tokens, ends sequences
         tokens += batch.new_tokens.tolist()

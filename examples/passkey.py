@@ -1,8 +1,8 @@
 """A custom task in one file: does the model still find a number hidden in a long text under an attention pattern?
 
-Run it from the folder of this file, or with the folder on the Python path:
+Run it, from any folder:
 
-  ksana run passkey.yaml
+  ksana run examples/passkey.yaml
 
 A task consists of a dataclass of settings, `run` (one trial's measurements), `summarise` (a trial's numbers) and
 `columns` (the table). Seeds, resumption, shards, tables with deviations and a figure come for free. Optional parts,

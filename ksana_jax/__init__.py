@@ -4,18 +4,19 @@ Files in the order in which a greedy request enters them on a CPU; `examples/one
 
   call      `core/request` (sampling parameters), `engine/llm` (`LLM.generate`), `engine/prompts` (texts, token ids),
             `engine/engine` (requests), `engine/request_factory` (checks of requests)
-  schedule  `scheduler/scheduler` (what runs in a step), `kv/memory` (where blocks are), `kv/layout` (what is in them),
-            `scheduler/sequence` (the rows of a step), `engine/completion` (output), `engine/engine_lock` (one thread at
-            a time), `scheduler/waiting` (admission), `engine/steps` (the loop over steps), `scheduler/running` (budget
-            and preemption), `kv/block_manager` (free blocks), `scheduler/row_blocks` (block tables)
+  schedule  `scheduler/sequence` (the rows of a step), `engine/completion` (output), `engine/engine_lock` (one thread at
+            a time), `scheduler/waiting` (admission), `scheduler/scheduler` (what runs in a step), `engine/steps` (the
+            loop over steps), `scheduler/running` (budget and preemption), `kv/block_manager` (free blocks),
+            `scheduler/row_blocks` (block tables), `kv/memory` (where blocks are)
   build     `scheduler/step/builder` (a step as arrays), `scheduler/step/buckets` (their sizes)
-  run       `runner/runner` (compiled steps), `runner/transfer` (one transfer each way), `runner/step_program` (layers),
-            `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/layer` (products in C++),
+  run       `runner/runner` (compiled steps), `runner/transfer` (one transfer each way), `runner/network` (layers),
+            `models/transformer`, `models/rope`, `ops/paged` (attention in one layer), `native/operators` (in C++),
             `models/operators` (heads), `ops/kernels`, `ops/pool` (keys and values), `native/kernel` (attention),
             `sampling/sampler` (the next token)
 
 `core/config` (settings) and `engine/build` (the parts of an engine) come before the first request. `engine/async_llm`
-is `LLM` for an event loop. `core/patterns` says which positions a query sees, `ops/attention` what attention computes.
+is `LLM` for an event loop. `kv/layout` says what a block holds, `core/patterns` which positions a query attends to, and
+`ops/attention` what attention computes.
 
 Array names end in their dimensions if code handles more than one shape:
 

@@ -193,16 +193,15 @@ def quick_compiles():
 def few_shapes():
     """Engines of a module have one bucket of each kind, so at most three shapes of steps: compiling is what tests wait
     for. `tests/engine/test_invariances.py` has all buckets."""
-    from ksana_jax.scheduler.step.buckets import Buckets
-
-    original = Buckets.of
+    from ksana_jax.engine import build
+    from ksana_jax.scheduler.step.ladders import make_buckets
 
     def coarsest(*settings):
-        buckets = original(*settings)
+        buckets = make_buckets(*settings)
         return dataclasses.replace(
             buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Buckets, "of", coarsest)
+        patch.setattr(build, "make_buckets", coarsest)
         yield

@@ -11,7 +11,8 @@ from ksana_jax.core.patterns import FAR
 from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves
-from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, fed, share_a_call
+from ksana_jax.scheduler.step.executor import share_a_call
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, fed
 from tests.fake_network import VOCAB, Patterns, attend, choose, embed, score, u64, weights_of
 
 

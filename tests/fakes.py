@@ -18,8 +18,8 @@ from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope, sha256
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
-from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
+from ksana_jax.scheduler.step.ladders import all_shapes, make_buckets
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 from tests.fake_executor import FakeExecutor
 from tests.fake_network import FULLY, HEAD_DIM, VOCAB, Patterns
@@ -117,7 +117,7 @@ def make_engine(
     executor = make_executor(
         patterns, num_blocks=num_blocks, block_size=block_size, host_slots=host_slots, layout=layout
     )
-    buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
+    buckets = make_buckets(config, "cpu", draft_lengths(config), draws_trees(config))
     buckets = dataclasses.replace(buckets, shared_rows=shared_rows)
     engine = build_engine(
         model,
@@ -132,7 +132,7 @@ def make_engine(
     engine.builder = CheckedBuilder(**{**_settings(engine.builder), "min_saved_tokens": 1})
     # What `LLM.warm_up` compiles.
     widest = executor.layout.table_width(max_model_len, max_num_batched_tokens)
-    executor.shapes = set(buckets.all_shapes(widest))
+    executor.shapes = set(all_shapes(buckets, widest))
     return engine
 
 

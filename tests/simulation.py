@@ -21,6 +21,7 @@ from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import Scope, sha256
 from ksana_jax.kv.replacement import REPLACEMENT_POLICIES
 from ksana_jax.scheduler.policies import SCHEDULING_POLICIES
+from ksana_jax.scheduler.step.ladders import all_shapes
 from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected_tokens, visible_later
 from tests.fake_network import FULLY
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
@@ -130,10 +131,9 @@ class Simulation:
         if self.engine.has_work:
             return
         self.seen["changes of pattern"] += 1
-        self.pattern = self.rng.choice(sorted(PATTERNS))
-        executor = self.engine.executor
+        self.pattern, executor = self.rng.choice(sorted(PATTERNS)), self.engine.executor
         assert isinstance(executor, FakeExecutor)
-        executor.shapes = set(self.engine.builder.buckets.all_shapes())
+        executor.shapes = set(all_shapes(self.engine.builder.buckets))
         self.engine.set_patterns(PATTERNS[self.pattern])
         self.requests.clear()
 
@@ -248,7 +248,7 @@ class Simulation:
             self.disk.tick()
         for request, counts in before.items():
             grown = [len(c.token_ids) for c in request.completions] != counts
-            if request.finished or (request.completions[0].streams and grown):
+            if request.finished or (grown and getattr(request.completions[0], "streams", False)):
                 assert request in reported
         for request in reported:
             assert request not in self.ended, "something came after the end"  # I10

@@ -125,14 +125,24 @@ def test_commands_in_pages_exist_and_take_the_options_shown():
             parsed(words)
 
 
-def test_every_command_has_a_how_to():
-    def names(command, words=()):
-        children = getattr(command, "commands", {})
-        shown = [(k, c) for k, c in children.items() if not c.hidden]
-        return [n for k, c in shown for n in names(c, (*words, k))] if children else [" ".join(words)]
+def visible(command, words=()):
+    """The visible commands below one, by the words that name them."""
+    children = getattr(command, "commands", {})
+    shown = [(k, c) for k, c in children.items() if not c.hidden]
+    found = {name: c for k, child in shown for name, c in visible(child, (*words, k)).items()}
+    return found if children else {" ".join(words): command}
 
+
+def test_every_command_has_a_how_to():
     shown = {parsed(words) for words in commands(DOCS / "reference/commands.md")}
-    assert {name for name in shown if ":" not in name} == set(names(get_command(cli.app)))
+    assert {name for name in shown if ":" not in name} == set(visible(get_command(cli.app)))
+
+
+@pytest.mark.parametrize("name", visible(get_command(cli.app)))
+def test_the_help_of_a_command_ends_with_an_example_and_a_page(name):
+    example, page = visible(get_command(cli.app))[name].epilog.split("\n\n")
+    assert parsed(shlex.split(example.removeprefix("Example: ksana "))) == name
+    assert (DOCS.parent / page.removeprefix("Docs: ")).is_file()
 
 
 def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
@@ -140,7 +150,7 @@ def test_the_page_on_models_names_what_is_read_and_what_is_fetched():
     rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line.startswith("| ")}
     for name, types in (("safetensors", SafetensorsTensor.dtypes), ("GGUF", [kind.name for kind in TYPES.values()])):
         assert set(rows[name].strip("| ").split(" | ")[-1].split(", ")) == set(types)
-    assert family_table.table() in text, "ksana list models prints the table"
+    assert family_table.table() in text, "ksana list models --markdown prints the table"
     for name, wanted in FETCHABLE.items():
         assert byte_size(wanted.num_bytes) in rows[name]
 

@@ -127,8 +127,8 @@ class ChunkedRange(VisibleRange):
 
     span: int = FAR
 
-    def seen_from(self, next_position):
-        return np.maximum(super().seen_from(next_position), next_position // self.span * self.span)
+    def visible_from(self, next_position):
+        return np.maximum(super().visible_from(next_position), next_position // self.span * self.span)
 
 
 def live_range(layers) -> VisibleRange:

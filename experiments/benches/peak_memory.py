@@ -16,6 +16,7 @@ import numpy as np
 
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.lab.bench.latency import make_llm
+from ksana_jax.scheduler.step.ladders import all_shapes
 
 
 def check(model: str, *, rounds: int = 2, **settings) -> dict:
@@ -46,7 +47,7 @@ def check(model: str, *, rounds: int = 2, **settings) -> dict:
         **{name: compared._asdict() for name, compared in found.items()},
         "peak_error": peak.predicted / peak.measured - 1 if peak.predicted and peak.measured else None,
         "peak_after_rounds": peaks,
-        "num_steps": len(llm.engine.builder.buckets.all_shapes()),
+        "num_steps": len(all_shapes(llm.engine.builder.buckets)),
     }
 
 

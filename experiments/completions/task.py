@@ -62,7 +62,8 @@ class Completions(BaseTask):
 
     def check(self, config: Mapping[str, Any]) -> None:
         settings = CompletionsSettings(**config["settings"])
-        texts.check_config(config, settings.num_others, texts.ExcerptSpec(settings.other_tokens), "settings.num_others")
+        cut = texts.ExcerptSpec(settings.other_tokens, setting="settings.other_tokens")
+        texts.check_config(config, settings.num_others, cut, "settings.num_others")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = CompletionsSettings(**trial.config["settings"]), trial.llm

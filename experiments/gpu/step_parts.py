@@ -68,7 +68,7 @@ class MeasuredStep:
 
         def call(index: int):
             runner.cache, tokens, reports, _ = program(
-                runner.params, runner.cache, vectors, previous, runner._seen.arrays, None
+                runner.params, runner.cache, vectors, previous, runner._patterns.arrays, None
             )
             return tokens, reports
 

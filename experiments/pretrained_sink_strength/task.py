@@ -73,7 +73,8 @@ class SinkStrength(BaseTask):
         checks.require(first, error=ConfigError)
         if config["pattern"] is not None or config["layer_patterns"]:
             raise ConfigError("SinkStrength measures the model's own attention: leave pattern unset")
-        texts.check_config(config, settings.num_texts, texts.ExcerptSpec(settings.num_tokens), "settings.num_texts")
+        cut = texts.ExcerptSpec(settings.num_tokens, setting="settings.num_tokens")
+        texts.check_config(config, settings.num_texts, cut, "settings.num_texts")
 
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         from experiments.training.sink_measures import sink_measures, sink_strength

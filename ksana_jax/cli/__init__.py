@@ -62,20 +62,33 @@ def _options(
 
 
 EXPERIMENTS, MODELS, SERVING, PERFORMANCE = "Experiments", "Models", "Serving", "Performance and debugging"
-COMMANDS = {
-    EXPERIMENTS: (studies.run, studies.reproduce, studies.report, studies.compare),
-    MODELS: (fetching.fetch, text.generate, chat.chat, calibrating.calibrate, quantizing.quantize),
-    SERVING: (machine.plan,),
-    PERFORMANCE: (machine.doctor, aligning.align),
-}
-for panel, commands in COMMANDS.items():
-    for command in commands:
-        app.command(cls=groups.Command, rich_help_panel=panel)(command)
-app.command(cls=groups.ServeCommand, rich_help_panel=SERVING)(serving.serve)
-
-# Their arguments may belong to another command or program.
-for panel, command in ((SERVING, routing.route), (EXPERIMENTS, evaluation.lm_eval)):
-    app.command(cls=groups.Command, context_settings={"ignore_unknown_options": True}, rich_help_panel=panel)(command)
+# Panel, command, an example, and the page in docs/.
+COMMANDS = (
+    (EXPERIMENTS, studies.run, "run quickstart engine.block_size=8 --out runs/small-blocks", "use/experiments"),
+    (EXPERIMENTS, studies.reproduce, "reproduce kivi", "reference/commands"),
+    (EXPERIMENTS, studies.report, "report runs/quickstart runs/small-blocks --out runs/both", "use/experiments"),
+    (EXPERIMENTS, studies.compare, "compare runs/quickstart runs/small-blocks", "use/experiments"),
+    (EXPERIMENTS, studies.schema, "schema", "use/experiments"),
+    (EXPERIMENTS, evaluation.lm_eval, "lm-eval run --model ksana --model_args pretrained=DIR", "use/evaluation"),
+    (MODELS, fetching.fetch, "fetch smollm2", "use/models"),
+    (MODELS, text.generate, 'generate smollm2 --prompt "def main("', "use/models"),
+    (MODELS, chat.chat, 'chat smollm2 --system "Answer in one sentence."', "use/models"),
+    (MODELS, calibrating.calibrate, "calibrate smollm2 --text notes/ --for qfilter", "reference/eviction"),
+    (MODELS, quantizing.quantize, "quantize ksana-tiny --to q8_0", "use/models"),
+    (SERVING, machine.plan, "plan --model llama-2-7b --device h200 --context 4096", "reference/commands"),
+    (SERVING, serving.serve, "serve smollm2 max_num_seqs=8 --port 8001", "use/serving"),
+    (SERVING, routing.route, "route --spawn 4 ksana-tiny max_model_len=256", "use/proxy"),
+    (PERFORMANCE, machine.doctor, "doctor smollm2", "use/models"),
+    (PERFORMANCE, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
+)
+for panel, command, words, page in COMMANDS:
+    app.command(
+        cls=groups.ServeCommand if command is serving.serve else groups.Command,
+        # Their arguments may belong to another command or program.
+        context_settings={"ignore_unknown_options": command in (routing.route, evaluation.lm_eval)},
+        rich_help_panel=panel,
+        epilog=groups.example(words, page),
+    )(command)
 # Runs on the other hosts of a job.
 app.command(cls=groups.Command, hidden=True)(worker.worker)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ksana_jax.cli.fields import takes_fields
-from ksana_jax.cli.groups import Command, Group
+from ksana_jax.cli.groups import Command, Group, example
 from ksana_jax.cli.options import AsJson
 from ksana_jax.lab.bench import BENCHES
 
@@ -62,5 +62,7 @@ def _command(name: str) -> Any:
 
     bench.__doc__ = kind.__doc__
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    app.command(name, cls=Command)(takes_fields(kind, " ".join(meanings), meanings)(bench))
+    app.command(name, cls=Command, epilog=example(f"bench {name}", "use/benchmarks"))(
+        takes_fields(kind, " ".join(meanings), meanings)(bench)
+    )
     return typer.main.get_command(app)

@@ -19,7 +19,8 @@ def takes_fields(cls: type, names: str = "", meanings: Mapping[str, str] | None 
     """Replaces the parameter `options` of a command by options for fields of a dataclass.
 
     The command gets a dict of the fields' values as `options`. A tuple is given as texts or numbers separated by
-    commas, a field without a plain type as in YAML, and its default is named after "None takes" in its description.
+    commas, a field without a plain type as in YAML. The default None is named after "None takes" or "None means" in a
+    description.
 
     Args:
       names: the fields separated by spaces, each as "field", or as "field=option" where the option has another name;
@@ -52,7 +53,7 @@ def takes_fields(cls: type, names: str = "", meanings: Mapping[str, str] | None 
 
 
 def _option(name: str, default: Any, hint: Any, meaning: str) -> inspect.Parameter:
-    help, *absent = re.split(r"; (?:None|empty) takes ", meaning.removesuffix("."), maxsplit=1)
+    help, *absent = re.split(r"; (?:None|empty) (?:takes|means) ", meaning.removesuffix("."), maxsplit=1)
     settings: dict[str, Any] = {"help": help}
     flag = "--" + name.replace("_", "-")
     if get_origin(hint) is tuple:

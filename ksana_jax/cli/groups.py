@@ -47,6 +47,11 @@ def _as_setting(flag: str) -> str:
     return f"{hint}; see {PAGE}"
 
 
+def example(words: str, page: str = "reference/commands") -> str:
+    """Returns the end of a command's help: a command line, and the page in docs/ that explains it."""
+    return f"Example: ksana {words}\n\nDocs: docs/{page}.md"
+
+
 class Group(_FlagsWithoutType, TyperGroup):
     """A group of commands, such as `ksana bench`."""
 

@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ksana_jax.cli import completion
 from ksana_jax.core.sources import MODEL_HELP
 
 if TYPE_CHECKING:
     from ksana_jax import LLM, SamplingParams
 
-Experiment = Annotated[Path, typer.Argument(help="a YAML file, or the name of a shipped one", show_default=False)]
+Experiment = Annotated[
+    Path,
+    typer.Argument(
+        help="a YAML file, or the name of a shipped one", show_default=False, autocompletion=completion.experiments
+    ),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="dotted.key=value, such as engine.block_size=8", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        help="dotted.key=value, such as engine.block_size=8", show_default=False, autocompletion=completion.overrides
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="output folder", show_default="runs/NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="also print one line of JSON at the end")]
@@ -24,7 +33,7 @@ OwnCode = Annotated[
     typer.Option("--own-code", help="run own tasks and methods that the files name: code of their authors"),
 ]
 # Arguments of commands that generate text.
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, autocompletion=completion.models)]
 MaxTokens = Annotated[int, typer.Option(help="maximum tokens of output")]
 ChatTemplate = Annotated[
     str | None,
@@ -68,18 +77,18 @@ class TextOptions:
     Args:
       temperature: 0 always takes the most probable token.
       top_p: sample from the smallest set of tokens with this probability.
-      seed: equal seeds give equal texts.
+      seed: equal seeds give equal texts; None takes the engine's.
       dtype: weights and KV: f32, bf16, f16, or auto for the checkpoint's.
       numerics: fast, or invariant: the same bits however a request is served.
-      window: attention window in tokens.
+      window: attention window in tokens; None takes the model's.
       num_sinks: sink tokens at cache positions, with --window.
-      max_model_len: maximum tokens of prompt plus output.
+      max_model_len: maximum tokens of prompt plus output; None takes the model's.
       tensor_parallel_size: devices that divide the model.
       data_parallel_size: replicas, each on as many devices.
       device: platform to run on, such as cpu or npu, or as in YAML: '{platform: npu, plugin: PATH.so}'; None takes
         jax's choice.
       distributed: processes that divide the model: auto under Slurm or Open MPI, or as in YAML: '{coordinator_address:
-        10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker.
+        10.0.0.1:1234, num_processes: 2, process_id: 0}'; the others run ksana worker; None means one process.
     """
 
     temperature: float = 0.8

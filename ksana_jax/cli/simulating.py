@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ksana_jax.cli import studies
-from ksana_jax.cli.groups import Command, group
+from ksana_jax.cli.groups import Command, example, group
 from ksana_jax.cli.options import Experiment, Out, Overrides
 from ksana_jax.core.sources import MODEL_HELP
 
@@ -20,7 +20,7 @@ Settings = Annotated[
 app = group("Simulates engines: the real scheduler and KV memory, with modelled step times.")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=example("simulate capacity capacity --slo ttft_p99=2", "use/simulator"))
 def capacity(
     context: typer.Context,
     file: Experiment,
@@ -36,7 +36,7 @@ def capacity(
     studies.run(context, file, [*(overrides or []), *more], out)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=example("simulate record ksana-tiny max_num_seqs=16 -o steps.jsonl", "use/simulator"))
 def record(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     settings: Settings = None,
@@ -81,7 +81,7 @@ def record(
     print(f"{out}: {len(records):,} steps, {len(moves):,} moves of blocks")
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=example("simulate fit steps.jsonl -o cost.json", "use/simulator"))
 def fit(
     steps: Annotated[
         Path, typer.Argument(help="a recording of `ksana simulate record` or `ksana trace`", show_default=False)

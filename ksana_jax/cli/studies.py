@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ksana_jax.cli import completion
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 if TYPE_CHECKING:
@@ -74,8 +75,20 @@ def _elsewhere(on: str, options: Mapping[str, Any]) -> OnRay | None:
     return OnRay(given.get("--ray-address", AUTO), resources)
 
 
+def schema() -> None:
+    """Prints the JSON Schema of experiment files, by which editors complete and check them."""
+    import json
+
+    from ksana_jax.lab.runs.schema import schema
+
+    print(json.dumps(schema(), indent=1, ensure_ascii=False))
+
+
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="name of the paper; `ksana list papers` lists them")],
+    paper: Annotated[
+        str,
+        typer.Argument(help="name of the paper; `ksana list papers` lists them", autocompletion=completion.papers),
+    ],
     full: Annotated[bool, typer.Option("--full", help="run the longer study")] = False,
     out: Annotated[Path | None, typer.Option(help="output folder", show_default="runs/papers/PAPER")] = None,
 ) -> None:

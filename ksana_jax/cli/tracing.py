@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ksana_jax.cli.groups import Command, Group, group
+from ksana_jax.cli.groups import Command, Group, example, group
 from ksana_jax.cli.options import AsJson, Experiment, Out, Overrides, OwnCode
 
 
@@ -28,7 +28,11 @@ app = group(
 
 
 # Its arguments may belong to another command.
-@app.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@app.command(
+    cls=Command,
+    context_settings={"ignore_unknown_options": True},
+    epilog=example("trace run quickstart --out runs/trace"),
+)
 def run(
     context: typer.Context,
     what: Annotated[
@@ -75,7 +79,7 @@ def run(
     raise typer.Exit(code or 0)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=example("trace replay runs/trace policy=shortest_first --out runs/shortest"))
 def replay(
     recording: Annotated[Path, typer.Argument(help="a recording, or a folder with one", show_default=False)],
     overrides: Annotated[
@@ -99,7 +103,7 @@ def replay(
     raise typer.Exit(replay_and_show(recording, overrides or [], out, as_json, own_code))
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, epilog=example("trace pool quickstart --row 2 --step 5"))
 def pool(
     file: Experiment,
     overrides: Overrides = None,

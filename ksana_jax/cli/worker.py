@@ -13,7 +13,8 @@ from ksana_jax.core.docstrings import field_meanings
 
 def worker(
     distributed: Annotated[
-        str, typer.Option(help=field_meanings(TextOptions)["distributed"], show_default=False, metavar="YAML")
+        str,
+        typer.Option(help=field_meanings(TextOptions)["distributed"].partition("; None")[0], metavar="YAML"),
     ] = "auto",
     model: Annotated[
         str | None, typer.Option(help="the model's directory on this host, if it differs", show_default=False)

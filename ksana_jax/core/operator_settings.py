@@ -1,9 +1,9 @@
-"""Names the implementation of each operator that an engine uses; `ops.table` resolves the names. No jax."""
+"""Names the implementation of each operator that an engine uses, and chooses by name; `ops.table` has them. No jax."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -92,3 +92,21 @@ class OperatorSettings:
 
 
 AUTO = OperatorSettings()
+
+
+def first_serving(operator: str, name: str, rows: Sequence[Any], unsupported: Callable[[Any], str | None]) -> Any:
+    """Returns the first implementation of an operator that serves, or the one with the given name.
+
+    Args:
+      rows: implementations with a `name`, in order of preference. unsupported: why one of them does not serve, or None.
+
+    Raises:
+      ValueError: there is none of that name, or it does not serve.
+    """
+    problem = f"is {name!r}, must be auto or one of {', '.join(row.name for row in rows)}"
+    for row in rows:
+        if name in ("auto", row.name):
+            if (reason := unsupported(row)) is None:
+                return row
+            problem = f"{row.name!r}: {reason}"
+    raise ValueError(f"operators.{operator} {problem}")

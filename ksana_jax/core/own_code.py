@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import own_folders
 
 # Top-level names of the package's own code.
 PACKAGES = ("ksana_jax", "pallas_kernels")
@@ -131,7 +132,7 @@ def _file_of(module: str) -> Path | None:
         return None if (file := getattr(loaded, "__file__", None)) is None else Path(file)
     top, *rest = module.split(".")
     try:
-        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, own_folders())
     except (ImportError, ValueError):
         return None
     if spec is None:

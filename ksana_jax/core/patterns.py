@@ -37,9 +37,6 @@ class PatternArrays(NamedTuple):
     sink_position: Any
     sink_ceiling: Any
 
-    def layer(self, index: int) -> PatternArrays:
-        return PatternArrays(*(a[index] for a in self))
-
     def visible(self, q_pos, kv_pos):
         """Boolean mask of the keys that each query attends to, never those at or beyond FAR; shapes broadcast."""
         return mask.visible(self, q_pos, kv_pos)

@@ -1,7 +1,7 @@
 """Resolves the name in a setting: an entry of a registry, or a user's object as "package.module:name".
 
-A policy or a task can thus be in the user's project. Modules are found on the Python path and in the working
-directory. Names in files of others are resolved within `trusting`.
+A policy or a task can thus be in the user's project. Modules are found on the Python path, next to the experiment's
+file and in the working directory. Names in files of others are resolved within `trusting`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ksana_jax.core.errors import ConfigError
 
 T = TypeVar("T")
 _trusted: ContextVar[Collection[str] | None] = ContextVar("trusted", default=None)
+_folders: list[str] = []
 
 
 @contextlib.contextmanager
@@ -33,6 +34,17 @@ def trusting(names: Collection[str] | None) -> Iterator[None]:
         yield
     finally:
         _trusted.reset(token)
+
+
+def search_in(folder: str | os.PathLike[str]) -> None:
+    """Lets own code be found in the folder of the user's experiment, from now on in this process."""
+    place = os.path.abspath(folder)
+    _folders[:] = [place, *(known for known in _folders if known != place)]
+
+
+def own_folders() -> tuple[str, ...]:
+    """Returns the folders in which own modules are found that are not on the Python path, the newest first."""
+    return (*_folders, os.getcwd())
 
 
 def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
@@ -55,7 +67,9 @@ def resolve(spec: Any, registry: Mapping[str, Any], what: str) -> Any:
             raise ConfigError(f"{what} is {spec!r:.80}: code that a file names runs only with --own-code")
         spec = _imported(spec, what)
     if not callable(spec):
-        raise ConfigError(f"{what} is {spec!r:.80}, must be one of {', '.join(registry)}, or 'package.module:name'")
+        hint = nearest_hint(spec, registry) if isinstance(spec, str) else ""
+        names = ", ".join(registry)
+        raise ConfigError(f"{what} is {spec!r:.80}, must be one of {names}, or 'package.module:name'{hint}")
     return spec
 
 
@@ -78,8 +92,7 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
     known = [field.name for field in dataclasses.fields(found)]  # pyright: ignore[reportArgumentType]  methods are dataclasses
     for key in fields:
         if key not in known:
-            close = nearest(str(key), known)
-            hint = f"; the nearest is {close!r}" if close else f"; it has {', '.join(known)}"
+            hint = nearest_hint(str(key), known) or f"; it has {', '.join(known)}"
             raise ConfigError(f"{what} {name!r} has no setting {key!r}{hint}")
     problems = [
         _wrong_type(f"{what} {name!r}: {key}", fields[key], hint) for key, hint in _hints(found, fields).items()
@@ -132,6 +145,12 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
+def nearest_hint(name: str, names: Iterable[str]) -> str:
+    """Returns the end of an error message that names the most similar name; empty if none is similar enough."""
+    close = nearest(name, names)
+    return f"; the nearest is {close!r}" if close else ""
+
+
 def _imported(spec: str, what: str) -> Any:
     module_name, _, path = spec.partition(":")
     if not module_name or not path:
@@ -139,9 +158,7 @@ def _imported(spec: str, what: str) -> Any:
     found: Any = _module(spec, module_name, what)
     for name in path.split("."):
         if not hasattr(found, name):
-            names = [n for n in dir(found) if not n.startswith("_")]
-            close = nearest(name, names)
-            hint = f"; the nearest is {close!r}" if close else ""
+            hint = nearest_hint(name, [n for n in dir(found) if not n.startswith("_")])
             raise ConfigError(f"{what} is {spec!r}, but {module_name} has no {path!r}{hint}")
         found = getattr(found, name)
     if not callable(found):
@@ -152,15 +169,20 @@ def _imported(spec: str, what: str) -> Any:
 def _module(spec: str, name: str, what: str) -> Any:
     top = name.partition(".")[0]
     try:
-        known = top in sys.modules or importlib.util.find_spec(top) is not None
-        if not known and os.getcwd() not in sys.path:
-            # Appended, so that nothing in the working directory shadows an installed package.
-            sys.path.append(os.getcwd())
-        return importlib.import_module(name)
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            # Appended, so that nothing in these folders shadows an installed package.
+            sys.path += [folder for folder in own_folders() if folder not in sys.path]
+        found = importlib.import_module(name)
     except Exception as error:  # whatever a user's module may raise
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            where = "on the Python path or in the working directory"
+            where = "on the Python path, next to the experiment's file or in the working directory"
             raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error
+    taken = getattr(sys.modules.get(top), "__file__", None) or ""
+    for folder in _folders[:1] if taken and top != __name__.partition(".")[0] else ():
+        for meant in (os.path.join(folder, f"{top}.py"), os.path.join(folder, top, "__init__.py")):
+            if os.path.isfile(meant) and not os.path.samefile(meant, taken):
+                raise ConfigError(f"{what} is {spec!r}, but {meant} is hidden by {taken}: rename it")
+    return found

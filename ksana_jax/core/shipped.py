@@ -40,6 +40,11 @@ def experiments() -> dict[str, Path]:
     return dict(sorted((path.stem, path) for folder in _EXPERIMENTS for path in folder.glob("*.yaml")))
 
 
+def papers() -> list[str]:
+    """Returns the names of the papers that `ksana reproduce` repeats."""
+    return sorted(path.stem for path in (CONFIGS / "papers").glob("*.yaml")) if CONFIGS else []
+
+
 def _find(path: Path, folders: tuple[Path, ...]) -> Path:
     return path if path.exists() else _shipped(path, folders, ".yaml") or path
 

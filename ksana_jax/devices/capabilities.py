@@ -99,12 +99,9 @@ def _memory_bytes(device: Any) -> int | None:
 def _compiled(device: Any) -> Any:
     """Returns a small program that writes its result over its argument, if it may."""
     argument = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    return _lowered(argument).compile()
-
-
-def _lowered(argument: Any) -> Any:
     with _quiet():
-        return jax.jit(lambda x: x + 1, donate_argnums=0).lower(argument)
+        lowered = jax.jit(lambda x: x + 1, donate_argnums=0).lower(argument)
+    return lowered.compile()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+from pathlib import Path
 from typing import Any
 
 from ksana_jax.core.device_setting import OF_JAX
+
+logger = logging.getLogger("ksana_jax")
+
+
+@functools.cache
+def warn_of_unused_gpu(platform: str, driver: Path = Path("/proc/driver/nvidia/version")) -> None:
+    """Warns, once, if an engine runs on the CPU of a machine with NVIDIA's driver, unless JAX_PLATFORMS asks for it."""
+    if platform == "cpu" and not os.environ.get("JAX_PLATFORMS") and driver.exists():
+        logger.warning(
+            "this machine has an NVIDIA driver, but jax sees only its CPU: the extra cuda, `pip install -e '.[cuda]'`, "
+            "gives jax its plugin; JAX_PLATFORMS=cpu silences this warning"
+        )
 
 
 def platform_of(device: Any = None) -> str:

@@ -39,10 +39,6 @@ class Tuning:
     compiles_on_one_core: bool = False
     slow_dtypes: frozenset[str] = frozenset()
 
-    def options_of(self, num_tokens: int) -> dict[str, Any] | None:
-        """Returns the compiler's options for a step of as many tokens."""
-        return self.few_tokens_options if num_tokens <= self.few_tokens else self.compiler_options
-
 
 _TUNING = {
     "cpu": Tuning(

@@ -80,11 +80,11 @@ class Beams:
         self._reports[seq] = (tokens, logprobs)
         return len(self._reports) == len(self.alive)
 
-    def advance(self, texts: dict[Sequence, np.ndarray]) -> list[Branch]:
+    def advance(self, known: dict[Sequence, np.ndarray]) -> list[Branch]:
         """Chooses the continuations; an empty list ends the search.
 
         Args:
-          texts: tokens of each beam, prompt included.
+          known: tokens of each beam, prompt included.
 
         Source: transformers. Among the num_kept best continuations, those that end become finished hypotheses if they
         are among the first `width`, and the first `width` of the rest continue. The search ends when no continuing
@@ -97,17 +97,17 @@ class Beams:
         ]
         found.sort(key=lambda branch: -branch.logprob)
         self._reports = {}
-        length = len(next(iter(texts.values()))) + 1
+        length = len(next(iter(known.values()))) + 1
         chosen: list[Branch] = []
         for rank, branch in enumerate(found[: num_kept(self.width, self.stop_ids)]):
             if branch.token in self.stop_ids:
                 if rank < self.width:
-                    self._finish(texts, branch, FinishReason.STOP)
+                    self._finish(known, branch, FinishReason.STOP)
             elif len(chosen) < self.width:
                 chosen.append(branch)
         if length >= self.max_len:
             for branch in chosen:
-                self._finish(texts, branch, FinishReason.LENGTH)
+                self._finish(known, branch, FinishReason.LENGTH)
             return []
         full = len(self.finished) == self.width
         if full and chosen and self._score(chosen[0].logprob, length) <= self.finished[-1].score:
@@ -117,10 +117,10 @@ class Beams:
     def _score(self, logprob: float, length: int) -> float:
         return logprob / (length - self.num_prompt) ** self.length_penalty
 
-    def _finish(self, texts: dict[Sequence, np.ndarray], branch: Branch, reason: FinishReason) -> None:
-        text = texts[branch.seq]
-        score = self._score(branch.logprob, len(text) + 1)
-        token_ids = [*text[self.num_prompt :].tolist(), branch.token]
+    def _finish(self, known: dict[Sequence, np.ndarray], branch: Branch, reason: FinishReason) -> None:
+        ids = known[branch.seq]
+        score = self._score(branch.logprob, len(ids) + 1)
+        token_ids = [*ids[self.num_prompt :].tolist(), branch.token]
         stop = branch.token if reason is FinishReason.STOP else None
         self.finished.append(Hypothesis(score, branch.logprob, token_ids, reason, stop))
         self.finished.sort(key=lambda h: -h.score)
@@ -134,16 +134,16 @@ def advance(beams: Beams, scheduler: Any, new_sequence: Any) -> bool:
       new_sequence: (token_ids) -> a Sequence that is a beam of this request.
     """
     rows = scheduler.rows
-    texts = {s: s.token_ids if s.row is None else rows.token_ids[s.row, : rows.num_tokens[s.row]] for s in beams.alive}
-    branches = beams.advance(texts)
-    texts = {seq: text.copy() for seq, text in texts.items()}
+    known = {s: s.token_ids if s.row is None else rows.token_ids[s.row, : rows.num_tokens[s.row]] for s in beams.alive}
+    branches = beams.advance(known)
+    known = {seq: ids.copy() for seq, ids in known.items()}
     alive: dict[Sequence, float] = {}
     in_place: list[Branch] = []
     for branch in branches:
         if all(branch.seq is not other.seq for other in in_place):
             in_place.append(branch)
             continue
-        child = new_sequence(np.append(texts[branch.seq], np.int32(branch.token)))
+        child = new_sequence(np.append(known[branch.seq], np.int32(branch.token)))
         fork(scheduler.queue, scheduler.row_blocks, scheduler.eviction, branch.seq, child)
         alive[child] = branch.logprob
     for branch in in_place:

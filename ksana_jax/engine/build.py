@@ -28,6 +28,7 @@ from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def build_engine(
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.
       clock: seconds, rising.
-      buckets: shapes of the steps; None takes `Buckets.of`.
+      buckets: shapes of the steps; None takes `make_buckets`.
       programs: compiled functions that runners of equal settings share; see `Runner`.
       workers: the other processes that divide the model, with config.distributed; see `engine.distributed.driver`.
       placement: on the devices; None takes jax's first ones.
@@ -189,7 +190,7 @@ def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> Bat
     speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
     return BatchBuilder(
-        buckets or Buckets.of(config, half.platform, draft_lengths(config), draws_trees(config)),
+        buckets or make_buckets(config, half.platform, draft_lengths(config), draws_trees(config)),
         config.block_size,
         config.num_blocks,
         vocab_size,

@@ -1,4 +1,4 @@
-"""Requests and their completions: text, stop strings, scores. Knows no scheduling."""
+"""Requests and their completions, of which callers get outputs and deltas. Knows no scheduling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.beam import Beams
-from ksana_jax.engine.stop_strings import search
 from ksana_jax.scheduler.sequence import Sequence
-from ksana_jax.scheduler.step.types import TokenScores
 from ksana_jax.tokenizers import IncrementalDetokenizer, Tokenizer
 
 NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weights, KV cache or adjusted scores"
@@ -21,77 +19,32 @@ NO_TOKEN = "the scores of the next token are not finite: NaN or infinity in weig
 
 @dataclasses.dataclass(eq=False)
 class Completion:
-    """The output so far of one sequence of a request.
+    """The output so far of one sequence of a request; tokens and text come when it ends.
 
     Args:
       index: in [0, n).
       tokenizer: decodes tokens; None leaves the text empty.
-      special_stops: special tokens among the stop strings, by id.
-      streams: decode each token as it comes. Otherwise tokens are decoded at the end, unless stop strings need them.
     """
 
     index: int
     seq: Sequence
     tokenizer: Tokenizer | None
-    special_stops: dict[int, str] = dataclasses.field(default_factory=dict)
-    streams: bool = False
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
-    _held_back: str = ""
     _closed: bool = False
     _num_taken: int = 0
 
     def __post_init__(self):
         self._pieces: list[str] = []  # all text
         self._new: list[str] = []  # text since the last delta
-        if self.seq.params.logprobs is not None:
-            self.logprobs = []
-        self._stops = self.seq.params.stop_strings
         self._detokenizer = None
         if self.tokenizer:
             # Detokenizes after the prompt, so that the first word keeps its space.
             self._detokenizer = IncrementalDetokenizer(
                 self.tokenizer, self.seq.params.skip_special_tokens, context=self.seq.token_ids.tolist()
             )
-
-    @property
-    def watched(self) -> bool:
-        """True if the request needs each token as soon as it is sampled."""
-        return self.streams or bool(self._stops) or self.logprobs is not None
-
-    def add(self, token: int, scores: TokenScores | None, at: int, *, has_text: bool = True) -> str | None:
-        """Adds a new token.
-
-        Args:
-          scores: scores of the step's sampled tokens; this token's are at index `at`.
-          has_text: False for an id that ends the output.
-
-        Returns:
-          The stop string that the token completes, if any.
-        """
-        self.token_ids.append(token)
-        if self.logprobs is not None and scores is not None:
-            self.logprobs.append(top_logprobs(scores, at, token, self.seq.params.logprobs or 0))
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
-        included = self.seq.params.include_stop_str_in_output
-        if self._detokenizer is None or not (self.streams or self._stops) or not (has_text or included):
-            return None
-        if not has_text:
-            self._release(self._held_back + self._detokenizer.push([token]))
-            self._held_back = ""
-            return None
-        if token in self.special_stops and len(self.token_ids) > self.seq.params.min_tokens:
-            stop = self.special_stops[token]
-            self._release(self._held_back + self._detokenizer.flush() + stop * included)
-            self._held_back, self._detokenizer = "", None
-            return stop
-        new = self._detokenizer.push([token])
-        if self._stops:
-            return self._add_text(new)
-        self._release(new)
-        return None
 
     @property
     def text(self) -> str:
@@ -103,33 +56,25 @@ class Completion:
         self._pieces.append(text)
         self._new.append(text)
 
-    def _add_text(self, new: str) -> str | None:
-        """Releases text that cannot become part of a stop string; cuts before or after one and returns it."""
-        pending, may_end = self._held_back + new, len(self.token_ids) > self.seq.params.min_tokens
-        length, kept, stop = search(pending, self._stops if may_end else (), self._stops)
-        if stop is not None:
-            self._detokenizer = None
-            length += len(stop) * self.seq.params.include_stop_str_in_output
-        self._release(pending[:length])
-        self._held_back = kept
-        return stop
-
     def close(self) -> None:
-        """Completes the text once the sequence has ended."""
-        if self._closed:
-            return
-        self._closed = True
-        seq = self.seq
-        if seq.finish_reason is FinishReason.ERROR:
-            self.error = NO_TOKEN
-        if not self.watched:
-            self.token_ids = seq.token_ids[seq.num_prompt :].tolist()
-        if self._detokenizer:
-            if not (self.streams or self._stops):
-                hidden = seq.finish_reason is FinishReason.STOP and not seq.params.include_stop_str_in_output
-                self._release(self._detokenizer.push(self.token_ids[:-1] if hidden else self.token_ids))
-            self._release(self._held_back + self._detokenizer.flush())
-            self._held_back = ""
+        """Completes tokens and text once the sequence has ended."""
+        if not self._closed:
+            self._closed = True
+            if self.seq.finish_reason is FinishReason.ERROR:
+                self.error = NO_TOKEN
+            self._complete()
+
+    def _complete(self) -> None:
+        self.token_ids = self.seq.token_ids[self.seq.num_prompt :].tolist()
+        self._decode_all()
+
+    def _decode_all(self) -> None:
+        """Turns all tokens into text, the stop token only if asked."""
+        if self._detokenizer is not None:
+            by_id = self.seq.finish_reason is FinishReason.STOP
+            hidden = by_id and not self.seq.params.include_stop_str_in_output
+            self._release(self._detokenizer.push(self.token_ids[:-1] if hidden else self.token_ids))
+            self._release(self._detokenizer.flush())
 
     def fail(self, error: str) -> None:
         """Ends the completion with an error; its text stays as it is."""
@@ -264,12 +209,3 @@ class Request:
             seq.kv.salt,
             seq.num_question,
         )
-
-
-def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:
-    """Returns {token: Logprob} of the given token and the `count` most probable ones, at one index of the scores."""
-    found = {token: Logprob(float(scores.logprob[at]), int(scores.rank[at]))}
-    best = zip(scores.top_ids[at, :count], scores.top_logprobs[at, :count], strict=True)
-    for rank, (top, logprob) in enumerate(best):
-        found.setdefault(int(top), Logprob(float(logprob), rank + 1))
-    return found

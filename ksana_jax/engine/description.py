@@ -17,11 +17,13 @@ def described(name: object, engine: Engine, runner: Runner, num_requests: int) -
     model, config, num_blocks = engine.model, engine.config, engine.scheduler.blocks.num_blocks
     stored = "" if config.kv_dtype == config.dtype else f", KV in {config.kv_dtype}"
     pool = byte_size(num_blocks * runner.layout.block_bytes)
+    eviction = engine.scheduler.layout.eviction
+    evicts = eviction and f", evicted by {type(eviction.method).__name__} to a budget of {eviction.method.budget}"
     parts = (
         f"{name}: {model.family}, {num_params(model):,} weights, {config.dtype}{stored}",
         f"{num_blocks:,} KV blocks of {config.block_size} tokens ({pool})",
         f"max_model_len {config.max_model_len:,}",
-        f"attention {' | '.join(dict.fromkeys(map(str, runner.patterns)))}",
+        f"attention {' | '.join(dict.fromkeys(map(str, runner.patterns)))}{evicts or ''}",
         f"{num_requests} requests",
     )
     return "; ".join(parts)

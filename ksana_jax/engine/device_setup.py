@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.core.patterns import AttentionPattern
-from ksana_jax.devices.platforms import platform_of
+from ksana_jax.devices.platforms import platform_of, warn_of_unused_gpu
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
@@ -132,7 +132,8 @@ class Prepared:
         cost = recompute_cost(model, num_active_params(model), config.block_size)
         index = PrefixIndex(config.block_size, Scope(digest).seen_through(self.patterns), cost=cost)
         config = dataclasses.replace(config, num_blocks=num_blocks)
-        return DeviceSetup(config, layout, platform_of(placement.device), runner, index, plan, self.weights)
+        warn_of_unused_gpu(platform := platform_of(placement.device))
+        return DeviceSetup(config, layout, platform, runner, index, plan, self.weights)
 
 
 def prepare(
@@ -197,7 +198,7 @@ def _made(model: ModelConfig, settings: dict[str, Any], kind: Callable[..., Any]
 
 
 def recompute_cost(model: ModelConfig, num_params: int, block_size: int) -> Callable[[int], float]:
-    """Returns the operations to compute a block at a text position, relative to the first block."""
+    """Returns the operations to compute a block at a sequence position, relative to the first block."""
     per_token = 2 * num_params
     per_seen_token = 4 * model.num_layers * model.num_heads * model.head_dim
 

@@ -19,10 +19,11 @@ from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.request_factory import RequestFactory
 from ksana_jax.engine.scores import add_prompt_scores, advance_beams
 from ksana_jax.engine.steps import Step
+from ksana_jax.engine.watched import WatchedCompletion, add_tokens
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
+from ksana_jax.scheduler.step.types import ScheduledBatch
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Engine(IdleChanges):
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
-        # Requests whose text or log-probabilities are wanted step by step; a dict keeps the order of arrival.
+        # Completions that are read token by token, or score their prompt; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
         # Runs every change of the engine, one at a time.
         self.lock = EngineLock(self._reset)
@@ -116,7 +117,7 @@ class Engine(IdleChanges):
         for request, leader in zip(requests, leaders, strict=True):
             self.requests[request.request_id] = request
             for completion in request.completions:
-                if completion.watched or completion.seq.params.prompt_logprobs is not None:
+                if isinstance(completion, WatchedCompletion) or completion.seq.params.prompt_logprobs is not None:
                     self._watched[completion] = None
             self.scheduler.add(leader)
 
@@ -210,7 +211,7 @@ class Engine(IdleChanges):
         if step.input.targets is not None:
             add_prompt_scores(rows, step, output, watched)
         finished = self.scheduler.settle(batch, *step.of_rows(output))
-        reported = self._add_tokens(step, output, watched) if watched else {}
+        reported = add_tokens(self.scheduler, step, output, watched) if watched else {}
         for seq in finished:
             reported.setdefault(seq.owner)
         if len(batch.beams):
@@ -243,45 +244,6 @@ class Engine(IdleChanges):
                 metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
                 found.append(seq.owner)
         return found
-
-    def _add_tokens(self, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> dict[Request, None]:
-        """Adds new tokens to the completions that want them; returns their requests, in order.
-
-        Args:
-          rows_of: row of each completion that wants them. A stop string in its text ends it, and drops the rest of its
-            run.
-        """
-        reported: dict[Request, None] = {}
-        batch = step.batch
-        place_of = {row: place * step.tile for place, row in enumerate(batch.sampled.tolist())}
-        nth_of = {row: nth for nth, row in enumerate(batch.settled.tolist())}
-        for completion, row in rows_of.items():
-            if (nth := nth_of.get(row)) is None or not completion.watched:
-                continue
-            run = batch.new_tokens_of(nth)
-            by_id = completion.seq.finish_reason is FinishReason.STOP
-            for at, token in enumerate(run, 1):
-                # An id that ends the output has no text.
-                stop = completion.add(token, output.scores, place_of[row] + at - 1, has_text=not by_id or at < len(run))
-                if stop is not None:
-                    if batch.num_new is not None:
-                        batch.num_new[nth] = at
-                    self._stop_by_text(completion, stop)
-                    reported.setdefault(completion.seq.owner)
-                    break
-            if completion.streams and run:
-                reported.setdefault(completion.seq.owner)
-        return reported
-
-    def _stop_by_text(self, completion: Completion, stop: str) -> None:
-        seq = completion.seq
-        length = seq.num_prompt + len(completion.token_ids)
-        if seq.row is not None:
-            self.scheduler.rows.drop_after(seq.row, length)
-            self.scheduler.finish(seq, FinishReason.STOP, stop)
-        else:  # ended by the same token, or by one that comes later in a run of draft tokens
-            seq.token_ids = seq.token_ids[:length]
-            seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
 
     def _close_ended(self, reported: dict[Request, None], now: float) -> None:
         for request in reported:

@@ -1,4 +1,4 @@
-"""The table of model families and their features, for `ksana list models` and docs/reference/models.md."""
+"""The table of model families and their features, for `ksana list models --markdown` and docs/reference/models.md."""
 
 from __future__ import annotations
 

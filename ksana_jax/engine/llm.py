@@ -14,10 +14,11 @@ from ksana_jax.core.request import SamplingParams
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
-from ksana_jax.engine.prompts import Messages, Prompt, chat_prompts, read_requests
+from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.sessions import Sessions
 from ksana_jax.engine.sleeping import Sleeps
 from ksana_jax.tokenizers import Tokenizer
+from ksana_jax.tokenizers.chat import Messages, chat_prompts
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
 
@@ -132,7 +133,7 @@ class LLM(LoadedModel, Sessions, Sleeps):
             raise ValueError("this model has no tokenizer")
         return self.tokenizer
 
-    def chat_prompts(self, messages: Messages | Seq[Messages], **options: Any) -> list[Prompt]:
+    def chat_prompts(self, messages: Messages | Seq[Messages], **options: Any) -> list[dict[str, Any]]:
         """Formats conversations, with the options of `chat`, as prompts for `generate` and `stream`."""
         return chat_prompts(messages, self.tokenizer, options, "LLM.chat_prompts")
 

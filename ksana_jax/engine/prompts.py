@@ -7,20 +7,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ksana_jax.core import vllm_names
 from ksana_jax.core.lora import of_prompts
 from ksana_jax.core.request import RequestInput, SamplingParams
-from ksana_jax.tokenizers import Tokenizer, render_chat
+from ksana_jax.tokenizers import Tokenizer
 
 # A text, its token ids, or {"prompt": text, "prompt_token_ids": ids, "question": text, "question_token_ids": ids,
 # "cache_salt": text}; a question is read after `kv_eviction` has compressed the prompt.
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
-# A conversation.
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-
-_CHAT_KEYWORDS = {"messages", "sampling_params", "use_tqdm", "chat_template", "chat_template_kwargs", "tools"}
-_CHAT_KEYWORDS |= {"add_generation_prompt", "continue_final_message"}
 _FORMS = "a text, a list of token ids, a dict, or a list of those"
 
 
@@ -138,28 +132,3 @@ def _token_ids(name: str, given: Any) -> np.ndarray:
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or truths:
         raise ValueError(f"{name} must be a list of integers, not {ids.dtype} of shape {ids.shape}")
     return ids
-
-
-def chat_prompts(
-    messages: Messages | Sequence[Messages], tokenizer: Tokenizer | None, options: Mapping[str, Any], method: str
-) -> list[Prompt]:
-    """Returns conversations as prompts, formatted with the tokenizer's chat template.
-
-    Args:
-      messages: a conversation or a list of conversations, each a list of {"role": ..., "content": ...}.
-      options: arguments of `render_chat`.
-      method: that was called, for messages.
-
-    Raises:
-      ValueError: messages have another form, an option is unknown, or there is no template.
-    """
-    vllm_names.refuse_unknown(method, options, _CHAT_KEYWORDS)
-    if tokenizer is None:
-        raise ValueError("this model has no tokenizer, so no chat template")
-    if not isinstance(messages, (list, tuple)):
-        raise ValueError(f"messages is a {type(messages).__name__}, must be a list")
-    one = bool(messages) and isinstance(messages[0], Mapping)
-    conversations: Any = [messages] if one else messages
-    texts = [render_chat(tokenizer, c, **options) for c in conversations]
-    # A template writes the special tokens itself.
-    return [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]

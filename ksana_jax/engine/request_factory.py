@@ -17,11 +17,11 @@ from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
-from ksana_jax.engine.stop_strings import special_stops
+from ksana_jax.engine.watched import WatchedCompletion, special_stops
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
-from ksana_jax.scheduler.step.bias import bad_word_ids
+from ksana_jax.scheduler.step.sampling import bad_word_ids
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def seed_of(params: SamplingParams, index: int, engine_seed: int, number: int) -
 
 
 def ending_ids(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the ids that end a text: the model's, and the tokenizer's that have a row in the embedding."""
+    """Returns the ids that end an output: the model's, and the tokenizer's that have a row in the embedding."""
     more = () if tokenizer is None else tokenizer.eos_ids
     return tuple(dict.fromkeys((*model.eos_ids, *(i for i in more if i < model.vocab_size))))
 
@@ -145,7 +145,10 @@ class RequestFactory:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
         # Beams wait for each other: all of them must fit, even unshared.
-        needed = scheduler.layout.blocks_to_finish(max_len, count - num_question) * max(params.beam_width, 1)
+        width = max(params.beam_width, 1)
+        if width * len(scheduler.layout.groups) * -(-max_len // blocks.block_size) <= blocks.num_blocks:
+            return  # windows and evictions need fewer blocks than whole sequences
+        needed = width * scheduler.layout.blocks_to_finish(max_len, count - num_question)
         if needed > blocks.num_blocks:
             raise ContextLengthError(
                 f"prompt of {count:,} tokens and max_tokens {max_len - count:,} need {needed:,} KV blocks of "
@@ -177,7 +180,12 @@ class RequestFactory:
         for index in range(params.n):
             seed = 0 if params.greedy else seed_of(params, index, self._seed, number)  # half the time of a request
             seq = self._new_sequence(request, token_ids, salt, index, seed, bad_words, asked.num_question)
-            request.completions.append(Completion(index, seq, given, specials, streams))
+            # These need each token as soon as it is sampled.
+            if streams or params.stop_strings or params.logprobs is not None:
+                completion = WatchedCompletion(index, seq, given, special_stops=specials, streams=streams)
+            else:
+                completion = Completion(index, seq, given)
+            request.completions.append(completion)
         if params.beam_width:
             leader = self.new_beam(request, token_ids, salt, asked.num_question)
             width, penalty, stop_ids = params.beam_width, params.length_penalty, leader.stop_ids

@@ -8,19 +8,15 @@ from collections.abc import Callable
 import numpy as np
 
 from ksana_jax.engine.beam import advance
-from ksana_jax.engine.completion import Completion, Request, top_logprobs
+from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.steps import Step
+from ksana_jax.engine.watched import top_logprobs
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Rows, Sequence
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepOutput
 
 
-def add_prompt_scores(
-    rows: Rows,
-    step: Step,
-    output: StepOutput,
-    rows_of: dict[Completion, int],
-) -> None:
+def add_prompt_scores(rows: Rows, step: Step, output: StepOutput, rows_of: dict[Completion, int]) -> None:
     """Adds the log-probabilities of the prompt tokens scored by this step; called before `Scheduler.settle`.
 
     Args:

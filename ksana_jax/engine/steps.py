@@ -13,11 +13,10 @@ import numpy as np
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.metrics import StepRecord
-from ksana_jax.kv.memory import KVMemory
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.builder import BatchBuilder
-from ksana_jax.scheduler.step.executor import Executor, Pending
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepOutput, share_a_call
+from ksana_jax.scheduler.step.executor import Executor, Pending, share_a_call
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepOutput
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,7 +72,7 @@ class StepLoop:
       clock: seconds, rising.
 
     Attributes:
-      records: of all steps that have ended.
+      memory: knows where every block is. records: of all steps that have ended.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class StepLoop:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
+        self.memory = scheduler.memory
         self.config, self.clock = config, clock
         self.records: list[StepRecord] = []
         # Steps of the call that is being reported, and of the call after it.
@@ -96,11 +96,6 @@ class StepLoop:
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
-
-    @property
-    def memory(self) -> KVMemory:
-        """The KV memory, which knows where every block is."""
-        return self.scheduler.memory
 
     @property
     def has_work(self) -> bool:

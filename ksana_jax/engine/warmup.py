@@ -10,6 +10,7 @@ from ksana_jax.core.request import SamplingParams
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.engine import Engine
 from ksana_jax.runner.keys import keys_for
+from ksana_jax.scheduler.step.ladders import plain_shapes, verification_shapes
 
 
 def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> None:
@@ -23,7 +24,7 @@ def warm_up(engine: Engine, max_len: int | None, asked: Seq[SamplingParams]) -> 
     loops = {1} if runner.chooses_in_step else set()
     if config.num_scheduler_steps > 1 and not runner.embeds_on_host:
         loops.add(config.num_scheduler_steps)
-    shapes, verifying = buckets.plain_shapes(width), buckets.verification_shapes(width)
+    shapes, verifying = plain_shapes(buckets, width), verification_shapes(buckets, width)
     speculation, rule = engine.scheduler.speculation, engine.builder.acceptance
     drawn = () if speculation is None else speculation.proposer.drawn_shapes
     vocab_size = engine.model.vocab_size

@@ -49,10 +49,6 @@ class DeviceTier(Tier):
             self._replace_one()
         return pool.allocate(count)
 
-    def share(self, ids: np.ndarray) -> None:
-        """Adds an owner to each of some blocks."""
-        self.pool.share(ids)
-
     def release(self, ids: np.ndarray) -> None:
         """Removes one owner from each of some blocks."""
         for block in self.pool.release(ids).tolist():

@@ -13,7 +13,7 @@ from ksana_jax.kv.visible_range import VisibleRange
 class KVGroup(NamedTuple):
     """Layers that share a block table. Where the kv heads of a layer have different patterns, each counts as a layer.
 
-    live: positions that later queries of at least one of them can see. share: of an eviction method's budget, see
+    live: positions that later queries of at least one of them attend to. share: of an eviction method's budget, see
     `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes
     in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
     """

@@ -79,7 +79,7 @@ class KVLayout:
     sources: tuple[int, ...] = ()
 
     def with_patterns(self, patterns: Sequence[AttentionPattern]) -> KVLayout:
-        """Returns this layout under other patterns, with the same groups: each keeps what any of its layers sees."""
+        """Returns this layout under other patterns, with the same groups: each keeps what one of its layers needs."""
         if len(patterns) != len(self.places):
             raise ConfigError(f"{refusals.BY_HEAD} need an engine that was made for them, and other patterns another")
         shared_kv.check_patterns(self.sources, patterns)
@@ -117,8 +117,8 @@ class KVLayout:
 
     @property
     def selects_in(self) -> tuple[SelectionMethod | None, ...]:
-        """Returns for each layer the method by which its queries select blocks; None if they read all that they see. A
-        layer does as the one that stores its keys, and summarises them."""
+        """Returns for each layer the method by which its queries select blocks; None if they read all blocks. A layer
+        does as the one that stores its keys, and summarises them."""
         num_layers = len(self.places)
         found = (None,) * num_layers if self.selection is None else self.selection.in_layers(num_layers)
         return tuple(found[at] if at in self.selecting else None for at in self.sources or range(num_layers))

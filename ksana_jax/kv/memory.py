@@ -13,13 +13,11 @@ After the step, `commit` confirms the moves. A host slot is pinned while a move 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from ksana_jax.core.patterns import FULL
-from ksana_jax.kv.block_manager import BlockManager
-from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk.tier import DiskTier
@@ -28,13 +26,12 @@ from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves, PendingMoves
-from ksana_jax.kv.owner import Owner
 from ksana_jax.kv.prefix_cache import PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
-from ksana_jax.kv.swap import Swap
-from ksana_jax.kv.tier import DEVICE, HOST, CacheListener
+from ksana_jax.kv.swap import Costs, Swap
+from ksana_jax.kv.tier import HOST, CacheListener
 
 # Blocks that `flush` moves and writes before it waits for the disk.
 FLUSHED_AT_ONCE = 64
@@ -54,11 +51,12 @@ class KVMemory:
       clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
 
     Attributes:
-      device, host: tiers; host is None without one.
+      device, host: tiers; host is None without one. blocks: the device's pool. block_size: B, tokens of a block.
       prefixes: prefix cache; without `caching` nothing asks it.
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
       swap: swapping of preempted sequences; None without a host tier.
       layout: contents of a block.
+      listeners: told of blocks that device and host cache, use and drop.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
 
@@ -76,13 +74,13 @@ class KVMemory:
         clock: Callable[[], float] = time.perf_counter,
         read_timeout_s: float = 1.0,
     ):
-        self.index, self.disk = index, disk
+        self.index, self.disk, self.block_size = index, disk, index.block_size
         self.layout = KVLayout(group_layers([FULL]), index.block_size)
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
         self._replacement, self._caching = find_replacement_policy(replacement), caching
         self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
-        self._listeners: list[CacheListener] = []
+        self.listeners: list[CacheListener] = []
         self._make_tiers(num_blocks, host_data)
 
     def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None) -> None:
@@ -94,7 +92,7 @@ class KVMemory:
         self.device = DeviceTier(
             num_blocks, index, self._replacement, counters, moves=self.moves, host=self.host, write=write
         )
-        self.disk_reads = self.swap = None
+        self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
         if self.host is not None:
             if self.disk is not None:
                 self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
@@ -102,15 +100,7 @@ class KVMemory:
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
         for tier in (self.device, self.host):
             if tier is not None:
-                tier.listeners = self._listeners
-
-    def listen(self, listener: CacheListener) -> None:
-        """Reports blocks that device and host cache, use and drop to a listener from now on, until `unlisten`."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: CacheListener) -> None:
-        """Unregisters a listener."""
-        self._listeners.remove(listener)
+                tier.listeners = self.listeners
 
     def reset(self, host_data: np.ndarray | None) -> None:
         """Forgets the contents of device and host after a failure that may have left the bookkeeping inconsistent.
@@ -122,18 +112,8 @@ class KVMemory:
             self.disk.reset()
         self.index.clear()
         self._make_tiers(self.blocks.num_blocks, host_data)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.cleared()
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.index.block_size
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The device's pool."""
-        return self.device.pool
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
         """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""
@@ -183,37 +163,3 @@ class KVMemory:
                     self.host.write_to_disk_later(node)
             yield
             self.disk.flush()
-
-    # ------------------------------------------------------------------ who owns what
-
-    def owners(self) -> Iterator[Owner]:
-        """Yields the owners of host slots that are not sequences: moves and late reads."""
-        if self.host is not None:
-            yield Owner("", 0, "moves", HOST, np.array(self.host.in_moves, np.int32))
-            if self.disk_reads is not None:
-                yield Owner("", 0, "reads", HOST, self.disk_reads.late)
-
-    def moving(self, level: int) -> set[int]:
-        """Blocks of a tier whose content has not arrived yet."""
-        if level == DEVICE:
-            return {*self.moves.copies, *self.moves.loads}
-        reading = () if self.disk_reads is None else self.disk_reads.reading()
-        return {*reading, *(slot for saves in self.moves.all_saves for slot in saves)}
-
-    def check(self, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
-        """Checks that reference counts agree with the blocks that sequences hold.
-
-        Args:
-          owned: one array of device blocks per owner. swapped: one array of host slots per owner.
-
-        Raises:
-          AssertionError: see `BlockManager.check`, `Tier.check` and `PrefixIndex.check`.
-        """
-        self.device.pool.check(owned)
-        self.device.check()
-        self.index.check()
-        if self.host is not None:
-            own = (owner.ids for owner in self.owners())
-            reserved = () if self.disk_reads is None else self.disk_reads.all_reserved()
-            self.host.pool.check([*own, *reserved, *swapped])
-            self.host.check()

@@ -21,7 +21,7 @@ class Evictions(NamedTuple):
 
     tables: blocks of the row before; any valid id beyond them. targets: blocks of its first slots afterwards, [n, P],
     which are those in `tables` unless others read them too. num_tokens: cached before. num_kept: afterwards.
-    num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row's text. group: of layers.
+    num_sinks, num_recent: first and newest tokens that are certainly kept. length: of the row. group: of layers.
     num_prompt: of its tokens, without a question.
     given: None, or [n, Lg, K, T] float32, see `EvictionMethod.given`.
     """

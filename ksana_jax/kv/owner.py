@@ -1,12 +1,15 @@
-"""Describes the owner of a block, for inspection. No jax."""
+"""Who owns which block, for inspection and checks. No jax."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.state import Origin
+from ksana_jax.kv.tier import DEVICE, HOST
 
 
 class Owner(NamedTuple):
@@ -33,3 +36,38 @@ class Owner(NamedTuple):
     def label(self) -> str:
         name = f"{self.request_id}/{self.index}" if self.request_id else "(no request)"
         return name if self.doing == "runs" else f"{name} {self.doing}"
+
+
+def memory_owners(memory: KVMemory) -> Iterator[Owner]:
+    """Yields the owners of host slots that are not sequences: moves and late reads."""
+    if memory.host is not None:
+        yield Owner("", 0, "moves", HOST, np.array(memory.host.in_moves, np.int32))
+        if memory.disk_reads is not None:
+            yield Owner("", 0, "reads", HOST, memory.disk_reads.late)
+
+
+def moving_blocks(memory: KVMemory, level: int) -> set[int]:
+    """Blocks of a tier whose content has not arrived yet."""
+    if level == DEVICE:
+        return {*memory.moves.copies, *memory.moves.loads}
+    reading = () if memory.disk_reads is None else memory.disk_reads.reading()
+    return {*reading, *(slot for saves in memory.moves.all_saves for slot in saves)}
+
+
+def check_memory(memory: KVMemory, owned: Iterable[np.ndarray], swapped: Iterable[np.ndarray] = ()) -> None:
+    """Checks that reference counts agree with the blocks that sequences hold.
+
+    Args:
+      owned: one array of device blocks per owner. swapped: one array of host slots per owner.
+
+    Raises:
+      AssertionError: see `BlockManager.check`, `Tier.check` and `PrefixIndex.check`.
+    """
+    memory.device.pool.check(owned)
+    memory.device.check()
+    memory.index.check()
+    if memory.host is not None:
+        own = (owner.ids for owner in memory_owners(memory))
+        reserved = () if memory.disk_reads is None else memory.disk_reads.all_reserved()
+        memory.host.pool.check([*own, *reserved, *swapped])
+        memory.host.check()

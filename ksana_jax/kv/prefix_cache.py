@@ -22,7 +22,7 @@ from ksana_jax.kv.visible_range import VisibleRange
 
 @dataclasses.dataclass
 class Hit:
-    """The pinned nodes that a prompt found, at text positions `starts`; they cover its first num_tokens tokens.
+    """The pinned nodes that a prompt found, at sequence positions `starts`; they cover its first num_tokens tokens.
 
     last: for each group of layers, the node of the last tokens, whether or not it is needed.
     awaits: a running row is computing the next block, or it is being read from disk: try again later.
@@ -39,7 +39,7 @@ class Hit:
     snapshot: bool = False
 
     def allocated_until(self, block_size: int) -> int:
-        """Text position of the token that will need new blocks."""
+        """Sequence position of the token that will need new blocks."""
         return self.num_tokens + int(np.max((self.num_evicted - self.num_tokens) % block_size))
 
 
@@ -52,7 +52,7 @@ class PrefixCache:
         host; None without a disk.
 
     Attributes:
-      lives: positions that stay visible to later tokens, for each group of layers.
+      visible: positions that stay visible to later tokens, for each group of layers.
       snapshots: of rows that evict tokens; None if none do.
     """
 
@@ -65,7 +65,7 @@ class PrefixCache:
         disk_reads: DiskReads | None,
         counters: Counters,
     ):
-        self.enabled, self.lives = enabled, [VisibleRange.of([FULL])]
+        self.enabled, self.visible = enabled, [VisibleRange.of([FULL])]
         self._index, self._device, self._host = index, device, host
         self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, KVState] = {}
@@ -73,7 +73,7 @@ class PrefixCache:
 
     def set_layout(self, layout: KVLayout) -> None:
         """Changes the visible positions and the evictions. Only while nothing runs or waits."""
-        self.lives = [group.live for group in layout.groups]
+        self.visible = [group.live for group in layout.groups]
         schedule = layout.eviction if self.enabled else None
         if schedule is None or schedule.method.needs_full_text:
             self.snapshots = None
@@ -84,7 +84,7 @@ class PrefixCache:
     def pin(self, state: KVState, token_ids: np.ndarray, max_tokens: int) -> Hit:
         """Finds the longest cached prefix of a sequence, of at most max_tokens tokens, and pins it.
 
-        In layers whose pattern is bounded, only the blocks that later queries see are needed and pinned.
+        In layers whose pattern is bounded, only the blocks that later queries attend to are needed and pinned.
         """
         hit, size = Hit(), self._index.block_size
         limit = max_tokens // size
@@ -103,7 +103,7 @@ class PrefixCache:
                 return hit
         if not num_blocks:
             return hit
-        for nodes, live in zip(found, self.lives, strict=True):
+        for nodes, live in zip(found, self.visible, strict=True):
             needed = self._needed(live, num_blocks)
             hit.starts += [size * depth for depth in needed]
             hit.nodes += [nodes[depth] for depth in needed]
@@ -116,7 +116,7 @@ class PrefixCache:
         """Pins the nodes of a hit where they are, and counts those to load."""
         hit.num_loads = sum(node.at[DEVICE] < 0 for node in hit.nodes)
         on_device, on_host = _places(hit.nodes)
-        self._device.share(on_device)
+        self._device.pool.share(on_device)
         if self._host is not None:
             self._host.pool.share(on_host)
 
@@ -129,7 +129,7 @@ class PrefixCache:
         return self._links(state, token_ids, group, depth + 1)[depth]
 
     def _needed(self, live: VisibleRange, num_blocks: int) -> list[int]:
-        """Returns the indices of those first blocks of a text that later queries see."""
+        """Returns the indices of those first blocks of a sequence that later queries attend to."""
         size = self._index.block_size
         if live.window is None:
             return list(range(num_blocks))
@@ -138,7 +138,7 @@ class PrefixCache:
 
     def _known(self, state: KVState, token_ids: np.ndarray, limit: int) -> list[list[Node]]:
         """Returns the indexed leading blocks of a sequence, at most `limit`, for each group of layers."""
-        return [self._known_of(state, token_ids, group, limit) for group in range(len(self.lives))]
+        return [self._known_of(state, token_ids, group, limit) for group in range(len(self.visible))]
 
     def _known_of(self, state: KVState, token_ids: np.ndarray, group: int, limit: int) -> list[Node]:
         found: list[Node] = []
@@ -172,25 +172,25 @@ class PrefixCache:
         count = self.usable(there)
         return [
             [d for d in self._needed(live, count) if d >= len(nodes) or not nodes[d].is_stored]
-            for nodes, live in zip(found, self.lives, strict=True)
+            for nodes, live in zip(found, self.visible, strict=True)
         ]
 
     def num_cached_tokens(self, state: KVState, token_ids: np.ndarray) -> int:
-        """Number of leading tokens of a text that could be reused now; pins nothing and reads nothing from disk."""
+        """Number of leading tokens of a prompt that could be reused now; pins nothing and reads nothing from disk."""
         if not self.enabled:
             return 0
         found = self._known(state, token_ids, (len(token_ids) - 1) // self._index.block_size)
         return self._usable_of(found) * self._index.block_size
 
     def usable(self, there: Sequence[np.ndarray]) -> int:
-        """Length in blocks of the longest prefix for which every group has the blocks that later queries see.
+        """Length in blocks of the longest prefix for which every group has the blocks that later queries attend to.
 
         Args:
           there: [blocks] bool for each group of layers, whether the block is available.
         """
         count = min(map(len, there))
         while True:
-            of_each = [self._usable(live, have[:count]) for live, have in zip(self.lives, there, strict=True)]
+            of_each = [self._usable(live, have[:count]) for live, have in zip(self.visible, there, strict=True)]
             if min(of_each) == count:
                 return count
             count = min(of_each)
@@ -201,7 +201,7 @@ class PrefixCache:
         return self.usable([np.array([node.is_stored for node in nodes], bool) for nodes in found])
 
     def _usable(self, live: VisibleRange, there: np.ndarray) -> int:
-        """Length in blocks of the longest prefix for which one group has the blocks that later queries see."""
+        """Length in blocks of the longest prefix for which one group has the blocks that later queries attend to."""
         size = self._index.block_size
         if live.window is None:
             return len(there) if there.all() else int(there.argmin())
@@ -264,7 +264,7 @@ class PrefixCache:
         self._expect_next(state, token_ids)
 
     def _expect_next(self, state: KVState, token_ids: np.ndarray) -> None:
-        """Records the first expected block that is not indexed yet: a sequence with the same text finds those before
+        """Records the first expected block that is not indexed yet: a sequence with the same tokens finds those before
         it, and then looks for this one."""
         num_expected = state.num_expected
         self.expect_no_more(state)
@@ -313,7 +313,7 @@ class PrefixCache:
         for at, block in enumerate(ids):
             key, tokens = links[first + at]
             node = None if parent is None else index.child(parent, tokens, key)
-            if node is None:  # other content has the same key: later blocks of this text cannot be found
+            if node is None:  # other content has the same key: later blocks of this sequence cannot be found
                 state.cacheable = False
                 break
             parent = node
@@ -325,7 +325,7 @@ class PrefixCache:
                 self._device.keep(node, block)
             elif node.at[DEVICE] != block:
                 kept[at] = node.at[DEVICE]
-                self._device.share(np.array([kept[at]], np.int32))
+                self._device.pool.share(np.array([kept[at]], np.int32))
         if parent is not None:
             state.nodes[group] = parent
         index.drop_if_empty(parent)

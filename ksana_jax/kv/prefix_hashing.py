@@ -21,11 +21,11 @@ def hashes_of(token_ids: np.ndarray, block_size: int, salt: str = "", model: str
       Keys of 32 bytes, equal to `kv.prefix_index.PrefixIndex`'s in an engine whose layers form one group and
       whose attention pattern is full, so that the events of its cache name the same blocks.
     """
-    text = np.ascontiguousarray(token_ids, np.int32).tobytes()
+    data = np.ascontiguousarray(token_ids, np.int32).tobytes()
     length, chain, found = 4 * block_size, _root(model, salt), []
     sha256, add = hashlib.sha256, found.append
-    for at in range(0, len(text) - length + 1, length):
-        chain = sha256(chain + text[at : at + length]).digest()
+    for at in range(0, len(data) - length + 1, length):
+        chain = sha256(chain + data[at : at + length]).digest()
         add(chain)
     return found
 

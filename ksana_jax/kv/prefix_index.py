@@ -5,7 +5,7 @@ model fingerprint and salt. Equal keys are not enough: tokens and parent are com
 
 When cached content is valid: the keys and values of a token depend on the tokens up to it, on the model and, from the
 second layer on, on the attention pattern. The pattern is therefore part of the key, from the first block where it
-hides something from some query. Before that block, all patterns see everything, so blocks are shared between
+hides something from some query. Before that block, all patterns attend to everything, so blocks are shared between
 them. A salt separates the requests that use it from all others.
 """
 
@@ -36,7 +36,7 @@ class Scope:
     Args:
       model: fingerprint of the weights, their shapes and dtypes.
       pattern: the attention patterns of all layers, as text.
-      full_until: text position up to which these patterns see everything.
+      full_until: sequence position up to which these patterns attend to everything.
     """
 
     model: str = ""
@@ -49,7 +49,7 @@ class Scope:
 
 
 class Link(NamedTuple):
-    """One block in the hash chain of a text."""
+    """One block in the hash chain of a sequence."""
 
     key: bytes
     tokens: bytes
@@ -62,7 +62,7 @@ class PrefixIndex:
       block_size: B, tokens in a block.
       scope: everything besides tokens that keys depend on.
       digest: hash function of the chain; tests pass a weak one to provoke collisions.
-      cost: of recomputing the block at a text position, relative to the first block.
+      cost: of recomputing the block at a sequence position, relative to the first block.
 
     Attributes:
       group_keys: `KVGroup.key` of each group. A block holds the layers of one group, so each has its own chains.
@@ -110,27 +110,27 @@ class PrefixIndex:
         return self._roots.setdefault(node.key, node)
 
     def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int, group: int = 0) -> list[Link]:
-        """Extends the chain of a text to num_blocks links, in place, and returns it."""
+        """Extends the chain of a sequence to num_blocks links, in place, and returns it."""
         size = self.block_size
         first = len(links)
         if first >= num_blocks:
             return links
         parent = links[-1].key if links else self.root(salt, group).key
-        text = np.asarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
-        links += self._follow(parent, text, first)
+        tokens = np.asarray(token_ids[first * size : num_blocks * size], np.int32).tobytes()
+        links += self._follow(parent, tokens, first)
         return links
 
     def key(self, parent: bytes, tokens: bytes, depth: int) -> bytes:
-        """Returns the key of a block that follows the block of key `parent`, `depth` blocks into the text."""
+        """Returns the key of a block that follows the block of key `parent`, `depth` blocks into the sequence."""
         return self._follow(parent, tokens, depth)[0].key
 
-    def _follow(self, parent: bytes, text: bytes, first: int) -> list[Link]:
-        """Returns the links of blocks that follow the block of key `parent`, `first` blocks into the text."""
+    def _follow(self, parent: bytes, data: bytes, first: int) -> list[Link]:
+        """Returns the links of blocks that follow the block of key `parent`, `first` blocks into the sequence."""
         digest, length, links = self._digest, 4 * self.block_size, []
-        seen_whole, pattern = self.scope.full_until // self.block_size, self.scope.pattern.encode()
-        for depth, at in enumerate(range(0, len(text), length), first):
-            tokens = text[at : at + length]
-            parent = digest(parent + tokens if depth < seen_whole else parent + pattern + tokens)
+        shared, pattern = self.scope.full_until // self.block_size, self.scope.pattern.encode()
+        for depth, at in enumerate(range(0, len(data), length), first):
+            tokens = data[at : at + length]
+            parent = digest(parent + tokens if depth < shared else parent + pattern + tokens)
             links.append(Link(parent, tokens))
         return links
 

@@ -9,11 +9,11 @@ from ksana_jax.kv.selection.base import SelectionMethod
 
 
 def read_bytes(layout: KVLayout, num_tokens: int, num_blocks: int) -> int:
-    """Returns the bytes that a query reads of the blocks of its text: all of them or, in layers that select, the
+    """Returns the bytes that a query reads of the blocks of its sequence: all of them or, in layers that select, the
     selected ones and the summaries of all. Keys that several layers share are read by each.
 
     Args:
-      num_tokens: of its text. num_blocks: that hold them, in all groups of layers.
+      num_tokens: of its sequence. num_blocks: that hold them, in all groups of layers.
     """
     summary = sum(leaf.nbytes for leaf in layout.leaves if leaf.name == SUMMARY)
     whole = layout.block_bytes - summary

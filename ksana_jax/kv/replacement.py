@@ -19,7 +19,7 @@ class CachedBlock(Protocol):
     """Attributes of a cached block that a policy may use.
 
     inserted, last_use: counters that rise with each use of the cache. num_uses: number of hits.
-    cost: of recomputing the block, relative to a block at the beginning of a text. depth: number of blocks before it.
+    cost: of recomputing the block, relative to a block at the start of a sequence. depth: number of blocks before it.
     """
 
     inserted: int

@@ -1,8 +1,8 @@
-"""Snapshots: caches the blocks of whole rows whose content is more than the keys and values of their text.
+"""Snapshots: caches the blocks of whole rows whose content is more than the keys and values of their tokens.
 
-After an eviction, blocks hold some tokens of a text; if the method adds up attention, they hold sums over all queries
-so far. Neither is known from the tokens of a block and those before it, so such blocks are found by the whole text and
-by all that decides what it leaves behind. Knows tokens, no requests; no jax.
+After an eviction, blocks hold some tokens of a sequence; if the method adds up attention, they hold sums over all
+queries so far. Neither is known from the tokens of a block and those before it, so such blocks are found by the whole
+sequence and by all that decides what it leaves behind. Knows tokens, no requests; no jax.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ksana_jax.kv.tier import Node
 
 
 class Snapshot(NamedTuple):
-    """A row after the tokens of a text: its blocks, the cache positions where they begin, and the number of tokens
+    """A row after the tokens of a sequence: its blocks, the cache positions where they begin, and the number of tokens
     [Gk] that each group of layers has evicted. It is of use while all blocks are stored."""
 
     nodes: list[Node]
@@ -51,27 +51,27 @@ class Snapshots:
         self.schedule, self._setting = schedule, repr(schedule)
 
     def _key(self, state: KVState, num_context: int) -> tuple[object, ...]:
-        """Returns all that a text's state depends on besides its tokens."""
+        """Returns all that a sequence's state depends on besides its tokens."""
         return state.salt, self._index.scope, self._setting, num_context * self.schedule.counts_prompt
 
     def find(self, state: KVState, token_ids: np.ndarray, num_context: int) -> tuple[int, Snapshot] | None:
-        """Returns the longest beginning of a text that has a snapshot: its number of tokens, and the snapshot."""
-        texts, text = self._of.get(self._key(state, num_context), {}), np.asarray(token_ids, np.int32).tobytes()
-        for tokens in sorted((tokens for tokens in texts if text.startswith(tokens)), key=len, reverse=True):
-            if texts[tokens].is_stored:
-                return len(tokens) // 4, texts[tokens]
-            del texts[tokens]
+        """Returns the longest beginning of a sequence that has a snapshot: its number of tokens, and the snapshot."""
+        found, data = self._of.get(self._key(state, num_context), {}), np.asarray(token_ids, np.int32).tobytes()
+        for tokens in sorted((tokens for tokens in found if data.startswith(tokens)), key=len, reverse=True):
+            if found[tokens].is_stored:
+                return len(tokens) // 4, found[tokens]
+            del found[tokens]
         return None
 
     def keep(self, state: KVState, token_ids: np.ndarray, num_context: int, held: HeldBlocks) -> bool:
-        """Caches the blocks of a row after the tokens of a text; returns False if a snapshot of it is there already.
+        """Caches the blocks of a row after some tokens; returns False if a snapshot of it is there already.
 
         Args:
           held: the blocks, which nothing writes to any more; their `starts` are cache positions.
         """
-        texts = self._of.setdefault(self._key(state, num_context), {})
-        text = np.asarray(token_ids, np.int32).tobytes()
-        if (found := texts.get(text)) is not None and found.is_stored:
+        mine = self._of.setdefault(self._key(state, num_context), {})
+        tokens = np.asarray(token_ids, np.int32).tobytes()
+        if (found := mine.get(tokens)) is not None and found.is_stored:
             return False
         nodes = []
         for block, start, group in zip(held.ids.tolist(), held.starts.tolist(), held.groups.tolist(), strict=True):
@@ -81,7 +81,7 @@ class Snapshots:
                 self._device.keep(node, block)
             nodes.append(node)
         assert isinstance(held.num_evicted, np.ndarray)
-        texts[text] = Snapshot(nodes, held.starts.tolist(), held.num_evicted)
+        mine[tokens] = Snapshot(nodes, held.starts.tolist(), held.num_evicted)
         self._forget_lost()
         return True
 
@@ -89,8 +89,8 @@ class Snapshots:
         """Forgets snapshots that have lost a block, whenever their number may have doubled."""
         if sum(map(len, self._of.values())) <= self._most:
             return
-        for key, texts in list(self._of.items()):
-            self._of[key] = {tokens: found for tokens, found in texts.items() if found.is_stored}
+        for key, snapshots in list(self._of.items()):
+            self._of[key] = {tokens: found for tokens, found in snapshots.items() if found.is_stored}
             if not self._of[key]:
                 del self._of[key]
         self._most = 64 + 2 * sum(map(len, self._of.values()))

@@ -51,7 +51,7 @@ class HeldBlocks(NamedTuple):
         return self.num_computed - (evicted[self.groups] if isinstance(evicted, np.ndarray) else evicted)
 
     def allocated_until(self, block_size: int) -> int:
-        """Text position of the token that will need new blocks."""
+        """Sequence position of the token that will need new blocks."""
         room = (self.num_evicted - self.num_computed) % block_size
         return self.num_computed + int(np.max(room))
 

@@ -25,7 +25,7 @@ class Node:
       key: SHA-256 of the parent's key and the tokens.
       parent: node of the preceding block; None for the root of a salt, which has no tokens.
       tokens: int32 bytes of the block's tokens.
-      depth: number of blocks before it; its text position is depth * B.
+      depth: number of blocks before it; its sequence position is depth * B.
       cost, inserted, last_use, num_uses: see `replacement.CachedBlock`.
       group: the group of layers whose keys and values it holds.
 
@@ -80,7 +80,7 @@ class Tier:
 
     Attributes:
       leaves_first: for each group of layers, True if a block must stay while a cached block continues it. If a pattern
-        sees everything, a block is useful only with all blocks before it; under a window, only the last are needed.
+        is unbounded, a block is useful only with all blocks before it; under a window, only the last are needed.
       listeners: hear when content is cached, used and dropped.
     """
 

@@ -12,9 +12,9 @@ from ksana_jax.core.patterns import AttentionPattern
 
 @dataclasses.dataclass(frozen=True)
 class VisibleRange:
-    """Positions that at least one layer can still see, the union of the layers' patterns; decides what may be freed.
+    """Positions to which at least one layer can still attend, the union of its patterns; decides what may be freed.
 
-    window is None where some layer sees everything. globals_every holds the distinct strides of global positions.
+    window is None where some layer attends to everything. globals_every holds the distinct strides of global positions.
     """
 
     window: int | None
@@ -23,7 +23,7 @@ class VisibleRange:
 
     @classmethod
     def of(cls, patterns: Sequence[AttentionPattern]) -> VisibleRange:
-        # Window 8, stride 3: the farthest distance seen is 6, so 7 positions are enough.
+        # Window 8, stride 3: the farthest distance attended to is 6, so 7 positions are enough.
         windows = [(p.window - 1) // p.stride * p.stride + 1 for p in patterns if p.bounded and p.window is not None]
         everything = len(windows) < len(patterns)
         return cls(
@@ -32,22 +32,22 @@ class VisibleRange:
             globals_every=tuple(sorted({p.global_every for p in patterns if p.global_every is not None})),
         )
 
-    def seen_from(self, next_position):
-        """First text position that queries at next_position or later see, except sinks and global positions; shapes
-        are kept. Only where there is a window."""
-        # Window 4, next query 10: it sees 7, 8, 9 and itself.
+    def visible_from(self, next_position):
+        """First sequence position that queries at next_position or later attend to, except sinks and global positions;
+        shapes are kept. Only where there is a window."""
+        # Window 4, next query 10: it attends to 7, 8, 9 and itself.
         return next_position - self.window + 1
 
     def dead_blocks(self, block_start, block_size: int, next_position):
-        """Boolean: no query at next_position or later sees a block's positions.
+        """Boolean: no query at next_position or later attends to a block's positions.
 
         Args:
-          block_start: text position of each block's first slot; integer array.
-          next_position: text position of the next query, broadcast against block_start.
+          block_start: sequence position of each block's first slot; integer array.
+          next_position: sequence position of the next query, broadcast against block_start.
         """
         if self.window is None:
             return np.zeros(np.broadcast_shapes(np.shape(block_start), np.shape(next_position)), bool)
-        dead = block_start + block_size <= self.seen_from(next_position)
+        dead = block_start + block_size <= self.visible_from(next_position)
         dead &= block_start >= self.num_sinks
         for every in self.globals_every:
             dead &= (-block_start) % every >= block_size
@@ -60,7 +60,7 @@ class VisibleRange:
             return whole
         if not self.globals_every:
             sinks = min(-(-self.num_sinks // block_size), whole)
-            first = self.seen_from(num_tokens) // block_size
+            first = self.visible_from(num_tokens) // block_size
             return sinks + whole - min(max(first, sinks), whole)
         starts = np.arange(0, num_tokens, block_size)
         return int(np.count_nonzero(~self.dead_blocks(starts, block_size, num_tokens)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -28,9 +29,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # A preset's name, or fields of AttentionPattern, optionally with a "preset" that they override, and with "full_heads",
-# kv heads that keep the model's own pattern, see `methods.full_heads`.
+# kv heads that keep the model's own pattern, see `methods.full_heads`; or {"0-9": pattern, "12": pattern} by layers.
 PatternLike: TypeAlias = AttentionPattern | str | Mapping[str, Any]
 
+_RANGE = re.compile(r"\d+(-\d+)?")
 _FORMS = "an AttentionPattern, a dict of its fields, the name of a preset, or a list with one of these for each layer"
 
 
@@ -73,16 +75,18 @@ def read_patterns(
     by layer, there is one for each kv head of each layer.
 
     Args:
-      given: None takes the model's own.
+      given: None takes the model's own; so do layers that none of several ranges names.
 
     Raises:
-      ConfigError: as `read_pattern`.
+      ConfigError: as `read_pattern`, or a range is none of the model's layers, or has layers of another one.
       ValueError: the list has another number of entries, or a number is out of range.
     """
     own, heads = per_layer(model.pattern, model.num_layers), model.num_kv_heads
     if given is None:
         return own
-    if names_heads(given):
+    if names_layers(given):
+        found = _of_layers(given, own)
+    elif names_heads(given):
         pattern = read_pattern({name: value for name, value in given.items() if name != FULL_HEADS})
         full = read_full_heads(given[FULL_HEADS], model.num_layers, heads)
         # Layers with windows of their own keep them.
@@ -102,6 +106,24 @@ def read_patterns(
 def names_heads(given: object) -> TypeGuard[Mapping[str, Any]]:
     """True if a pattern holds for some kv heads only, see `methods.full_heads`."""
     return isinstance(given, Mapping) and given.get(FULL_HEADS) is not None
+
+
+def names_layers(given: object) -> TypeGuard[Mapping[Any, PatternLike]]:
+    """True if a pattern is a mapping of layers, "3" or "0-9", to their patterns."""
+    return isinstance(given, Mapping) and bool(given) and all(_RANGE.fullmatch(str(key)) for key in given)
+
+
+def _of_layers(given: Mapping[Any, PatternLike], own: Sequence[AttentionPattern]) -> list[AttentionPattern]:
+    found, last = dict(enumerate(own)), len(own) - 1
+    named: set[int] = set()
+    for key, pattern in given.items():
+        first, _, end = str(key).partition("-")
+        layers = range(int(first), int(end or first) + 1)
+        if not layers or layers[-1] > last or not named.isdisjoint(layers):
+            raise ConfigError(f"pattern has the layers {key!r}, must be some of 0 to {last}, once each")
+        named.update(layers)
+        found |= dict.fromkeys(layers, read_pattern(pattern))
+    return list(found.values())
 
 
 def plain_pattern(given: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -1,13 +1,8 @@
-"""Scheduling policies, as `scheduler.policies` defines them: the lower its rank, the earlier a sequence runs."""
+"""Scheduling policies other than order of arrival (`scheduler.waiting.fcfs`): sequences of lower rank run earlier."""
 
 from __future__ import annotations
 
 from ksana_jax.scheduler.sequence import Sequence
-
-
-def fcfs(seq: Sequence) -> float:
-    """Serves requests in order of arrival, so no request starves."""
-    return seq.seq_id
 
 
 def shortest_first(seq: Sequence) -> float:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.models.matrix import Matrix, dot, finished
-from ksana_jax.native.layer import Weights, project
+from ksana_jax.native.operators import Weights, project
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES
 
 # Numbers of a row that share the factors of their scales and minima.

@@ -81,7 +81,8 @@ def _attend(
         visible = spec.pattern.visible(positions[:, None], positions)
         if sees is not None:
             visible = (visible & sees(layer))[:, None]
-        scores = jnp.where(visible, soft_capped(scores, spec.soft_cap), -jnp.inf)
+        scores = scores if spec.soft_cap is None else soft_capped(scores, spec.soft_cap)
+        scores = jnp.where(visible, scores, -jnp.inf)
         weights = _softmax(scores, sink_logits(params.layers[layer], spec))
         out = jnp.einsum("...kgtc,...ckh->...tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         state = keep(state, weights.reshape(*weights.shape[:-4], -1, length, length))

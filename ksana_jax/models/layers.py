@@ -24,9 +24,9 @@ def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, d
     return w.multiply(x, b, dtype=dtype) if isinstance(w, Matrix) else finished(dot(x, w), b, dtype or x.dtype)
 
 
-def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Limits x to (-cap, cap) by cap * tanh(x / cap) (arXiv:2408.00118, section 2). None leaves x unchanged."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    """Limits x to (-cap, cap) by cap * tanh(x / cap) (arXiv:2408.00118, section 2)."""
+    return cap * jnp.tanh(x / cap)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: str | None = None) -> jax.Array:

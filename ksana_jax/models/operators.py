@@ -26,7 +26,7 @@ class Operators:
 
     linear: products with weights, with the contract of `layers.linear`.
     normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
-    grouped: gives the products of sorted rows with a stack of matrices, as `ops.grouped.grouped` does; None for none.
+    grouped: gives the products of sorted rows with a stack of matrices, as `native_operators.grouped` does; or None.
     real: which rows of a step are of tokens, bool [...], inside its program; None if all are.
     """
 

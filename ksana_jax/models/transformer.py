@@ -100,4 +100,5 @@ def logits(params: Params, hidden: jax.Array, *, config: ModelConfig, linear: Li
     """Computes scores [..., V] in float32 from hidden states [..., D]."""
     head = params.embed if params.head is None else params.head
     scores = linear(hidden, head, dtype=jnp.float32)
-    return soft_capped(scores if config.logit_scale == 1 else scores * config.logit_scale, config.logit_soft_cap)
+    scores = scores if config.logit_scale == 1 else scores * config.logit_scale
+    return scores if config.logit_soft_cap is None else soft_capped(scores, config.logit_soft_cap)

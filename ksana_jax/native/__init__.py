@@ -1,4 +1,4 @@
 """Attention, products with weights, norms and layers for CPUs in C++, compiled when they are first needed.
 
-`kernel`, `linear`, `norm` and `layer` are public; the rest is internal.
+`kernel`, `operators` and `grouped` have the functions; the rest is internal.
 """

@@ -42,7 +42,7 @@ def arguments(
     """Returns room for A x of each matrix and row, and the arguments that follow a call's matrices.
 
     Args:
-      matrices: `layer.Weights`; all of a call have an adapter, or none has.
+      matrices: `operators.Weights`; all of a call have an adapter, or none has.
       widths: of the rows that the matrices multiply. x: whose rows they are.
 
     Raises:

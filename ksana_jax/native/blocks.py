@@ -1,4 +1,4 @@
-"""Shapes of packed matrices [out, in] whose codes are in blocks of 32 neighbours of a row; see `layer.Weights`.
+"""Shapes of packed matrices [out, in] whose codes are in blocks of 32 neighbours of a row; see `operators.Weights`.
 
 Words are int32 [panels, in / 32, w, 64], with w bits of a code. Scales and minima are float16 or float32
 [panels, in / 32, 64], or, one for each 16 numbers, [panels, in / 16, 64]. Both may be int8, with factors in float16

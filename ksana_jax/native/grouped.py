@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.native.layer import Weights, rounded_rows
+from ksana_jax.native.operators import Weights, rounded_rows
 from ksana_jax.native.shapes import check_shape
 from ksana_jax.native.target import DTYPES, STORED, target
 
@@ -53,7 +53,7 @@ def grouped_linear(
 
 
 def grouped_blocks(x: jax.Array, w: Any, counts: jax.Array, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
-    """The same with packed matrices in blocks, which round x to codes as `native.layer.project` does.
+    """The same with packed matrices in blocks, which round x to codes as `native.operators.project` does.
 
     Args:
       w: a stack [groups, out, in] of `PackedBlocks`.

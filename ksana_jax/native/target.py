@@ -18,6 +18,16 @@ DTYPES = ("float32", "bfloat16")
 # codes are uint8.
 STORED = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2, "int8": 3, "uint8": 4}
 
+# Functions of bindings.cc that steps call.
+SYMBOLS = ("ksana_attend", "ksana_linear", "ksana_rms_norm", "ksana_layer_norm", "ksana_project", "ksana_rest_of_layer")
+SYMBOLS += ("ksana_grouped_linear", "ksana_grouped_blocks")
+
+
+def register_targets() -> None:
+    """Registers all functions of the library, as `target` does, before steps that call them are traced."""
+    for symbol in SYMBOLS:
+        target(symbol)
+
 
 @functools.cache
 def target(symbol: str) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 from ksana_jax.models.adapted import Adapted
 from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.native.adapters import RANK, Adapter
-from ksana_jax.native.layer import Weights, project
+from ksana_jax.native.operators import Weights, project
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
-from ksana_jax.ops.weight_layout import PackedMatrix
+from ksana_jax.ops.native_operators import PackedMatrix
 
 
 @flax.struct.dataclass

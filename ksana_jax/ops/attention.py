@@ -45,7 +45,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
     Args:
       queries: of T packed tokens; N is a multiple of the cache's K.
       cache: keys and values of all layers, keys rotated at their text positions; this step's tokens are in it.
-      work: result of `Implementation.schedule` for the step and the pattern; the reference needs none.
+      work: result of `PagedAttention.schedule` for the step and the pattern; the reference needs none.
 
     Source: PagedAttention, arXiv:2309.06180, section 4; sinks seen from other positions, StreamingLLM
     (arXiv:2309.17453, section 3.2) and LM-Infinite (arXiv:2308.16137, section 4): keys stay rotated where they are
@@ -376,4 +376,5 @@ def _scores(
             at_ceiling = context.pattern.sink_position == CEILING
             kv_pos, q_pos = jnp.where(at_ceiling, 0, kv_pos), sink_query_position(context.pattern, q_pos, 0)
         scores += biases(context.alibi, q_pos, kv_pos, scores.shape[1]).reshape(scores.shape)
-    return jnp.where(chosen_SKRC, soft_capped(scores, context.soft_cap), -jnp.inf)
+    scores = scores if context.soft_cap is None else soft_capped(scores, context.soft_cap)
+    return jnp.where(chosen_SKRC, scores, -jnp.inf)

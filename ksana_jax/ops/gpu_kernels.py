@@ -8,5 +8,4 @@ from pallas_kernels.registry import KERNELS, KV_WRITES
 HOPPER = Kernels(
     KERNELS["hopper_decode"], KERNELS["hopper_decode"], KERNELS["hopper_prefill"], KV_WRITES["hopper_kv_write"]
 )
-# These make their work list in each layer.
 TRITON = Kernels(KERNELS["triton_decode"], KERNELS["triton_ragged"])

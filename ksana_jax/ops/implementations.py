@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -11,59 +10,67 @@ from typing import Any, NamedTuple
 import jax
 
 from ksana_jax.core.config import ConfigError, ModelConfig
-from ksana_jax.core.operator_settings import ATTENTION_GROUP
+from ksana_jax.core.operator_settings import ATTENTION_GROUP, first_serving
 from ksana_jax.devices.capabilities import stored_as_bits
 from ksana_jax.kv.model_layout import layout_of
+from ksana_jax.native.target import register_targets
+from ksana_jax.ops import kernel_limits, native_kernels
 from ksana_jax.ops.attention import Attended, ragged_paged_attention
 from ksana_jax.ops.kv_write import write
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.scheduler.step.types import StepShape
 
 
-class Implementation(NamedTuple):
-    """An implementation with the contracts of `attention.write` and `attention.ragged_paged_attention`.
+class PagedAttention(NamedTuple):
+    """The functions of an implementation, which steps call; the contracts of `kv_write.write` and
+    `attention.ragged_paged_attention`.
 
     schedule: (context, cache, num_heads) -> the work that layers of one pattern share in a step, for `attend`; None if
       they share none.
+    """
+
+    write: Callable[..., tuple[Any, KVCache]]
+    attend: Callable[..., Attended]
+    schedule: Callable[..., Any] | None = None
+
+
+class Implementation(NamedTuple):
+    """An implementation of paged attention.
+
+    load: returns its functions. It imports what they need, so that a machine without a GPU never waits for Pallas.
     unsupported: why it cannot serve some needs, or None.
     needs: hardware and software that it runs on, for readers; empty where there are no special needs.
     trees: whether it reads `StepArrays.ancestors`; steps with trees of drafts take the reference otherwise.
     """
 
     name: str
-    write: Callable[..., tuple[Any, KVCache]]
-    attend: Callable[..., Attended]
-    schedule: Callable[..., Any] | None
+    load: Callable[[], PagedAttention]
     unsupported: Callable[[Requirements], str | None]
     needs: str = ""
     trees: bool = False
 
-    def of_step(self, shape: StepShape) -> Implementation:
-        """Returns the implementation for steps of one shape, of an engine that has chosen this one."""
-        return IMPLEMENTATIONS[-1] if shape.tree and not self.trees else self
+    def load_for_trees(self) -> PagedAttention:
+        """Returns the functions for steps with trees of drafts, of an engine that has chosen this one."""
+        return self.load() if self.trees else REFERENCE
+
+
+def _gpu() -> Any:
+    """Imports Pallas."""
+    from ksana_jax.ops import gpu_kernels
+
+    return gpu_kernels
 
 
 def _not_hopper(needs: Requirements) -> str | None:
     if needs.compute_capability != (9, 0):
         return f"needs an NVIDIA GPU of compute capability 9.0, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernels
-
-    return kernels.unsupported(gpu_kernels.HOPPER, needs)
+    return kernel_limits.unsupported(_gpu().HOPPER, needs)
 
 
 def _not_triton(needs: Requirements) -> str | None:
     if needs.compute_capability is None or needs.compute_capability < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, {_device(needs)}"
-    from ksana_jax.ops import gpu_kernels, kernels
-
-    return kernels.unsupported(gpu_kernels.TRITON, needs)
-
-
-def _not_native(needs: Requirements) -> str | None:
-    from ksana_jax.ops import native_kernels
-
-    return native_kernels.unsupported(needs)
+    return kernel_limits.unsupported(_gpu().TRITON, needs)
 
 
 def _device(needs: Requirements) -> str:
@@ -71,35 +78,29 @@ def _device(needs: Requirements) -> str:
     return f"this is {needs.platform}" + ("" if found is None else f" {found[0]}.{found[1]}")
 
 
-def _of(module: str, name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """write, attend and schedule of Kernels in a module of this package, which is imported when they are called: a
-    machine without a GPU never waits for Pallas."""
-
-    def method(called: str) -> Callable[..., Any]:
-        def call(*args, **keywords):
-            kernels = getattr(importlib.import_module(f"ksana_jax.ops.{module}"), name)
-            return getattr(kernels, called)(*args, **keywords)
-
-        return call
-
-    return method("write"), method("attend"), method("schedule")
+def _hopper() -> PagedAttention:
+    kernels = _gpu().HOPPER
+    return PagedAttention(kernels.write, kernels.attend, kernels.schedule)
 
 
+def _triton() -> PagedAttention:
+    kernels = _gpu().TRITON
+    return PagedAttention(kernels.write, kernels.attend)  # they make their work list in each layer
+
+
+def _native() -> PagedAttention:
+    register_targets()
+    return PagedAttention(native_kernels.NATIVE.write, native_kernels.NATIVE.attend)
+
+
+REFERENCE = PagedAttention(write, ragged_paged_attention)
 _GPU = "an NVIDIA GPU of compute capability"
 # In order of preference; the reference runs everywhere and stays last.
 IMPLEMENTATIONS = (
-    Implementation("hopper", *_of("gpu_kernels", "HOPPER"), _not_hopper, f"{_GPU} 9.0"),
-    Implementation(
-        "triton",
-        *_of("gpu_kernels", "TRITON")[:2],
-        None,
-        _not_triton,
-        f"{_GPU} 8.0 or later",
-    ),
-    Implementation(
-        "native", *_of("native_kernels", "NATIVE")[:2], None, _not_native, "a CPU, and C++ of a wheel or a compiler"
-    ),
-    Implementation("xla", write, ragged_paged_attention, None, lambda needs: None, trees=True),
+    Implementation("hopper", _hopper, _not_hopper, f"{_GPU} 9.0"),
+    Implementation("triton", _triton, _not_triton, f"{_GPU} 8.0 or later"),
+    Implementation("native", _native, native_kernels.unsupported, "a CPU, and C++ of a wheel or a compiler"),
+    Implementation("xla", lambda: REFERENCE, lambda needs: None, trees=True),
 )
 
 
@@ -134,15 +135,7 @@ def choose(needs: Requirements, name: str = "auto") -> Implementation:
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
-    if name == "auto":
-        return next(i for i in implementations() if i.unsupported(needs) is None)
-    for i in implementations():
-        if i.name == name:
-            if reason := i.unsupported(needs):
-                raise ValueError(f"operators.attention {name!r}: {reason}")
-            return i
-    names = ", ".join(i.name for i in implementations())
-    raise ValueError(f"operators.attention is {name!r}, must be auto or one of {names}")
+    return first_serving("attention", name, implementations(), lambda i: i.unsupported(needs))
 
 
 # A Llama-8B.

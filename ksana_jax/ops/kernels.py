@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.core.patterns import SINK_POSITIONS, PatternArrays
-from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.ops import code_levels
 from ksana_jax.ops.attention import Attended, PartialAttention, merge, normalised
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.kv_write import Queries, sink_query_position, write
 from ksana_jax.ops.pool import KVCache
-from ksana_jax.ops.requirements import Requirements
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from pallas_kernels import contract
 from pallas_kernels.contract import Kernel, Result, Written
@@ -88,7 +85,7 @@ class Kernels(NamedTuple):
             q,
             k,
             v,
-            _pool(cache),
+            pool_of(cache),
             context.batch.slots,
             scaled(angles),
             jnp.int32(context.layer),
@@ -178,10 +175,11 @@ def _ask(call: Call, context: AttentionContext, pattern: Pattern, cache: KVCache
         out_dtype=jnp.float32 if merges else q.dtype,
     )
     tables, starts, positions = call.arrays
-    return contract.Call(q, _pool(cache), tables, starts, positions, jnp.int32(context.layer), pattern, options)
+    return contract.Call(q, pool_of(cache), tables, starts, positions, jnp.int32(context.layer), pattern, options)
 
 
-def _pool(cache: KVCache) -> contract.Pool:
+def pool_of(cache: KVCache) -> contract.Pool:
+    """Converts a pool to the kernels' contract."""
     levels = None if cache.codec in (*FLOATS, *CODES) else code_levels.levels(cache.codec)
     return contract.Pool(cache.kv, cache.leaves.get("scale"), cache.leaves.get("zero"), levels)
 
@@ -197,12 +195,12 @@ def kernel_pattern(pattern: PatternArrays) -> Pattern:
     Raises:
       NotImplementedError: a pattern has fields that the kernels do not read.
     """
-    if reason := _unread(pattern._fields):
+    if reason := unread_fields(pattern._fields):
         raise NotImplementedError(reason)
     return Pattern(**{name: getattr(pattern, name) for name in Pattern._fields})
 
 
-def _unread(pattern_fields: tuple[str, ...]) -> str | None:
+def unread_fields(pattern_fields: tuple[str, ...]) -> str | None:
     """Returns why kernels cannot serve patterns with some fields, or None; independent of the fields' values."""
     unread = [name for name in pattern_fields if name not in Pattern._fields]
     return f"attention patterns have {', '.join(unread)}, which the kernels do not read" if unread else None
@@ -212,75 +210,3 @@ def _seen(result: contract.Result) -> PartialAttention:
     """Returns a kernel's result as a partial result for merging, weighted by its log-sum-exp."""
     assert result.lse is not None
     return PartialAttention(result.lse, jnp.isfinite(result.lse).astype(jnp.float32), result.out)
-
-
-def unsupported(kernels: Kernels, needs: Requirements) -> str | None:
-    """Returns the GPU kernels' own reason for an unsupported requirement, or None."""
-    return _unread_codec(needs) or lacks(kernels, needs)
-
-
-def lacks(kernels: Kernels, needs: Requirements) -> str | None:
-    """Returns the first unsupported requirement other than codecs, or None."""
-    if reason := _unread(needs.pattern_fields):
-        return reason
-    if needs.alibi:
-        return "scores have biases by distance (ALiBi), which the kernels do not add"
-    if (method := needs.eviction) is not None:
-        name = f"kv_eviction {type(method).__name__}"
-        if method.positions == "cache":
-            return f"{name} stores keys unrotated, and the kernels read rotated ones"
-        if method.hides:
-            return f"{name} hides tokens (memory simulated), and the kernels read all"
-        if method.observes and method.score_reduction != "sum":
-            return f"{name} observes the largest weight of any query, and the kernels return sums"
-        if method.custom_logits:
-            return f"{name} observes other weights than those of the attention, which the kernels return"
-    for kernel, tile in ((kernels.decode, 1), (kernels.ragged, 32)):
-        if reason := kernel.unsupported(_example(needs, tile)):
-            return reason
-    return None if kernels.kv_write is None else kernels.kv_write.unsupported(_example_write(needs))
-
-
-def _unread_codec(needs: Requirements) -> str | None:
-    if needs.codec not in (*FLOATS, *CODES):
-        return f"keys and values are stored as {needs.codec}; the kernels read {', '.join((*FLOATS, *CODES))}"
-    stored = {"uint16": "bfloat16"}.get(needs.dtype, needs.dtype)  # its bits, in the pool of a CPU
-    query_dtype = needs.query_dtype or stored
-    if query_dtype != stored if needs.codec in FLOATS else query_dtype == "float32":
-        return f"queries in {query_dtype}, keys and values in {needs.dtype}: the kernels would round the queries"
-    return None
-
-
-def _example(needs: Requirements, tile: int) -> contract.Call:
-    """Returns the shapes of a call with one tile."""
-    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    floats = functools.partial(jax.ShapeDtypeStruct, dtype=needs.query_dtype or needs.dtype)
-    queries, num_sinks = (needs.num_heads, needs.head_dim), needs.num_repositioned_sinks
-    method = needs.eviction
-    options = contract.Options(
-        q_sink=floats((1, tile, num_sinks, *queries)) if num_sinks else None,
-        sinks=jax.ShapeDtypeStruct((needs.num_heads,), jnp.float32) if needs.sinks else None,
-        soft_cap=1.0 if needs.soft_cap else None,
-        return_mass=method is not None and method.observes,
-        mass_factor=jax.ShapeDtypeStruct((1, tile), jnp.float32) if method and method.weights_queries else None,
-    )
-    table = ints((1, needs.num_kv_heads, 1) if needs.selects and tile == 1 else (1, 1))
-    return contract.Call(
-        floats((1, tile, *queries)), _example_pool(needs), table, table, ints((1, tile)), options=options
-    )
-
-
-def _example_write(needs: Requirements) -> contract.Write:
-    """Returns the shapes of a write of two tokens."""
-    array = jax.ShapeDtypeStruct
-    dtype = needs.query_dtype or needs.dtype
-    q, k = (array((2, n, needs.head_dim), dtype) for n in (needs.num_heads, needs.num_kv_heads))
-    half = array((2, needs.head_dim // 2), jnp.float32)
-    return contract.Write(q, k, k, _example_pool(needs), array((2,), jnp.int32), (half, half))
-
-
-def _example_pool(needs: Requirements) -> contract.Pool:
-    shape, arrays = (2, 1, 2, needs.num_kv_heads, needs.block_size), find_codec(needs.codec).arrays(needs.head_dim)
-    leaves: Any = {name: jax.ShapeDtypeStruct((*shape, *size), dtype) for name, (size, dtype) in arrays.items()}
-    leaves["kv"] = jax.ShapeDtypeStruct(leaves["kv"].shape, needs.dtype)  # which may be bits
-    return _pool(KVCache(leaves, needs.codec))

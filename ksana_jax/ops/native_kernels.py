@@ -5,7 +5,8 @@ from __future__ import annotations
 from ksana_jax.native.callers import why_not_called
 from ksana_jax.native.kernel import KERNEL
 from ksana_jax.ops import code_levels
-from ksana_jax.ops.kernels import Kernels, lacks
+from ksana_jax.ops.kernel_limits import lacks
+from ksana_jax.ops.kernels import Kernels
 from ksana_jax.ops.requirements import Requirements
 
 NATIVE = Kernels(KERNEL, KERNEL)

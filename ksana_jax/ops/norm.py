@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.layer_spec import NormSpec
+from ksana_jax.core.operator_settings import first_serving
 from ksana_jax.models import layers
-from ksana_jax.models.layers import NORMS, Normalise, norm_kind
+from ksana_jax.models.layers import NORMS, Normalise
+from ksana_jax.native.callers import why_not_called
+from ksana_jax.native.target import DTYPES, register_targets
+from ksana_jax.ops import native_operators
 
 
 def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
@@ -23,9 +24,6 @@ def not_native(platform: str, dtype: str, kinds: tuple[str, ...]) -> str | None:
     native = native_kinds()
     if unknown := [kind for kind in kinds if kind not in native]:
         return f"norms are {', '.join(unknown)}; native norms are {' or '.join(native)}"
-    from ksana_jax.native.callers import why_not_called
-    from ksana_jax.native.target import DTYPES
-
     if dtype not in DTYPES:
         return f"activations are {dtype}; native norms have {' or '.join(DTYPES)}"
     return why_not_called(platform)
@@ -39,13 +37,13 @@ def native_kinds() -> list[str]:
 class NormImplementation(NamedTuple):
     """An implementation of norms.
 
-    normaliser: gives the norm of a `NormSpec`, as the function `layers.normaliser` does.
+    load: returns the function that gives the norm of a `NormSpec`, as `layers.normaliser` does.
     unsupported: (platform, NumPy's name of the type of activations, kinds of norms) -> why it cannot serve, or None.
     needs: hardware and software that it runs on, for readers.
     """
 
     name: str
-    normaliser: Callable[[NormSpec], Normalise]
+    load: Callable[[], Callable[[NormSpec], Normalise]]
     unsupported: Callable[[str, str, tuple[str, ...]], str | None]
     needs: str = ""
 
@@ -56,14 +54,7 @@ def choose_norm(platform: str, dtype: str, kinds: tuple[str, ...], name: str = "
     Raises:
       ValueError: there is none of that name, or it does not serve.
     """
-    for i in NORM_IMPLEMENTATIONS:
-        reason = i.unsupported(platform, dtype, kinds)
-        if reason is None and name in ("auto", i.name):
-            return i
-        if name == i.name:
-            raise ValueError(f"operators.norm {name!r}: {reason}")
-    names = ", ".join(i.name for i in NORM_IMPLEMENTATIONS)
-    raise ValueError(f"operators.norm is {name!r}, must be auto or one of {names}")
+    return first_serving("norm", name, NORM_IMPLEMENTATIONS, lambda i: i.unsupported(platform, dtype, kinds))
 
 
 def kinds_of(config: ModelConfig) -> tuple[str, ...]:
@@ -71,19 +62,13 @@ def kinds_of(config: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layer.norms.kind for layer in config.layers))
 
 
-def native_normaliser(spec: NormSpec) -> Normalise:
-    """Returns the function that applies a layer's norms, in C++; the contract of `models.layers.normaliser`."""
-    if (plus_one := norm_kind(spec.kind).plus_one) is None:
-        from ksana_jax.native.layer_norm import layer_norm as apply
-    else:
-        from ksana_jax.native.operators import rms_norm
-
-        apply = functools.partial(rms_norm, plus_one=plus_one)
-    return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))
+def _native() -> Callable[[NormSpec], Normalise]:
+    register_targets()
+    return native_operators.normaliser
 
 
 # In order of preference; the last one runs everywhere.
 NORM_IMPLEMENTATIONS = (
-    NormImplementation("native", native_normaliser, not_native, "a CPU, and C++ of a wheel or a compiler"),
-    NormImplementation("xla", layers.normaliser, lambda platform, dtype, kinds: None),
+    NormImplementation("native", _native, not_native, "a CPU, and C++ of a wheel or a compiler"),
+    NormImplementation("xla", lambda: layers.normaliser, lambda platform, dtype, kinds: None),
 )

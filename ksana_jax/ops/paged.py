@@ -14,7 +14,7 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import Attend
 from ksana_jax.ops.context import AttentionContext
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.observation import AttentionObserver
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.row_state import entered, scored
@@ -53,7 +53,7 @@ def paged_attend(
     layers: Sequence[PagedLayer],
     shape: StepShape,
     num_repositioned_sinks: int,
-    implementation: Implementation,
+    attention: PagedAttention,
     features: Features = ALL_FEATURES,
 ) -> Attend:
     """Returns an `Attend` for some layers, whose state is the KVCache.
@@ -85,18 +85,18 @@ def paged_attend(
             cache = entered(cache, q, context, spec.scale) if spec.own_kv else cache
             if observer.unrotated_keys:
                 turns = context.rope.angles(context.batch.cache_positions)
-        if implementation.schedule and layer.schedule not in schedules:
+        if attention.schedule and layer.schedule not in schedules:
             with jax.named_scope("attention"):
-                schedules[layer.schedule] = implementation.schedule(context, cache, spec.num_heads)
+                schedules[layer.schedule] = attention.schedule(context, cache, spec.num_heads)
         with jax.named_scope("kv_write"):
-            queries, cache = implementation.write(q, k, v, cache, context, turns, spec.scale)
+            queries, cache = attention.write(q, k, v, cache, context, turns, spec.scale)
             if layer.selection is not None and spec.own_kv:
                 cache = summarise(layer.selection, cache, context)
         with jax.named_scope("attention"):
             if layer.selection is None:
-                out, masses = implementation.attend(queries, cache, context, schedules.get(layer.schedule))
+                out, masses = attention.attend(queries, cache, context, schedules.get(layer.schedule))
             else:
-                out, masses = attend_selected(layer.selection, implementation, queries, cache, context)
+                out, masses = attend_selected(layer.selection, attention, queries, cache, context)
         return out.astype(q.dtype), scored(cache, context, masses) if masses else cache
 
     return attend

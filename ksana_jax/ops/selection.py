@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.ops.attention import Attended
 from ksana_jax.ops.context import AttentionContext
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.ops.kv_write import Queries
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
@@ -41,21 +41,19 @@ def summarise(method: SelectionMethod, cache: KVCache, context: AttentionContext
 
 
 def attend_selected(
-    method: SelectionMethod, implementation: Implementation, queries: Queries, cache: KVCache, context: AttentionContext
+    method: SelectionMethod, attention: PagedAttention, queries: Queries, cache: KVCache, context: AttentionContext
 ) -> Attended:
-    """Attends the queries of a layer to the blocks that they select; arguments as `Implementation.attend` has them.
+    """Attends the queries of a layer to the blocks that they select; arguments as `PagedAttention.attend` has them.
 
     Queries whose number is 0, such as a prompt's, read all of their blocks.
     """
     if context.batch.block_tables.shape[-1] <= method.num_blocks(cache.block_size):
-        return implementation.attend(queries, cache, context, None)
-    parts = [_attend_part(method, implementation, queries, cache, context, *place) for place in context.shape.places()]
+        return attention.attend(queries, cache, context, None)
+    parts = [_attend_part(method, attention, queries, cache, context, *place) for place in context.shape.places()]
     return Attended(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
 
 
-def _attend_part(
-    method, implementation, queries: Queries, cache, context: AttentionContext, part: TileGroup, tokens, tiles
-):
+def _attend_part(method, attention, queries: Queries, cache, context: AttentionContext, part: TileGroup, tokens, tiles):
     """Attends the tokens of one part of a step: [count * width, N, H]."""
     batch, num_tokens = context.batch, part.count * part.width
     q, tables, starts = queries.q[tokens], batch.block_tables[tiles], batch.block_starts[tiles]
@@ -70,7 +68,7 @@ def _attend_part(
     def attend(part: TileGroup, batch):
         shape = StepShape((part,), batch.block_tables.shape[-1], num_tokens)
         where = context._replace(batch=batch, shape=shape, num_repositioned_sinks=0)
-        return implementation.attend(Queries(q, None), cache, where, None).out
+        return attention.attend(Queries(q, None), cache, where, None).out
 
     def selected():
         found = select(method, q, cache, of_part, context.layer, part)

@@ -1,4 +1,4 @@
-"""Packs matrices into the order that a processor's vectors read (`weight_layout.PackedMatrix`), and unpacks them."""
+"""Packs matrices into the order that a processor's vectors read (`native_operators.PackedMatrix`), and unpacks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import Params, weight_fields, weights_of
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
-from ksana_jax.ops.weight_layout import PackedMatrix
+from ksana_jax.ops.native_operators import PackedMatrix
 
 
 def can_pack(w: Any) -> bool:

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.step_program import Network, step_packed
-from ksana_jax.runner.token_programs import OutputHead, choose_tokens, drawn_with, report_packing
-from ksana_jax.runner.transfer import Packing, bucket_of_top
-from ksana_jax.scheduler.step.types import StepInput, StepShape, share_a_call
+from ksana_jax.runner.network import Network
+from ksana_jax.runner.step_program import step_packed
+from ksana_jax.runner.token_programs import OutputHead, bucket_of_top, choose_tokens, report_packing, sampling_of
+from ksana_jax.runner.transfer import Fetched, Packing
+from ksana_jax.sampling.probabilities import distribution
+from ksana_jax.scheduler.step.executor import share_a_call
+from ksana_jax.scheduler.step.types import StepInput, StepShape
 
 
 class LoopKey(NamedTuple):
@@ -68,6 +72,11 @@ def serves(step: StepInput) -> bool:
     return only_decodes(step.shape) and share_a_call([step]) and not dense
 
 
+def report_of(reports: Fetched, step: int) -> Any:
+    """Waits for all steps of a loop; returns the arrays that one of them reports, as the packing's pytree."""
+    return reports.packing.unpack(np.asarray(reports.vector)[step])
+
+
 def lower_loop(
     network: Network,
     key: LoopKey,
@@ -114,6 +123,13 @@ def run_loop(params, cache, vectors, given, patterns, stop, *, network: Network,
     else:
         (cache, given), (reports, drawn_from) = _until(stop, body, (cache, given), vectors, key)
     return cache, given, reports, drawn_from
+
+
+def drawn_with(params, hidden, settings, head: OutputHead, count: int):
+    """Returns the probabilities [J, V] with which `choose_tokens` draws, given the same arguments; 0 after `count`."""
+    sampling = sampling_of(settings, None, hidden, count, head)
+    assert sampling is not None
+    return jnp.pad(distribution(head(params, hidden[:count]), sampling), ((0, len(hidden) - count), (0, 0)))
 
 
 def _until(stop: Stop, body, carry, vectors, key: LoopKey):

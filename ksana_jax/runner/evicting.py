@@ -112,7 +112,7 @@ class Evictor:
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
-    """Moves the tokens that a method keeps to the first slots of their rows, in the text's order, or hides the others.
+    """Moves the tokens that a method keeps to the first slots of their rows, in their order, or hides the others.
 
     Args:
       asked: n rows, each in one group of layers.
@@ -151,7 +151,7 @@ def _moved(cache: KVCache, rows: dict[str, jax.Array], source: jax.Array) -> dic
 def _hidden(cache: KVCache, rows: dict[str, jax.Array], asked: Evictions, method: EvictionMethod) -> jax.Array:
     """Returns the leaf HIDDEN after an eviction.
 
-    The method sees the tokens that are not hidden as if they had moved together.
+    The method reads the tokens that are not hidden as if they had moved together.
     """
     slots = jnp.arange(rows[HIDDEN].shape[4])
     hidden = rows[HIDDEN][:, :, 0] | (slots >= asked.length[:, None, None, None])
@@ -222,7 +222,7 @@ def _order(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Arra
 
 
 def _together(x: jax.Array, method: EvictionMethod) -> jax.Array:
-    """[n, Lg, K, C] to [n, Lg, 1, C * K] or, with `across_layers`, to [n, 1, 1, C * Lg * K]: slots in text order."""
+    """[n, Lg, K, C] to [n, Lg, 1, C * K] or, with `across_layers`, to [n, 1, 1, C * Lg * K]: slots in their order."""
     if method.across_layers:
         return jnp.moveaxis(x, 3, 1).reshape(len(x), 1, 1, -1)
     return jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], 1, -1)

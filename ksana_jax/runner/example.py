@@ -46,7 +46,7 @@ def step_function(runner: Runner, shape: StepShape, context: int | None = None) 
 
 
 def _example(shapes: StepArrays, shape: StepShape, context: int, block_size: int, num_blocks: int) -> StepArrays:
-    """Fills a step's arrays: each tile belongs to a separate row, whose text ends with the tile's last token."""
+    """Fills a step's arrays: each tile belongs to a separate row, whose sequence ends with the tile's last token."""
     _, tiles, width = shapes.block_tables.shape
     counts = [np.full(part.count, part.width) for part in shape.parts]
     per_tile = np.concatenate(counts)

@@ -9,8 +9,8 @@ from typing import Any
 
 from ksana_jax.core.request import MAX_LOGPROBS, SamplingParams
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
-from ksana_jax.runner.token_programs import VerificationKey
-from ksana_jax.runner.transfer import bucket_of_top
+from ksana_jax.runner.token_programs import bucket_of_top
+from ksana_jax.runner.verification import VerificationKey
 from ksana_jax.sampling.acceptance import rule_of
 from ksana_jax.scheduler.step.types import StepShape
 

@@ -29,11 +29,13 @@ from ksana_jax.runner.compiling import compile_all, compiled
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
-from ksana_jax.runner.step_program import Network, lower_whole, pool_and, step_whole
+from ksana_jax.runner.network import Network, pool_and
+from ksana_jax.runner.prompt_scores import lower_scores
+from ksana_jax.runner.step_program import lower_whole, step_whole
 from ksana_jax.runner.step_runs import lower_in_runs
-from ksana_jax.runner.token_programs import OutputHead, VerificationKey, settings_packing
+from ksana_jax.runner.token_programs import OutputHead, settings_packing
 from ksana_jax.runner.transfer import Packing
-from ksana_jax.runner.tree_paths import lower_trees
+from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 
@@ -64,7 +66,7 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     return arrays
 
 
-class _Seen(NamedTuple):
+class _Patterns(NamedTuple):
     """The patterns of all layers: as given, as arrays, and which layers are alike. They change together."""
 
     patterns: tuple[AttentionPattern, ...]
@@ -78,7 +80,7 @@ class ModelPrograms:
     Args:
       params: weights; their shapes (jax.ShapeDtypeStruct) make a runner that compiles, has no pool and runs nothing.
       layout, num_blocks: of the pool; one device's layout.
-      max_model_len: longest text; some kinds of rope depend on it.
+      max_model_len: longest sequence; some kinds of rope depend on it.
       max_repositioned_sinks: maximum number of repositioned sinks (`AttentionPattern.sink_position`).
       num_host_blocks: blocks of host memory.
       embedding_device: "host" looks tokens up in `params.embed`, then a NumPy array, before the step.
@@ -127,7 +129,7 @@ class ModelPrograms:
         given |= {"in_blocks": bool(config.kept), "compute_capability": needs.compute_capability}
         self.products = choose_linear(self.platform, dtype, settings.linear, **given)
         norms = choose_norm(self.platform, dtype, kinds_of(config), settings.norm)
-        self.operators: Operators = placement.operators(self.products.operators(norms.normaliser))
+        self.operators: Operators = placement.operators(self.products.operators(norms.load()))
         self.params = self.weights(params, consume=consume_params)
         self.num_repositioned_sinks, self.ropes = max_repositioned_sinks, layer_ropes(config, max_model_len)
         make = functools.partial(placement.pool, layout, num_blocks)
@@ -143,7 +145,8 @@ class ModelPrograms:
             self.ropes,
             *places,
             max_repositioned_sinks,
-            self.implementation,
+            self.implementation.load(),
+            self.implementation.load_for_trees(),
             *methods,
             self.operators,
             self._tuning,
@@ -152,7 +155,7 @@ class ModelPrograms:
         )
         self._head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
-        self._seen = _Seen((), (), None)
+        self._patterns = _Patterns((), (), None)
         self._packings: dict[StepShape, Packing] = {}
         ModelPrograms.set_patterns(self, patterns)  # a subclass's override may need attributes that are not set yet
 
@@ -175,7 +178,7 @@ class ModelPrograms:
     @property
     def patterns(self) -> tuple[AttentionPattern, ...]:
         """The attention pattern of each layer."""
-        return self._seen.patterns
+        return self._patterns.patterns
 
     def check_patterns(self, patterns: Sequence[AttentionPattern]) -> None:
         """Checks that the compiled steps can serve these patterns.
@@ -201,9 +204,9 @@ class ModelPrograms:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self.implementation.schedule and alike != self._seen.alike:
+        if self._network.attention.schedule and alike != self._patterns.alike:
             self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
-        self._seen = _Seen(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
+        self._patterns = _Patterns(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
 
     def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         """Compiles programs ahead of time; those already compiled cost nothing.
@@ -227,14 +230,14 @@ class ModelPrograms:
             return lower_in_runs(self._network, key, self._packing_of(key), *self._packed_arguments(key))
         if isinstance(key, LoopKey):
             packing, arguments = self._packing_of(key.shape), self._packed_arguments(key.shape)
-            return lower_loop(self._network, key, self._seen.alike, packing, self._head, *arguments)
+            return lower_loop(self._network, key, self._patterns.alike, packing, self._head, *arguments)
         if isinstance(key, VerificationKey):
             if key.tree:
                 return lower_trees(self._head, self.params, self.cache, len(self.layout.groups), key)
-            return self._head.lower_verification(self.params, key)
+            return lower_verification(self._head, self.params, key)
         kind, size, *rest = key
         if kind == "score":
-            return self._head.lower_scores(self.params, size, *rest)
+            return lower_scores(self._head, self.params, size, *rest)
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.final_norm.dtype)
         return self._head.lower_choice(self.params, hidden, *rest)
 
@@ -245,14 +248,14 @@ class ModelPrograms:
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
         return lower_whole(
-            self._network, shape, self._seen.alike, self._packing_of(shape), *self._packed_arguments(shape)
+            self._network, shape, self._patterns.alike, self._packing_of(shape), *self._packed_arguments(shape)
         )
 
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], those sampled [J, D]). replaced: of `Network`."""
         network = dataclasses.replace(self._network, **replaced)
-        step = functools.partial(step_whole, network=network, shape=shape, alike=self._seen.alike)
+        step = functools.partial(step_whole, network=network, shape=shape, alike=self._patterns.alike)
         return self.placement.mapped(step, pool_and(2))
 
     def step_arguments(self, shape: StepShape):
@@ -261,7 +264,7 @@ class ModelPrograms:
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.final_norm.dtype)
             arrays = arrays._replace(tokens=rows)
-        return self.params, self.cache, arrays, self._seen.arrays
+        return self.params, self.cache, arrays, self._patterns.arrays
 
     def _packing_of(self, shape: StepShape) -> Packing:
         """Returns how the arrays of a step and its sampling settings are packed."""

@@ -10,17 +10,14 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
-from ksana_jax.runner.decode_loop import LoopKey, Stop, serves
+from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
 from ksana_jax.runner.programs import ModelPrograms
-from ksana_jax.runner.token_programs import (
-    VerificationKey,
-    report_packing,
-    scores_packing,
-    settings_packing,
-    verification_packing,
-)
-from ksana_jax.runner.transfer import Fetched, FetchedStep, FetchedVerification, bucket_of_top, started
-from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape
+from ksana_jax.runner.prompt_scores import scores_packing
+from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
+from ksana_jax.runner.transfer import Fetched, started
+from ksana_jax.runner.verification import VerificationKey, verification_packing, verified
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape
 
 
 class Runner(ModelPrograms):
@@ -70,12 +67,12 @@ class Runner(ModelPrograms):
         finish, move_s, compiled = self._start_moves(step.moves)
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
         given = self.params.embed[step.arrays.tokens] if self.embeds_on_host else self._fed(shape)
-        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._seen.arrays)
+        self.cache, hidden, sampled, settings = run(self.params, self.cache, vector, given, self._patterns.arrays)
         tokens = prompt_scores = None
         if step.targets is not None:
             count, top = shape.num_tokens, bucket_of_top(step.num_prompt_logprobs, self.config.vocab_size)
             score_prompt = self._program(("score", count, top))
-            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top))
+            prompt_scores = Fetched(score_prompt(self.params, hidden, step.targets), scores_packing(count, top)).result
         dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
@@ -86,11 +83,11 @@ class Runner(ModelPrograms):
                 self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
             else:
                 report = verify(*arguments)
-            tokens = FetchedVerification(Fetched(report, verification_packing(key)), shape.parts[0])
+            tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
             choose = self.compile_sampler(sampled, step.num_sampled, sampling is not None, dense is not None, num_top)
             self._sampled, report = choose(self.params, sampled, *asked)
-            tokens = Fetched(report, report_packing(step.num_sampled, num_top))
+            tokens = Fetched(report, report_packing(step.num_sampled, num_top)).result
         return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
 
     def run_loop(
@@ -108,12 +105,12 @@ class Runner(ModelPrograms):
         finish, move_s, compiled = self._start_moves(steps[0].moves)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
         run, given = self._program(key), self._fed(key.shape)
-        made = run(self.params, self.cache, vectors, given, self._seen.arrays, stop)
+        made = run(self.params, self.cache, vectors, given, self._patterns.arrays, stop)
         self.cache, self._sampled, reports, drawn_from = made
         fetched = Fetched(reports, report_packing(key.shape.num_tokens, key.num_top))
         compiled |= len(self._compiled) > before
-        first = started(FetchedStep(fetched, 0), None, finish, move_s, compiled)
-        return [first, *(started(FetchedStep(fetched, at)) for at in range(1, len(steps)))], drawn_from
+        first, *others = (functools.partial(report_of, fetched, at) for at in range(len(steps)))
+        return [started(first, None, finish, move_s, compiled), *map(started, others)], drawn_from
 
     def packed(self, shape: StepShape, arrays: StepArrays, sampling: SamplingArrays | None = None) -> np.ndarray:
         """Returns a step's arrays and sampling settings as the vector that its program takes."""

@@ -1,4 +1,4 @@
-"""Evictions by methods that see more than a row's cached tokens: numbers about the model, and what queries have added
+"""Evictions by methods that read more than a row's cached tokens: numbers about the model, and what queries have added
 to the row's state."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
 
 
 class StatisticsEviction:
-    """An eviction method whose `priority` also sees facts about the layers, and the states of rows.
+    """An eviction method whose `priority` also reads facts about the layers, and the states of rows.
 
     state: [n, Lg, K, *state_shape], or None.
     """

@@ -18,7 +18,7 @@ from ksana_jax.models.params import LayerParams, Params
 from ksana_jax.models.transformer import embedded
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import lower
-from ksana_jax.runner.step_program import Network, step_last, through, unpacked
+from ksana_jax.runner.network import Network, step_last, through, unpacked
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepShape
 

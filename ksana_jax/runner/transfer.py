@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ksana_jax.core.request import MAX_LOGPROBS
-from ksana_jax.sampling.acceptance import num_before
-from ksana_jax.scheduler.step.types import NO_TOKENS, StepOutput, TileGroup
+from ksana_jax.scheduler.step.types import NO_TOKENS, StepOutput
 
 
 class Packing:
@@ -63,11 +61,6 @@ def packed(arrays: Any) -> jax.Array:
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def bucket_of_top(count: int, vocab_size: int) -> int:
-    """Returns the bucket for a number of most probable tokens whose scores are reported."""
-    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
-
-
 class Fetched:
     """Arrays on the device in one vector, on their way to the host."""
 
@@ -80,35 +73,9 @@ class Fetched:
         return self.packing.unpack(np.asarray(self.vector))
 
 
-class FetchedVerification(NamedTuple):
-    """The result of `verify_tokens`, on its way to the host. part: the tiles of the step's rows."""
-
-    report: Fetched
-    part: TileGroup
-
-    def result(self) -> Any:
-        """Waits for it; returns (tokens, num_accepted, sampled, scores) of `StepOutput`."""
-        tokens, accepted, sampled, scores = self.report.result()
-        used = self.part.count * self.part.width
-        if len(accepted) > self.part.count:
-            accepted = num_before(accepted[:used].reshape(self.part))
-        return tokens[:used], accepted, sampled, scores
-
-
-class FetchedStep(NamedTuple):
-    """The report of one step of a loop, on its way to the host with the other reports."""
-
-    reports: Fetched
-    step: int
-
-    def result(self) -> Any:
-        """Waits for all steps; returns the arrays of this one as the packing's pytree."""
-        return self.reports.packing.unpack(np.asarray(self.reports.vector)[self.step])
-
-
 def started(
-    tokens: Fetched | FetchedVerification | FetchedStep | None,
-    prompt_scores: Fetched | None = None,
+    tokens: Callable[[], Any] | None,
+    prompt_scores: Callable[[], Any] | None = None,
     finish_moves: Callable[[], None] | None = None,
     move_s: float = 0.0,
     compiled: bool = False,
@@ -116,20 +83,20 @@ def started(
     """Returns the output of a step that the device is computing.
 
     Args:
-      tokens: (tokens, their `TokenScores` or None), with drafts (tokens, num_accepted, sampled, scores) of
-        `StepOutput`; None if none are sampled.
+      tokens: waits for the device and returns (tokens, their `TokenScores` or None), with drafts (tokens,
+        num_accepted, sampled, scores) of `StepOutput`; None if none are sampled.
       finish_moves: host work that remains for moves before the step; None without any.
-      prompt_scores: `TokenScores`, or None. compiled: True if a program was compiled for the step.
+      prompt_scores: waits for `TokenScores`, or None. compiled: True if a program was compiled for the step.
     """
 
     def fetch(output: StepOutput) -> None:
         if finish_moves is not None:
             finish_moves()  # while the device computes
         if tokens is not None:
-            output.tokens, *of_drafts, output.scores = tokens.result()
+            output.tokens, *of_drafts, output.scores = tokens()
             if of_drafts:
                 output.num_accepted, output.sampled = of_drafts
         if prompt_scores is not None:
-            output.prompt_scores = prompt_scores.result()
+            output.prompt_scores = prompt_scores()
 
     return StepOutput(NO_TOKENS, move_s=move_s, compiled=compiled, fetch=fetch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
 from ksana_jax.devices.features import RBG
-from ksana_jax.scheduler.step.types import SamplingArrays
+from ksana_jax.scheduler.step.settings import SamplingArrays
 
 
 def gumbel_noise(settings: SamplingArrays, size: int, generator: str) -> jax.Array:

@@ -8,7 +8,6 @@ import numpy as np
 
 from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_returns import trim
-from ksana_jax.scheduler.running import Provision
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.types import ScheduledBatch
@@ -16,9 +15,9 @@ from ksana_jax.scheduler.step.types import ScheduledBatch
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """Drafts for rows, with blocks from `provision` in the tables of `row_blocks`.
+    """Drafts for rows, with blocks in the tables of `row_blocks`.
 
-    Draft tokens are in no text and in no prefix index. Their keys and values are in slots of the row that its next
+    Draft tokens are in no sequence and in no prefix index. Their keys and values are in slots of the row that its next
     tokens write to before anything reads them.
 
     Args:
@@ -26,7 +25,6 @@ class Drafting:
     """
 
     row_blocks: RowBlocks
-    provision: Provision
     speculation: Speculation
     longest_step: int
 
@@ -39,25 +37,40 @@ class Drafting:
         in_step = min(self.speculation.most_at(decodes), self.longest_step // count - 1)
         if in_step < 1 or r.num_beams:
             return None
-        # The last token of a text is never computed, and rows evict between steps.
+        # The last token of a sequence is never computed, and rows evict between steps.
         until = np.minimum(r.max_len[decodes] - 1, r.evict_at.take(decodes, axis=1).min(axis=0))
         most = np.clip(until - r.num_computed[decodes] - 1, 0, in_step)
-        # The last token of a prompt, with its other tokens cached, need not be the text's last.
+        # The last token of a prompt, with its other tokens cached, need not be the sequence's last.
         most[r.num_computed[decodes] + 1 < r.num_tokens[decodes]] = 0
         if self.speculation.needs_blocks:
-            most = self.provision.to_drafts(decodes, most)
+            most = self._provide(decodes, most)
         drafts = self.speculation.draft(r, decodes, most)
         if self.speculation.needs_blocks:
             trim(self.row_blocks, decodes, 1 + (0 if drafts is None else drafts.counts))
         elif drafts is not None:
-            drafts = drafts.shortened(self.provision.to_drafts(decodes, drafts.counts))
+            drafts = drafts.shortened(self._provide(decodes, drafts.counts))
         return drafts if drafts is not None and np.count_nonzero(drafts.counts) else None
+
+    def _provide(self, decodes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Provides rows that have blocks for one token with blocks for draft tokens.
+
+        Args:
+          counts: [decodes] draft tokens of each row.
+
+        Returns:
+          Number of them that have blocks: fewer if the pool has none left, since a guess must not preempt.
+        """
+        r, counts = self.row_blocks.rows, counts.copy()
+        until = r.num_computed[decodes] + 1 + counts
+        for place in (until > r.allocated_until[decodes]).nonzero()[0].tolist():
+            counts[place] = self.row_blocks.extend(int(decodes[place]), 1 + int(counts[place])) - 1
+        return counts
 
     def keep_up(self, rows: np.ndarray, running: np.ndarray) -> None:
         """Lets the proposer follow a step with chunks of rows [n], before blocks that left their windows are returned.
 
         Args:
-          running: all running rows; if these have no drafts, the proposer reads the remaining texts once they do.
+          running: all running rows; if these have no drafts, the proposer reads the remaining tokens once they do.
         """
         if self.row_blocks.windowed and not self.row_blocks.rows.num_beams and self.speculation.most_at(running):
             self.speculation.keep_up(self.row_blocks.rows, rows)
@@ -65,7 +78,7 @@ class Drafting:
     def append(
         self, batch: ScheduledBatch, tokens: np.ndarray, num_accepted: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends a step's tokens after `Scheduler.advance`, up to the end of each text, and returns the blocks
+        """Appends a step's tokens after `Scheduler.advance`, up to the end of each sequence, and returns the blocks
         of rejected tokens.
 
         Args:

@@ -37,7 +37,7 @@ class ByRank:
 
 
 SCHEDULING_POLICIES: dict[str, str] = {
-    "fcfs": "ksana_jax.methods.scheduling:fcfs",
+    "fcfs": "ksana_jax.scheduler.waiting:fcfs",
     "shortest_first": "ksana_jax.methods.scheduling:shortest_first",
     "fewest_tokens_left": "ksana_jax.methods.scheduling:fewest_tokens_left",
     "longest_prefix": "ksana_jax.methods.scheduling:LongestPrefix",

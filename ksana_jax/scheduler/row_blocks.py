@@ -31,11 +31,11 @@ class RowBlocks:
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
         self.rows, self.memory = rows, memory
         self._eviction = layout.eviction
-        self.lives = [group.live for group in layout.groups]
+        self.visible = [group.live for group in layout.groups]
         # Groups with the same live range hold blocks of the same positions, so these are examined once for all of them.
         self.windowed = [
-            (live, np.array([group for group, other in enumerate(self.lives) if other == live]))
-            for live in dict.fromkeys(self.lives)
+            (live, np.array([group for group, other in enumerate(self.visible) if other == live]))
+            for live in dict.fromkeys(self.visible)
             if live.window is not None
         ]
         self._size = memory.block_size
@@ -133,7 +133,7 @@ class RowBlocks:
     def extend(self, row: int, most: int) -> int:
         """Allocates blocks for as many of a row's next `most` tokens as possible; returns the number of tokens."""
         r, allocated = self.rows, int(self.rows.allocated_until[row] - self.rows.num_computed[row])
-        available = self.memory.device.pool.num_available
+        available = self.memory.blocks.num_available
         if r.forked[row]:
             wanted = -(-max(most - allocated, 0) // self._size) * r.num_groups
             available -= self.copying.prepare(row, available - wanted)

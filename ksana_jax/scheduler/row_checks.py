@@ -12,20 +12,20 @@ from ksana_jax.scheduler.row_blocks import RowBlocks
 
 
 def check_row_blocks(row_blocks: RowBlocks, layout: KVLayout, pool: BlockManager, rows: list[int]) -> None:
-    """Checks tables against the tokens that their rows have computed and will see.
+    """Checks tables against the tokens that their rows have computed and will attend to.
 
     Raises:
       AssertionError: a block that is needed is missing, one that is about to be written to is shared, or a count is
         wrong.
     """
-    r, size, lives = row_blocks.rows, layout.block_size, [group.live for group in layout.groups]
+    r, size, ranges = row_blocks.rows, layout.block_size, [group.live for group in layout.groups]
     ahead = (r.allocated_until - r.num_computed) // size  # 0 of free rows
     counted = int(r.num_blocks.sum()), int(ahead.sum()) * r.num_groups
     assert (row_blocks.num_held, row_blocks.num_ahead) == counted, "blocks that rows hold are miscounted"
-    for live in {live for live in lives if live.window is not None}:
-        groups = [group for group, other in enumerate(lives) if other == live]
+    for live in {live for live in ranges if live.window is not None}:
+        groups = [group for group, other in enumerate(ranges) if other == live]
         assert (r.block_starts[groups] == r.block_starts[groups[0]]).all(), "groups of one live range differ"
-    for row, (group, live) in itertools.product(rows, enumerate(lives)):
+    for row, (group, live) in itertools.product(rows, enumerate(ranges)):
         starts = r.block_starts[group, row, : r.num_blocks[group, row]]
         assert (np.diff(starts) > 0).all(), "blocks are out of order"
         assert r.num_computed[row] <= r.allocated_until[row], "computed tokens without a block"

@@ -202,7 +202,7 @@ class RowEviction:
 def compact(row_blocks: RowBlocks, rows: np.ndarray, kept: np.ndarray) -> None:
     """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
 
-    The next tokens are stored in the slots that follow, while text positions go on. The rows' blocks no longer
+    The next tokens are stored in the slots that follow, while sequence positions go on. The rows' blocks no longer
     enter the prefix index.
 
     Args:
@@ -242,7 +242,7 @@ def _shorten(row_blocks: RowBlocks, group: int, rows: np.ndarray, count: np.ndar
     which = rows[which]
     row_blocks.memory.device.release(r.block_tables[group, which, gone])
     r.block_starts[group, which, gone], r.block_origins[group, which, gone] = FAR, Origin.COMPUTED
-    if row_blocks.lives[group].window is not None:  # there may have been gaps
+    if row_blocks.visible[group].window is not None:  # there may have been gaps
         r.block_starts[group, rows, : len(index)] = np.where(
             index < count[:, None], row_blocks.memory.block_size * index, FAR
         )

@@ -40,10 +40,10 @@ def index_full(blocks: RowBlocks, rows: np.ndarray) -> None:
 
 
 def _find(blocks: RowBlocks, rows: np.ndarray, which: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns where tables have the blocks of some text positions: [Gk, n]; -1 if a row does not hold the block.
+    """Returns where tables have the blocks of some sequence positions: [Gk, n]; -1 if a row does not hold the block.
 
     Args:
-      which: [n] index in `rows` of each block's row. starts: [n] text position of its first token.
+      which: [n] index in `rows` of each block's row. starts: [n] sequence position of its first token.
     """
     r, width = blocks.rows, blocks.rows.block_starts.shape[2]
     if not blocks.windowed:  # nothing was returned

@@ -1,6 +1,6 @@
 """Probes of rows: tokens that a row computes after its context and before it evicts, see `EvictionMethod.probe`.
 
-A probe is in no text: its row's `token_ids` and `num_known` stay, and no step samples from it.
+A probe is in no sequence: its row's `token_ids` and `num_known` stay, and no step samples from it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def turn(method: EvictionMethod, row_blocks: RowBlocks, rows: np.ndarray) -> np.
         if r.probes.pop(row, None) is not None:
             r.num_computed[row], r.num_tokens[row] = end, r.num_known[row]
             r.return_at[:, row], r.snapshot_at[row] = 0, FAR if row_blocks.memory.prefixes.snapshots is None else end
-            r.num_prompt_logprobs[row] = -1 if seq.params.prompt_logprobs is None else seq.params.prompt_logprobs
+            asked = seq.params.prompt_logprobs
+            r.settings.num_prompt_logprobs[row] = -1 if asked is None else asked
         else:
             assert r.num_tokens[row] == r.num_known[row]
             context = r.token_ids[row, :end]
             r.probes[row] = np.concatenate([context, method.probe(context)])
             end = len(r.probes[row])
-            # It has tokens left, returns no block that the text will see, and reports no score.
-            r.num_tokens[row], r.num_prompt_logprobs[row] = end + 1, -1
+            # It has tokens left, returns no block that the sequence will attend to, and reports no score.
+            r.num_tokens[row], r.settings.num_prompt_logprobs[row] = end + 1, -1
             r.return_at[:, row] = r.snapshot_at[row] = FAR
         evict_at[evict_at < FAR] = end
     r.num_rewrites += 1

@@ -11,7 +11,7 @@ from ksana_jax.scheduler.row_blocks import RowBlocks
 
 
 def return_invisible(blocks: RowBlocks, rows: np.ndarray) -> None:
-    """Releases blocks that no later query of their row sees."""
+    """Releases blocks that no later query of their row attends to."""
     for live, groups in blocks.windowed:
         _return_invisible(blocks, live, groups, rows)
 
@@ -20,12 +20,12 @@ def _return_invisible(blocks: RowBlocks, live: VisibleRange, groups: np.ndarray,
     r, size, first = blocks.rows, blocks.memory.block_size, groups[0]
     # Block size 4, window 4: block 0..3 leaves the window of query 7, block 4..7 the window of query 11.
     computed = r.num_computed[rows] - r.num_evicted[first, rows]
-    seen_from = live.seen_from(computed)
-    due = seen_from >= r.return_at[first, rows]
+    visible_from = live.visible_from(computed)
+    due = visible_from >= r.return_at[first, rows]
     if not np.count_nonzero(due):
         return
     rows, computed = rows[due], computed[due]
-    r.return_at[first, rows] = (seen_from[due] // size + 1) * size
+    r.return_at[first, rows] = (visible_from[due] // size + 1) * size
     width = int(r.num_blocks[first, rows].max())
     starts = r.block_starts[first, rows, :width]
     dead = live.dead_blocks(starts, size, computed[:, None])

@@ -12,13 +12,13 @@ def share(blocks: RowBlocks, row: int, num_tokens: int) -> HeldBlocks:
     """Adds an owner to the blocks of a row's first tokens, and returns them."""
     held = before(blocks, row, num_tokens)
     assert num_tokens == blocks.rows.num_computed[row] or not np.any(held.num_evicted), "the beginning is missing"
-    blocks.memory.device.share(held.ids)
+    blocks.memory.blocks.share(held.ids)
     blocks.rows.forked[row] = True
     return held._replace(origins=Origin.SHARED)
 
 
 def before(blocks: RowBlocks, row: int, num_tokens: int) -> HeldBlocks:
-    """Returns a row's blocks that begin before a text position, which is after its last eviction."""
+    """Returns a row's blocks that begin before a sequence position, which is after its last eviction."""
     r = blocks.rows
     evicted = r.num_evicted[:, row].copy()
     starts, groups = r.of_blocks(r.block_starts, row), np.repeat(np.arange(r.num_groups), r.num_blocks[:, row])

@@ -13,6 +13,7 @@ import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.request import FinishReason
+from ksana_jax.kv.owner import moving_blocks
 from ksana_jax.kv.prefix_cache import Hit, PrefixCache
 from ksana_jax.kv.snapshots import Snapshots
 from ksana_jax.kv.tier import DEVICE
@@ -30,7 +31,7 @@ class RowSnapshots:
     row_blocks: RowBlocks
 
     def pin(self, seq: Sequence, prefixes: PrefixCache) -> Hit | None:
-        """Finds the longest snapshot of a waiting sequence's text, and pins it; None without any."""
+        """Finds the longest snapshot of a waiting sequence's tokens, and pins it; None without any."""
         most = self._most(seq, seq.max_cached_tokens)
         if most < 1 or (found := self.snapshots.find(seq.kv, seq.token_ids[:most], seq.num_context)) is None:
             return None
@@ -40,7 +41,7 @@ class RowSnapshots:
         return hit
 
     def _most(self, seq: Sequence, count: int) -> int:
-        """Returns how many of a text's first tokens have a state that does not depend on which of them are output."""
+        """Returns how many of a sequence's tokens have a state that does not depend on which of them are output."""
         return min(count, seq.num_prompt) if self.snapshots.schedule.method.counts_outputs else count
 
     def plan(self, row: int) -> None:
@@ -97,12 +98,12 @@ class RowSnapshots:
         if length < 1 or (evicted != self._evicted(seq, length)).any():
             return False
         held, alive = before(self.row_blocks, row, length), np.ones(0, bool)
-        for group, live in enumerate(self.row_blocks.lives):  # a step's last blocks may not have been returned yet
+        for group, live in enumerate(self.row_blocks.visible):  # a step's last blocks may not have been returned yet
             starts = held.starts[held.groups == group]
             dead = live.window is not None and live.dead_blocks(starts, memory.block_size, length)
             alive = np.append(alive, ~(np.zeros(len(starts), bool) | dead))
         held = held._replace(ids=held.ids[alive], starts=held.starts[alive], groups=held.groups[alive])
-        if not memory.moving(DEVICE).isdisjoint(held.ids.tolist()):
+        if not moving_blocks(memory, DEVICE).isdisjoint(held.ids.tolist()):
             return False
         return self.snapshots.keep(seq.kv, r.token_ids[row, :length], seq.num_context, held)
 

@@ -125,28 +125,13 @@ class Provision:
         if np.count_nonzero(r.forked):
             copies = self.row_blocks.copying.shared(decodes).sum(axis=(0, 2))
             needed += int(copies.sum())
-        if needed > self.memory.device.pool.num_available:
+        if needed > self.memory.blocks.num_available:
             return self._by_force(decodes), None
         new = self.row_blocks.take(short) if len(short) else None
         if copies is not None:
             for row in decodes[copies > 0].tolist():
                 self.row_blocks.provide(row, 1)
         return decodes, new
-
-    def to_drafts(self, decodes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Provides rows that have blocks for one token with blocks for draft tokens.
-
-        Args:
-          counts: [decodes] draft tokens of each row.
-
-        Returns:
-          Number of them that have blocks: fewer if the pool has none left, since a guess must not preempt.
-        """
-        r, counts = self.row_blocks.rows, counts.copy()
-        until = r.num_computed[decodes] + 1 + counts
-        for place in (until > r.allocated_until[decodes]).nonzero()[0].tolist():
-            counts[place] = self.row_blocks.extend(int(decodes[place]), 1 + int(counts[place])) - 1
-        return counts
 
     def _by_force(self, decodes: np.ndarray) -> np.ndarray:
         """Gives rows the blocks they need for one token, in order, preempting from the end; returns those that run."""
@@ -161,7 +146,7 @@ class Provision:
 
     def _make_room_to_write(self, row: int) -> bool:
         """Makes room for one more token of a row, and for copies of the blocks that it shares; see `_make_room`."""
-        r, available = self.row_blocks.rows, self.memory.device.pool.num_available
+        r, available = self.row_blocks.rows, self.memory.blocks.num_available
         count = r.num_groups if r.num_computed[row] >= r.allocated_until[row] else 0
         if r.forked[row]:
             count += self.row_blocks.copying.prepare(row, available - count)
@@ -172,7 +157,7 @@ class Provision:
 
         The first row always gets its blocks: a request that the pool cannot hold was refused on arrival.
         """
-        while self.memory.device.pool.num_available < count:
+        while self.memory.blocks.num_available < count:
             last = int(self.running.order[-1])
             if last != row:
                 self.preempt(last)

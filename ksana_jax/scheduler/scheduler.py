@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ksana_jax.core.request import FinishReason
-from ksana_jax.kv.block_manager import BlockManager
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import Scope
 from ksana_jax.scheduler.drafting import Drafting
 from ksana_jax.scheduler.forking import fork_prompts
@@ -70,6 +70,7 @@ class Scheduler:
         self._make_books(layout, memory.index.scope)
 
     def _make_books(self, layout: KVLayout, scope: Scope) -> None:
+        self.blocks = self.memory.blocks
         self.queue = WaitingQueue(self.memory, make_policy(self._policy, self.max_num_seqs))
         self.running = Running(self.max_num_seqs)
         self._unsettled: list[ScheduledBatch] = []  # steps that are scheduled
@@ -94,7 +95,7 @@ class Scheduler:
         self.provision = Provision(self.memory, self.running, blocks, self._preempt, self.queue.reclaim_shared)
         self.drafting = None
         if self.speculation is not None:
-            self.drafting = Drafting(blocks, self.provision, self.speculation, most_tokens)
+            self.drafting = Drafting(blocks, self.speculation, most_tokens)
         self.admission = Admission(self.memory, self.queue, self.running, blocks, layout, most_tokens, self.eviction)
 
     @property
@@ -106,11 +107,6 @@ class Scheduler:
     def waiting(self) -> list[tuple[Any, int, Sequence]]:
         """(rank, seq_id, sequence) of waiting sequences, sorted."""
         return self.queue.entries
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The device's pool."""
-        return self.memory.blocks
 
     @property
     def has_work(self) -> bool:
@@ -156,8 +152,8 @@ class Scheduler:
         """Chooses the step after the last one scheduled, which has advanced and is not settled, or returns None: it has
         nothing to compute, or depends on the tokens that `running` samples. Then settle first.
 
-        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts no row: the text of a
-        preempted sequence must be known. Sequences found to have ended leave their rows as usual (`gone`).
+        The step decodes sampled tokens that only the device knows, see `Rows.expect`. It preempts no row: the tokens
+        of a preempted sequence must be known. Sequences found to have ended leave their rows as usual (`gone`).
         """
         r = self.rows
         if running.drafts is not None or self._needs_tokens():
@@ -173,14 +169,14 @@ class Scheduler:
     def _needs_tokens(self) -> bool:
         """True if the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
         scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
-        step by step, blocks enter the prefix index before windows and evictions make room, and drafts continue a text.
+        step by step, blocks enter the prefix index before windows and evictions make room, and drafts need them.
         """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
         waits |= memory.prefixes.enabled and bool(self.row_blocks.windowed)
         waits |= self.eviction is not None and self.eviction.waits
-        return waits or bool(r.num_beams + r.num_dense)
+        return waits or bool(r.num_beams + r.settings.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
         """Chooses a step; ahead: None if blocks might be missing for tokens of running rows."""
@@ -189,7 +185,7 @@ class Scheduler:
         # Over all rows, which is cheaper than over some. Free rows have neither tokens nor blocks.
         left, short = rows.num_tokens - rows.num_computed, (rows.num_tokens > rows.allocated_until).nonzero()[0]
         decodes, only_decodes = order, np.count_nonzero(left == 1) == len(order)
-        if ahead and self.provision.num_missing(short, only_decodes) > self.memory.device.pool.num_available:
+        if ahead and self.provision.num_missing(short, only_decodes) > self.blocks.num_available:
             return None
         if not only_decodes or len(order) > most:
             decodes = order[left[order] == 1][:most]
@@ -360,6 +356,6 @@ class Scheduler:
         """
         order, waiting = self.order.tolist(), [seq.kv for _, _, seq in self.waiting]
         owned = [self.rows.block_ids(row) for row in order] + [kv.shared.ids for kv in waiting if kv.shared]
-        self.memory.check(owned, [kv.swapped.ids for kv in waiting if kv.swapped])
+        check_memory(self.memory, owned, [kv.swapped.ids for kv in waiting if kv.swapped])
         self.running.check(self.rows.alive)
         check_row_blocks(self.row_blocks, self.layout, self.blocks, order)

@@ -1,7 +1,7 @@
 """Host-side state of sequences: an object for each sequence, and a row of NumPy arrays while it runs.
 
-A decode step touches only arrays, for any number of sequences. Objects are used for rare events in a sequence's life
-(admission, preemption, the end), and if a request wants text or log-probabilities in every step.
+A decode step touches only arrays, for any number of sequences. Objects are used for rare events (admission,
+preemption, the end), and if a request wants text or log-probabilities in every step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from ksana_jax.core.patterns import FAR
 from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.kv.state import KVState, Origin
+from ksana_jax.scheduler.step.settings import RowSettings
 
 # NumPy adds a Python number to a few hundred others in twice the time.
 ONE = np.ones((), np.int32)
@@ -32,7 +33,7 @@ class Sequence:
       seed: seed of its random stream.
       owner: the request that it belongs to; opaque to the scheduler.
       request_id, index: its name for inspection; index is its completion's, or a beam's own.
-      bad_words: token ids of its request's bad words, see `scheduler.step.bias`.
+      bad_words: token ids of its request's bad words, see `scheduler.step.sampling`.
       kv: its state in KV memory.
       is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.
@@ -105,14 +106,14 @@ class Rows:
     compute are num_tokens - num_computed.
     num_known: [R] tokens in token_ids; num_tokens, or less while steps that sample the last ones run (`expect`).
     newest: [R] the last of a row's num_tokens tokens, as in `StepArrays.tokens`: -1 - i if a running step samples it.
-    num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would see them. A token's
-      cache position is its text position minus this number; the two are equal if nothing is evicted.
+    num_evicted: [Gk, R] number of tokens that each group has evicted although its pattern would reach them. A token's
+      cache position is its sequence position minus this number; the two are equal if nothing is evicted.
     block_tables, block_starts: [Gk, R, P] live blocks by position, and where in the cache each begins; FAR if absent.
     probes: token ids of the context and the probe of rows that compute one, after which num_tokens is a token further.
     num_rewrites: how often num_evicted or tables of running rows have changed, other than by `RowBlocks.take`.
     block_origins: [Gk, R, P] uint8, `Origin` of each; COMPUTED if absent, the default of newly allocated blocks.
     num_blocks: [Gk, R] number of live blocks.
-    allocated_until: [R] text position up to which blocks of all groups are allocated.
+    allocated_until: [R] sequence position up to which blocks of all groups are allocated.
     prefix_end: [R] `allocated_until` when the sequence was placed: the end of its shared, cached or swapped blocks.
     return_at: [Gk, R] oldest visible position at which the next block may have become invisible; for the first of the
       groups with one live range.
@@ -123,7 +124,7 @@ class Rows:
     index_at: [R] number of computed tokens at which the next full block enters the prefix index; FAR if none will.
     snapshot_at: [R] number of computed tokens of which a snapshot is taken, and where a chunk ends; FAR for none.
     is_beam: [R] see `Sequence`.
-    stop_ids: [R, width] padded with -1. The rest are sampling settings, see `step.types.SamplingArrays`.
+    stop_ids: [R, width] padded with -1. settings: of rows that ask for more than greedy tokens.
     """
 
     def __init__(self, num_rows: int, table_width: int, num_groups: int = 1):
@@ -131,7 +132,7 @@ class Rows:
         self.seqs: list[Sequence | None] = [None] * num_rows
         self.token_ids = np.zeros((num_rows, 64), np.int32)
         self._begins = 64 * np.arange(num_rows)  # index of each row's start in the flattened array
-        self._longest = 0  # no text is longer
+        self._longest = 0  # no row is longer
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_known = np.zeros(num_rows, np.int32)
         self.newest = np.zeros(num_rows, np.int32)
@@ -158,26 +159,14 @@ class Rows:
         self.is_beam = np.zeros(num_rows, bool)
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seeds = np.zeros((num_rows, 2), np.uint32)
-        self.repetition_penalty = np.ones(num_rows, np.float32)
-        self.presence_penalty = np.zeros(num_rows, np.float32)
-        self.frequency_penalty = np.zeros(num_rows, np.float32)
-        # Rows that are beams, need penalties or biases, or anything beyond a greedy token.
-        self.num_beams = self.num_dense = self.num_asking = 0
-        self.samples = np.zeros(num_rows, bool)
-        self.dense = np.zeros(num_rows, bool)
-        self.num_logprobs = np.full(num_rows, -1, np.int32)
-        self.num_prompt_logprobs = np.full(num_rows, -1, np.int32)
+        self.settings = RowSettings(num_rows)
+        self.num_beams = 0
         self.alive = np.zeros(num_rows, bool)
 
     def place(self, seq: Sequence, row: int) -> None:
         """Writes a sequence into a free row, with no tokens computed."""
         assert self.seqs[row] is None and seq.row is None
-        p, count = seq.params, len(seq.token_ids)
+        count = len(seq.token_ids)
         self.seqs[row], seq.row = seq, row
         self.alive[row] = True
         self._longest = max(self._longest, count)
@@ -188,22 +177,15 @@ class Rows:
         self.num_computed[row], self.num_prompt[row] = 0, seq.num_prompt
         self.max_len[row] = seq.max_len
         self.is_beam[row] = seq.is_beam
-        self.min_len[row] = seq.num_prompt + p.min_tokens
+        self.num_beams += seq.is_beam
+        self.min_len[row] = seq.num_prompt + seq.params.min_tokens
         if len(seq.stop_ids) > self.stop_ids.shape[1]:
             extra = len(seq.stop_ids) - self.stop_ids.shape[1]
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(seq.stop_ids)] = seq.stop_ids
-        self.temperature[row], self.top_k[row], self.top_p[row] = p.temperature, p.top_k, p.top_p
-        self.min_p[row] = p.min_p
-        self.seeds[row] = (seq.seed >> 32) & 0xFFFFFFFF, seq.seed & 0xFFFFFFFF
-        self.repetition_penalty[row] = p.repetition_penalty
-        self.presence_penalty[row], self.frequency_penalty[row] = p.presence_penalty, p.frequency_penalty
-        self.dense[row] = seq.dense_sampling
-        self.samples[row] = not p.greedy or seq.dense_sampling
-        self.num_logprobs[row] = -1 if p.logprobs is None else p.logprobs
-        self.num_prompt_logprobs[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
-        self._count(seq, 1)
+        if seq.asks:
+            self.settings.place(row, seq.params, seq.seed, seq.dense_sampling)
 
     def clear(self, row: int) -> None:
         """Frees a row and moves its known tokens back to its sequence. Its blocks must have been released."""
@@ -211,7 +193,7 @@ class Rows:
         assert seq is not None
         seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
-        self._count(seq, -1)
+        self.num_beams -= seq.is_beam
         self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
         self.num_prompt[row] = self.max_len[row] = FAR
         self.allocated_until[row] = self.prefix_end[row] = 0
@@ -221,13 +203,9 @@ class Rows:
         self.block_origins[:, row] = Origin.COMPUTED
         self.forked[row] = self.is_beam[row] = False
         self.index_at[row] = self.snapshot_at[row] = self.evict_at[:, row] = FAR
-        self.samples[row] = self.dense[row] = self.alive[row] = False
-        self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
-
-    def _count(self, seq: Sequence, change: int) -> None:
-        self.num_beams += change * seq.is_beam
-        self.num_dense += change * seq.dense_sampling
-        self.num_asking += change * seq.asks
+        self.alive[row] = False
+        if seq.asks:
+            self.settings.clear(row)
 
     def next_chunk(self, row: int) -> int:
         """Returns the number of tokens that a row can compute at once: up to its next eviction or snapshot."""
@@ -235,7 +213,7 @@ class Rows:
 
     def expect(self, rows: np.ndarray, places: np.ndarray | slice) -> None:
         """Counts the token of each row that a running step, the last one scheduled, samples at a place among its
-        sampled tokens, unless it is the last of its text, which is never computed."""
+        sampled tokens, unless it is the last of its sequence, which is never computed."""
         length, tokens = self.num_computed[rows] + ONE, self._of_running[places]
         goes_on = length < self.max_len[rows]
         if np.count_nonzero(goes_on) < len(rows):
@@ -270,7 +248,7 @@ class Rows:
         np.maximum(self.num_tokens, self.num_known, out=self.num_tokens)
 
     def drop_after(self, row: int, length: int) -> None:
-        """Drops the tokens of a row's text after the first `length`; the row is about to end."""
+        """Drops a row's tokens after the first `length`; the row is about to end."""
         self.num_known[row] = self.num_tokens[row] = length
 
     def block_ids(self, row: int) -> np.ndarray:

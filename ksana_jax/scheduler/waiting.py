@@ -24,6 +24,11 @@ from ksana_jax.scheduler.sequence import Sequence
 LOOKAHEAD = 16
 
 
+def fcfs(seq: Sequence) -> float:
+    """Serves requests in order of arrival, so no request starves: the default policy."""
+    return seq.seq_id
+
+
 class WaitingQueue:
     """Holds the waiting sequences of a scheduler.
 
@@ -164,7 +169,7 @@ class Admission:
             the blocks that they share.
           reserve: blocks that stay free for the running rows.
         """
-        device, size, total = self.memory.device, self.memory.block_size, len(seq.token_ids)
+        size, total = self.memory.block_size, len(seq.token_ids)
         kv, held = seq.kv, seq.kv.held
         done = hit.num_tokens if hit else held.num_computed if held else 0
         left = total - done
@@ -182,12 +187,12 @@ class Admission:
 
         more = (-(-max(done + count - allocated, 0) // size) - (done >= allocated)) * num_groups
         # A fork continues with its parent's blocks: it waits for no reserve.
-        room = device.pool.num_available - (0 if kv.shared else reserve)
+        room = self.memory.blocks.num_available - (0 if kv.shared else reserve)
         if first_blocks() + more <= room or self.layout.blocks_of(total, self.longest_chunk, seq.num_context) <= room:
             return True
         if not alone:
             return False
-        while first_blocks() > device.pool.num_available:
+        while first_blocks() > self.memory.blocks.num_available:
             if not self.queue.reclaim_shared(seq):
                 return False
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +36,7 @@ class AbsentDevices(TensorParallel):
 
 
 def _shapes(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(functools.partial(_shape, sharding=sharding), tree)
-
-
-def _shape(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def place_on_absent(devices: Sequence[Any]) -> Placement:

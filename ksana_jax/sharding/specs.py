@@ -9,9 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ksana_jax.core.config import ModelConfig
 from ksana_jax.kv.layout import KV_HEADS
-from ksana_jax.models.params import LayerParams, Params, is_shape, param_shapes, stated, weight_fields
+from ksana_jax.models.params import LayerParams, Params, stated, weight_fields
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.sharding.shares import SETTING
 
@@ -37,12 +36,6 @@ def spec_of_weight(path: Any, shape: Sequence[int]) -> PartitionSpec:
         return PartitionSpec(*stack, None, AXIS)
     # A number for each row, such as a scale, has no columns to divide.
     return EVERYWHERE if weight.divides in ("whole", "once", "columns") else PartitionSpec(*stack, AXIS)
-
-
-def param_specs(config: ModelConfig) -> Params:
-    """Returns the PartitionSpec of every weight, as a Params like `param_shapes`."""
-    shapes = param_shapes(config)
-    return jax.tree_util.tree_map_with_path(spec_of_weight, shapes, is_leaf=is_shape)
 
 
 def specs_of(argument: Any) -> Any:

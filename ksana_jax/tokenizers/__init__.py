@@ -4,9 +4,9 @@
 implements `Tokenizer.decode`; `render_chat` formats messages with the model's chat template.
 """
 
-from ksana_jax.tokenizers.base import Tokenizer, TokenizerError
+from ksana_jax.tokenizers.base import IncrementalDetokenizer, Tokenizer
 from ksana_jax.tokenizers.chat import ChatTemplateError, render_chat
-from ksana_jax.tokenizers.detokenizer import IncrementalDetokenizer
+from ksana_jax.tokenizers.files import TokenizerError
 from ksana_jax.tokenizers.load import find_tokenizer, load_tokenizer
 
 __all__ = [

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
+from ksana_jax.core import vllm_names
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
 from ksana_jax.tokenizers.messages import check_plain, check_tools, read_messages
 from ksana_jax.tokenizers.template_sandbox import GLOBALS, render
 
+# A conversation.
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+_CHAT_KEYWORDS = {"messages", "sampling_params", "use_tqdm", "chat_template", "chat_template_kwargs", "tools"}
+_CHAT_KEYWORDS |= {"add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that is continued; a template that trims contents takes its last space.
 _OPEN_END = "<|ksana: goes on here|> "
 
@@ -111,3 +117,28 @@ def _cut(text: str) -> str:
         raise ChatTemplateError("chat template refused: it does not write the last message, which cannot be continued")
     # A template that trims contents has taken the space at the end, and would have taken the message's own.
     return before if after.startswith(" ") else before.rstrip()
+
+
+def chat_prompts(
+    messages: Messages | Sequence[Messages], tokenizer: Tokenizer | None, options: Mapping[str, Any], method: str
+) -> list[dict[str, Any]]:
+    """Returns conversations as prompts of text and token ids, formatted with the tokenizer's chat template.
+
+    Args:
+      messages: a conversation or a list of conversations, each a list of {"role": ..., "content": ...}.
+      options: arguments of `render_chat`.
+      method: that was called, for messages.
+
+    Raises:
+      ValueError: messages have another form, an option is unknown, or there is no template.
+    """
+    vllm_names.refuse_unknown(method, options, _CHAT_KEYWORDS)
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer, so no chat template")
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages is a {type(messages).__name__}, must be a list")
+    one = bool(messages) and isinstance(messages[0], Mapping)
+    conversations: Any = [messages] if one else messages
+    texts = [render_chat(tokenizer, c, **options) for c in conversations]
+    # A template writes the special tokens itself.
+    return [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]

@@ -10,8 +10,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
 from ksana_jax.tokenizers.added_tokens import AddedToken
-from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
-from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
+from ksana_jax.tokenizers.base import EACH_BYTE, NOTHING, Piece, SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, one_line
 
 MARK = "\u2581"  # stands for a space in pieces

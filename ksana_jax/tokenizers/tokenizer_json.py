@@ -11,8 +11,7 @@ from typing import Any
 import tokenizers
 
 from ksana_jax.tokenizers.added_tokens import AddedToken
-from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
-from ksana_jax.tokenizers.detokenizer import EACH_BYTE, NOTHING, Piece
+from ksana_jax.tokenizers.base import EACH_BYTE, NOTHING, Piece, SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, one_line
 
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback, Replace, Fuse, Strip (spaces at the start), Metaspace"

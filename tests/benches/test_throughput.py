@@ -10,8 +10,9 @@ from ksana_jax.lab.bench import bounds, throughput
 from ksana_jax.lab.bench.bounds import Rates, WorkBound, work_of
 from ksana_jax.lab.bench.throughput import BOUND, EVICTING, OURS, STEPS, Throughput
 from ksana_jax.lab.runs.tasks.results import ResultRow
+from ksana_jax.models.operators import Operators
 from ksana_jax.ops.linear import LinearImplementation
-from ksana_jax.ops.weight_layout import PackedMatrix
+from ksana_jax.ops.native_operators import PackedMatrix
 from tests.benches.fakes import MODEL, FakeLLM, rows_of
 
 
@@ -101,7 +102,7 @@ def test_the_bound_multiplies_weights_as_each_implementation_takes_them(monkeypa
         given.append(type(w))
         return x
 
-    fakes = [LinearImplementation(str(packs), note, lambda *_: None, packs=packs) for packs in (True, False)]
+    fakes = [LinearImplementation("", lambda: Operators(note), lambda *_: None, packs) for packs in (True, False)]
     monkeypatch.setattr("ksana_jax.ops.linear.LINEAR_IMPLEMENTATIONS", fakes)
     assert bounds._matrix_rate("f32") > 0
     assert given[0] is PackedMatrix and given[1] is not PackedMatrix

@@ -69,8 +69,39 @@ def test_every_command_answers_to_h_and_shows_flags_without_a_type(run_ksana, wo
     assert code == 0 and "Usage: ksana" in shown and "<bool>" not in shown
 
 
-def test_defaults_that_are_sentences_are_shown(run_ksana):
+def test_defaults_are_words(run_ksana):
     assert "runs/NAME" in run_ksana("run", "-h")[1]
+    assert "default: (never)" in run_ksana("serve", "-h")[1]
+
+
+@pytest.mark.parametrize("words", sorted(every_help()), ids=" ".join)
+def test_no_help_speaks_of_none(words):
+    options = getattr(every_help()[words], "params", [])
+    assert [option.name for option in options if "None" in (getattr(option, "help", None) or "")] == []
+
+
+def test_what_ships_is_listed_one_line_each(run_ksana):
+    for kind, some in {"experiments": "quickstart", "models": "ksana-tiny", "methods": "kv_eviction"}.items():
+        code, shown, _ = run_ksana("list", kind)
+        lines = [line.split() for line in shown.splitlines()]
+        assert code == 0 and some in {line[0] for line in lines} and all(len(line) > 2 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("ksana run sink_w", ["sink_window"]),
+        ("ksana run examples/pass", ["examples/passkey.yaml"]),
+        ("ksana run quickstart settings.num_te", ["settings.num_texts="]),
+        ("ksana trace pool quickstart engine.kv_eviction.bu", ["engine.kv_eviction.budget="]),
+        ("ksana reproduce snap", ["snapkv"]),
+        ("ksana serve ksana-t", ["ksana-tiny"]),
+    ],
+)
+def test_a_shell_completes_names_and_keys(words, found):
+    asked = {"_KSANA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(COMMAND, cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == found
 
 
 def test_the_shell_completes_commands(run_ksana, monkeypatch):

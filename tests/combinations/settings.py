@@ -27,6 +27,7 @@ from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.models.params import OF_KEYS_AND_VALUES
 from ksana_jax.scheduler.speculative import PROPOSERS, draft_lengths, draws_trees
 from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.drafters import draft_model
 from tests.engine.small import VOCAB, model
@@ -252,7 +253,7 @@ class Engines:
             twice = max(len(prompt) + len(eviction.method.probe(prompt)) for prompt in PROMPTS)
             most = max(most, -(-twice // config.block_size) * len(layout.groups))
         config = dataclasses.replace(config, num_blocks=3 * most if asked.num_sequences > 1 else most + 1)
-        buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
+        buckets = make_buckets(config, "cpu", draft_lengths(config), draws_trees(config))
         few = {f.name: getattr(buckets, f.name) for f in dataclasses.fields(Buckets)}
         few |= {name: few[name][-1:] for name in ("decodes", "tiles", "widths", "verifications")}
         # Calls of several steps, and draft models, have steps without chunks.

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from ksana_jax.core import plugins
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.plugins import name_of, nearest, read_method, resolve
+from ksana_jax.core.plugins import name_of, nearest, own_folders, read_method, resolve, search_in
 
 REGISTRY = {"first": min, "later": "tests.core.test_plugins:later"}
 
@@ -74,6 +75,7 @@ def project(tmp_path, monkeypatch):
     (package / "needy.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(plugins, "_folders", [])
     yield tmp_path
     for name in [n for n in sys.modules if n.startswith("plugin_project")]:
         del sys.modules[name]
@@ -99,6 +101,25 @@ def test_the_working_directory_hides_no_installed_package(project):
     assert resolve("plugin_project.uses:mine", REGISTRY, "rule")(0) is __import__("numpy").float32
 
 
+def test_a_project_next_to_an_experiment_is_found_from_anywhere(project, monkeypatch):
+    monkeypatch.chdir("/")
+    search_in(project / "elsewhere")
+    search_in(project)
+    assert own_folders() == (str(project), str(project / "elsewhere"), "/")
+    assert resolve("plugin_project.rules:mine", REGISTRY, "rule")(2) == -2
+
+
+def test_a_module_of_the_same_name_as_another_is_not_taken_for_it(project):
+    assert resolve("plugin_project.rules:mine", REGISTRY, "rule")(2) == -2
+    other = project / "other" / "plugin_project.py"
+    other.parent.mkdir()
+    other.write_text("def mine(seq): return seq\n")
+    search_in(other.parent)
+    hidden = f"{other} is hidden by {project / 'plugin_project' / '__init__.py'}: rename it"
+    with pytest.raises(ConfigError, match=re.escape(hidden)):
+        resolve("plugin_project.rules:mine", REGISTRY, "rule")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -108,8 +129,8 @@ def test_the_working_directory_hides_no_installed_package(project):
         (None, "rule is None, must be one of"),
         (":mine", "rule is ':mine', must be 'package.module:name'"),
         ("plugin_project.rules:", "rule is 'plugin_project.rules:', must be 'package.module:name'"),
-        ("plugin_project.rulez:mine", "there is no module 'plugin_project.rulez' on the Python path or in the working"),
-        ("no_such_project:mine", "there is no module 'no_such_project' on the Python path or in the working directory"),
+        ("plugin_project.rulez:mine", "there is no module 'plugin_project.rulez' on the Python path, next to"),
+        ("no_such_project:mine", "there is no module 'no_such_project' on the Python path, next to the experiment's"),
         ("plugin_project.rules:mini", "but plugin_project.rules has no 'mini'; the nearest is 'mine'"),
         ("plugin_project.rules:number", "which is of type int, not a function or class"),
         ("plugin_project.broken:mine", "importing 'plugin_project.broken' failed: ZeroDivisionError: division by zero"),

@@ -115,7 +115,7 @@ def test_an_llm_is_closed_at_the_end_of_with_and_says_what_it_is(tmp_path):
     with make_llm(Letters(), pattern="streaming_llm", **settings) as llm:
         said = repr(llm)
         llm.set_pattern(["full", {"preset": "streaming_llm", "window": 8}])
-        assert "attention full | window=8, num_sinks=4" in repr(llm)
+        assert "attention full | window=8, num_sinks=4; " in repr(llm)
         with pytest.raises(ValueError, match="there is no attention pattern 'sliding'"):
             llm.set_pattern("sliding")
         llm.set_pattern("streaming_llm")

@@ -28,7 +28,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.devices import custom_calls
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.ops.implementations import explain
-from ksana_jax.ops.norm import native_normaliser
+from ksana_jax.ops.native_operators import normaliser
 
 def engine():
     llm = LLM("ksana-tiny", max_model_len=128, max_num_seqs=1, max_num_batched_tokens=16, device={openxla.DEVICE})
@@ -44,7 +44,7 @@ def test_native_operators_run_on_it_and_tokens_are_those_of_a_cpu():
     child(
         f"""
     runner = engine()
-    assert runner.implementation.name == "native" and runner.operators.normaliser is native_normaliser
+    assert runner.implementation.name == "native" and runner.operators.normaliser is normaliser
     assert runner.products.name == ("xla" if {no_native_products is not None} else "packed")
     """,
         ENGINE,

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+from ksana_jax.devices.platforms import warn_of_unused_gpu
 from ksana_jax.devices.starting import use_device
 from tests.devices.children import child
 from tests.machine import loopback_plugin
@@ -109,3 +110,14 @@ def test_jax_that_has_started_elsewhere_cannot_be_moved():
     for setting in ("npu", {"platform": "npu", "plugin": "own.plugin:register"}):
         with pytest.raises(ValueError, match="jax has already started on cpu"):
             use_device(setting)
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "driver", "warned"),
+    [("cpu", "", True, True), ("cpu", "cpu", True, False), ("gpu", "", True, False), ("cpu", "", False, False)],
+)
+def test_an_engine_on_a_cpu_next_to_a_gpu_says_so(tmp_path, monkeypatch, caplog, platform, asked, driver, warned):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    (tmp_path / "version").write_text("NVRM") if driver else None
+    warn_of_unused_gpu.__wrapped__(platform, tmp_path / "version")
+    assert ("jax sees only its CPU" in caplog.text) == warned

@@ -11,7 +11,7 @@ from tests.machine import loopback_plugin
 MODULE = """
 from ksana_jax.ops.attention import ragged_paged_attention
 from ksana_jax.ops.kv_write import write
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import Implementation, PagedAttention
 
 calls = []
 
@@ -22,7 +22,7 @@ def attend(*args, **keywords):
 def unsupported(needs):
     return None if needs.platform == "npu" else f"needs an NPU, this is {needs.platform}"
 
-TOY = Implementation("toy", write, attend, None, unsupported)
+TOY = Implementation("toy", lambda: PagedAttention(write, attend), unsupported)
 """
 
 

@@ -21,9 +21,9 @@ from ksana_jax.loading.load import open_model
 from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.tokenizers import Tokenizer, TokenizerError
-from ksana_jax.tokenizers.detokenizer import Piece
+from ksana_jax.tokenizers.base import Piece
 from tests.reference import reference_logprobs
 
 BOS, EOS = 0, 1
@@ -135,7 +135,7 @@ def make_llm(
     groups = tuple(group.layers for group in group_layers(patterns))
     selects = config.kv_selection and (config.kv_selection, [pattern == FULL for pattern in patterns])
     key = folder, _OF_A_RUNNER(config), groups, repr((config.kv_dtype, config.kv_eviction, selects))
-    buckets = Buckets.of(config, "cpu", draft_lengths(config), draws_trees(config))
+    buckets = make_buckets(config, "cpu", draft_lengths(config), draws_trees(config))
     few = dataclasses.replace(
         buckets,
         decodes=buckets.decodes[-1:],

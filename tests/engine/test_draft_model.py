@@ -11,7 +11,7 @@ from ksana_jax.engine.draft_models import draft_model
 from ksana_jax.engine.draft_models.proposer import DraftModelProposer
 from ksana_jax.kv.model_layout import layout_of
 from ksana_jax.sampling.acceptance import RULES
-from ksana_jax.tokenizers.detokenizer import Piece
+from ksana_jax.tokenizers.base import Piece
 from tests.engine.small import SMALL, VOCAB, Letters, MoreThanRows, assert_idle, make_llm, model
 
 PROMPTS = ["x.y", "the cat and the cat and the", "abcabcabcab", "in her hat the man in her"]

@@ -19,6 +19,7 @@ from ksana_jax.engine.model_memory import (
     resident_bytes,
     wake_first,
 )
+from ksana_jax.kv.owner import check_memory
 from tests.engine import small
 from tests.engine.test_sleeping import engine as read_engine
 from tests.loading.models_on_disk import TINY, random_tensors, write_model
@@ -247,7 +248,7 @@ async def live(llms, num_requests: int, seed: int) -> int:
         await asyncio.gather(*(client() for _ in range(5)))
     for llm in llms:
         small.assert_idle(llm)
-        llm.engine.memory.check([])
+        check_memory(llm.engine.memory, [])
     return changes[0]
 
 

@@ -12,6 +12,7 @@ import pytest
 from ksana_jax import LLM, LoRARequest, SamplingParams
 from ksana_jax.core.config import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM, NotServing
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.loading import LoadError, load_model
 from ksana_jax.runner import sleeping
 from tests.engine.small import assert_idle, make_llm
@@ -104,7 +105,7 @@ def test_prefixes_survive_in_the_host_tier(host_blocks, hit, folders):
             llm.sleep(level)
             llm.wake_up()
             assert cached(llm) == hit
-            llm.engine.memory.check([])
+            check_memory(llm.engine.memory, [])
         assert tokens(llm) == first
 
 

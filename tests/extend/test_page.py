@@ -63,7 +63,10 @@ def test_a_selection_method_serves(mine, plain):
     assert generate(kv_selection={"method": "mine:MeanKey", "budget": 512})[0] == plain
 
 
-@pytest.mark.parametrize("dtype", ["mine:Nibbles", {"k": "mine:Channels", "v": "kivi4", "residual": 8}], ids=str)
+CODECS = ["mine:Nibbles", {"k": "mine:Channels", "v": "kivi4", "residual": 8}, {"k": "mine:Nibbles", "v": "int4"}]
+
+
+@pytest.mark.parametrize("dtype", CODECS, ids=str)
 def test_codecs_serve(mine, dtype):
     tokens, _ = generate(kv_cache_dtype=dtype)
     assert [len(ids) for ids in tokens] == [12, 12]

@@ -7,6 +7,7 @@ from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.disk.tier import BlockFacts
 from ksana_jax.kv.layout import KVGroup, KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE, HOST
 from ksana_jax.kv.visible_range import VisibleRange
@@ -70,7 +71,7 @@ class Setup:
         self.memory.device.release(ids)
 
     def check(self) -> None:
-        self.memory.check([])
+        check_memory(self.memory, [])
 
     def on_host(self, seq) -> list[int]:
         """First tokens of a sequence's blocks, as they lie on the host; -1 where they do not."""

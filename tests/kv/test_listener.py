@@ -48,7 +48,7 @@ class Listening(Simulation):
     def start(self):
         super().start()
         self.mirror = Mirror()
-        self.engine.memory.listen(self.mirror)
+        self.engine.memory.listeners.append(self.mirror)
 
     def check_step(self):
         super().check_step()
@@ -75,12 +75,12 @@ def test_these_simulations_store_drop_and_clear():
 
 def test_nobody_has_to_listen_and_a_listener_can_leave():
     engine, mirror = make_engine(caching=True), Mirror()
-    engine.memory.listen(mirror)
+    engine.memory.listeners.append(mirror)
     engine.add_request(prompt_of(20), asking(max_tokens=4))
     run(engine)
     heard = mirror.num_heard
     assert heard
-    engine.memory.unlisten(mirror)
+    engine.memory.listeners.remove(mirror)
     engine.add_request(prompt_of(20, 1), asking(max_tokens=4))
     run(engine)
     assert mirror.num_heard == heard

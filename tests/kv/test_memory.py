@@ -5,6 +5,7 @@ import pytest
 
 from ksana_jax.kv.block_manager import NoFreeBlocks
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import PrefixIndex
 from tests.fakes import prompt_of
 from tests.kv.disk.double import DiskDouble
@@ -50,7 +51,7 @@ def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():
     taken = memory.device.allocate(2)
     assert sorted(taken.tolist()) == sorted(ids)
     assert moves(memory) == {"saves": [[ids[1], 0], [ids[0], 1]]}
-    memory.check([taken])
+    check_memory(memory, [taken])
     # Found on the host now, and loaded.
     memory.device.release(taken)
     seq = sequence(prompt_of(8)[:8].tolist() + [1])
@@ -58,7 +59,7 @@ def test_an_evicted_block_is_saved_before_whoever_took_it_writes_to_it():
     assert hit.num_loads == 2
     held = claim(memory.prefixes, seq, hit)
     assert moves(memory) == {"loads": [[1, held.ids[0]], [0, held.ids[1]]]}
-    memory.check([held.ids])
+    check_memory(memory, [held.ids])
     assert (memory.counters.saved, memory.counters.loaded, memory.counters.hits_host) == (2, 2, 2)
 
 
@@ -70,7 +71,7 @@ def test_a_slot_that_a_pending_move_touches_is_not_reused():
     assert len(moves(memory)["saves"]) == 1
     assert memory.host.take_slot() == 0 and memory.counters.replaced_host == 1
     memory.swap.discard(ids_of(0))
-    memory.check([taken])
+    check_memory(memory, [taken])
 
 
 def test_a_block_that_is_on_the_host_already_is_not_saved_again():
@@ -101,7 +102,7 @@ def test_cached_content_moves_to_slower_tiers_when_it_is_told_to(write):
     counts = (saved, written, evicted_saved, evicted_written, len(disk.files))
     assert counts == {"back": (0, 0, 2, 0, 2), "through": (2, 2, 2, 2, 2), "drop": (0, 0, 0, 0, 0)}[write]
     memory.swap.discard(np.array(slots, np.int32))
-    memory.check([])
+    check_memory(memory, [])
     assert len(memory.index) == 0
 
 
@@ -116,7 +117,7 @@ def test_what_is_still_on_the_device_is_not_written_to_disk_when_it_leaves_the_h
     moves(memory)
     assert memory.host.take_slot() == 0 and not disk.files
     memory.swap.discard(ids_of(0))
-    memory.check([held.ids])
+    check_memory(memory, [held.ids])
 
 
 # ------------------------------------------------------------------ copies
@@ -126,7 +127,7 @@ def test_a_shared_block_is_copied_for_one_owner_and_left_to_the_others():
     memory = memory_of()
     [block] = memory.device.allocate(1).tolist()
     assert not memory.device.is_shared(block)
-    memory.device.share(ids_of(block))
+    memory.blocks.share(ids_of(block))
     assert memory.device.is_shared(block)
     new = memory.device.copy(block)
     assert new != block and memory.blocks.ref_count[[block, new]].tolist() == [1, 1]
@@ -144,9 +145,9 @@ def test_a_cached_block_is_shared_though_it_has_one_owner():
 def test_a_copy_of_a_copy_that_is_not_made_yet_is_read_from_the_first_block():
     memory = memory_of()
     [block] = memory.device.allocate(1).tolist()
-    memory.device.share(ids_of(block, block))
+    memory.blocks.share(ids_of(block, block))
     one = memory.device.copy(block)
-    memory.device.share(ids_of(one))
+    memory.blocks.share(ids_of(one))
     other = memory.device.copy(one)
     assert moves(memory) == {"copies": [[block, one], [block, other]]}
 
@@ -154,7 +155,7 @@ def test_a_copy_of_a_copy_that_is_not_made_yet_is_read_from_the_first_block():
 def test_a_copy_whose_owner_has_gone_is_not_made():
     memory = memory_of()
     [block] = memory.device.allocate(1).tolist()
-    memory.device.share(ids_of(block))
+    memory.blocks.share(ids_of(block))
     memory.device.release(ids_of(memory.device.copy(block)))
     assert moves(memory) == {}
 
@@ -162,7 +163,7 @@ def test_a_copy_whose_owner_has_gone_is_not_made():
 def test_a_block_that_was_to_be_copied_is_swapped_out_from_where_its_content_is():
     memory = memory_of()
     [block] = memory.device.allocate(1).tolist()
-    memory.device.share(ids_of(block))
+    memory.blocks.share(ids_of(block))
     new = memory.device.copy(block)
     slots = memory.swap.move_out(ids_of(new))
     memory.device.release(ids_of(new))
@@ -178,9 +179,9 @@ def test_a_row_that_is_swapped_out_and_in_owns_its_slots_in_between():
     slots = memory.swap.move_out(ids)
     memory.device.release(ids)
     assert moves(memory) == {"saves": [[b, s] for b, s in zip(ids.tolist(), slots.tolist(), strict=True)]}
-    memory.check([], [slots])
+    check_memory(memory, [], [slots])
     back = memory.swap.move_in(slots)
-    memory.check([back])  # the slots are pinned until they have been read
+    check_memory(memory, [back])  # the slots are pinned until they have been read
     assert memory.host.pool.num_used == 3
     assert moves(memory) == {"loads": [[s, b] for s, b in zip(slots.tolist(), back.tolist(), strict=True)]}
     assert memory.host.pool.num_used == 0
@@ -219,7 +220,7 @@ def test_a_row_s_slots_take_the_place_of_cached_content():
     slots = memory.swap.move_out(taken[:2])
     assert memory.counters.replaced_host == 2 and len(memory.index) == 0
     moves(memory)
-    memory.check([taken], [slots])
+    check_memory(memory, [taken], [slots])
 
 
 # ------------------------------------------------------------------ flush, and failure
@@ -246,7 +247,7 @@ def test_a_flush_brings_all_that_is_cached_to_the_disk(write):
     assert set(disk.files) == (set() if write == "drop" else keys) and len(keys) == 5
     before = memory.counters.saved
     assert flush(memory) == 0 and memory.counters.saved == before
-    memory.check([])
+    check_memory(memory, [])
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -257,7 +258,7 @@ def test_a_flush_through_a_small_host_takes_several_rounds_the_deepest_blocks_fi
     assert flush(memory) == -(-4 // slots)
     links = memory.index.chain(prompt_of(16), "", [], 4)
     assert [link.key for link in reversed(links)] == list(disk.files)
-    memory.check([])
+    check_memory(memory, [])
 
 
 def test_a_flush_without_a_disk_does_nothing():
@@ -276,7 +277,7 @@ def test_after_a_reset_device_and_host_are_empty_whatever_the_books_said():
     memory.blocks.num_free += 1  # and an interrupt has left the books half written
     memory.host.node_of.clear()
     memory.reset(host := np.zeros((2, 1)))
-    memory.check([])
+    check_memory(memory, [])
     assert memory.blocks.num_free == 3 and memory.host.pool.num_free == 2 and not memory.index.nodes
     assert memory.take_moves() is None and memory.host.data is host
 

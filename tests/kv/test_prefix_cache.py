@@ -9,6 +9,7 @@ from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.groups import KVGroup, group_layers
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.tier import DEVICE
 from ksana_jax.kv.visible_range import VisibleRange
@@ -83,7 +84,7 @@ def test_a_hit_pins_the_blocks_that_later_queries_see_and_no_others(name):
     owned = np.flatnonzero(memory.blocks.ref_count).tolist()
     assert sorted(owned) == sorted(ids[b] for b in needed(name, layers, 7))
     memory.prefixes.unpin(hit)
-    memory.check([])
+    check_memory(memory, [])
 
 
 def test_at_least_one_token_is_left_to_compute():
@@ -93,7 +94,7 @@ def test_at_least_one_token_is_left_to_compute():
         hit = pin(memory.prefixes, sequence(prompt_of(16)[:length]))
         assert hit.num_tokens == (length - 1) // SIZE * SIZE == SIZE * len(hit.nodes)
         memory.prefixes.unpin(hit)
-    memory.check([])
+    check_memory(memory, [])
 
 
 def test_a_hit_ends_where_the_text_differs():
@@ -168,7 +169,7 @@ def test_content_that_is_cached_already_is_shared_instead_of_kept_twice():
     assert memory.prefixes.insert(again.kv, again.token_ids, [own.tolist()]) == [ids]
     assert memory.blocks.ref_count[ids].tolist() == [1, 1, 1] and len(memory.index) == 3
     memory.device.release(own)
-    memory.check([np.array(ids, np.int32)])
+    check_memory(memory, [np.array(ids, np.int32)])
 
 
 def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
@@ -176,7 +177,7 @@ def test_blocks_that_a_row_no_longer_holds_lead_to_those_it_holds():
     memory = memory_of(patterns)
     seq, own = sequence(prompt_of(16)), memory.device.allocate(2)
     assert memory.prefixes.insert(seq.kv, seq.token_ids, [[-1, -1, *own.tolist()]]) == [[-1, -1, *own.tolist()]]
-    memory.check([own])
+    check_memory(memory, [own])
     memory.device.release(own)
     hit = pin(memory.prefixes, sequence(np.append(prompt_of(16), 1)))
     assert hit.num_tokens == 16 and [node.at[DEVICE] for node in hit.nodes] == own.tolist()[1:]
@@ -190,7 +191,7 @@ def test_inserting_nothing_that_is_held_leaves_no_trace():
     [block] = memory.device.allocate(1).tolist()
     memory.prefixes.insert(seq.kv, seq.token_ids, [[block]])  # the fourth block, whose parents are known no longer
     assert len(memory.index) == 4 and memory.index.nodes[seq.kv.links[0][3].key].at[DEVICE] == block
-    memory.check([np.array([block], np.int32)])
+    check_memory(memory, [np.array([block], np.int32)])
 
 
 def test_who_needs_a_block_that_is_just_being_computed_awaits_it():

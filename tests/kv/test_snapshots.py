@@ -9,6 +9,7 @@ from ksana_jax.kv.eviction.schedule import EvictionSchedule
 from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import check_memory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.state import HeldBlocks, KVState
 from ksana_jax.methods.eviction.h2o import H2O
@@ -35,7 +36,7 @@ def keep(memory, length, count=2, salt="", num_context=30):
     held = held._replace(num_evicted=np.array([length - 4 * count]))
     found = memory.prefixes.snapshots.keep(KVState(salt), TEXT[:length], num_context, held)
     memory.device.release(ids)
-    memory.check([])
+    check_memory(memory, [])
     return found
 
 
@@ -71,7 +72,7 @@ def test_a_snapshot_that_has_lost_a_block_gives_way_to_a_shorter_one():
     memory.device.release(memory.device.allocate(1))
     assert found(memory) == 11 and memory.counters.replaced == 1
     assert keep(memory, 17), "it can be taken again"
-    memory.check([])
+    check_memory(memory, [])
 
 
 def test_blocks_that_the_host_has_are_enough():

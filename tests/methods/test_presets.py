@@ -74,6 +74,17 @@ def test_one_form_serves_all_layers_and_a_list_one_each():
     assert read_patterns(["full", {"window": 8}], LAYERS[2]) == (AttentionPattern(), AttentionPattern(window=8))
 
 
+def test_ranges_name_layers_and_the_others_keep_their_own():
+    own = ModelConfig(num_layers=5, pattern=tuple(AttentionPattern(window=w) for w in (1, 2, 3, 4, 5)))
+    found = read_patterns({"1-2": "full", "4": {"window": 8}}, own)
+    assert [pattern.window for pattern in found] == [1, None, None, 4, 8]
+    for given in ({"3-5": "full"}, {"2-1": "full"}, {"0-2": "full", "2": "full"}):
+        with pytest.raises(ConfigError, match=r"^pattern has the layers '\S+', must be some of 0 to 4, once each$"):
+            read_patterns(given, own)
+    with pytest.raises(ConfigError, match="pattern has no field '0-2'"):
+        read_patterns({"0-2": "full", "window": 8}, own)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -84,7 +95,7 @@ def test_one_form_serves_all_layers_and_a_list_one_each():
         ("", "there is no attention pattern ''"),
         ({"preset": 5}, "there is no attention pattern 5"),
         ({"windw": 8}, "pattern has no field 'windw'; the nearest is 'window'"),
-        ({3: 8}, "pattern has no field 3; the nearest is "),
+        ({3.5: 8}, "pattern has no field 3.5; the nearest is "),
         ({"window": "8"}, "AttentionPattern.window is '8', must be an integer from 1"),
         ({"preset": "streaming_llm", "window": None}, "sink_position 'cache' needs a window"),
         (

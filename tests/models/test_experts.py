@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_the_other_rows(num_others):
     """Bit by bit, with products of which that is true."""
     params, config = weights("experts").layers[0], CONFIGS["experts"]
     x = jnp.asarray(rng.standard_normal((1 + num_others, config.d_model)), jnp.float32)
-    grouped = choose_linear("cpu", "float32", "native").grouped
+    grouped = choose_linear("cpu", "float32", "native").load().grouped
     for given in (None, grouped):
         apply = jax.jit(
             lambda x, g=given: MLPS["swiglu_experts"].apply(x, params, native, config.layers[0].mlp, None, g)
@@ -153,7 +153,7 @@ def test_a_row_does_not_depend_on_the_other_rows(num_others):
 def test_products_of_all_experts_at_once_give_the_numbers_of_blocks(name, quantization):
     """Bit by bit, for tokens; w8a8 has no such products."""
     params, spec = quantised(weights(name), quantization).layers[0], CONFIGS[name].layers[0].mlp
-    of, calls = choose_linear("cpu", "float32", "native"), []
+    of, calls = choose_linear("cpu", "float32", "native").load(), []
 
     def counted(w):
         calls.append(of.grouped(w))
@@ -161,7 +161,7 @@ def test_products_of_all_experts_at_once_give_the_numbers_of_blocks(name, quanti
 
     x, real = jnp.asarray(rng.standard_normal((19, CONFIGS[name].d_model)), jnp.float32), np.arange(19) % 5 > 0
     apply = MLPS[CONFIGS[name].mlp].apply
-    blocks, at_once = (apply(x, params, of.apply, spec, jnp.array(real), g) for g in (None, counted))
+    blocks, at_once = (apply(x, params, of.linear, spec, jnp.array(real), g) for g in (None, counted))
     assert len(calls) == 3 and [call is None for call in calls] == [quantization == "w8a8"] * 3
     np.testing.assert_array_equal(np.asarray(blocks)[real], np.asarray(at_once)[real])
 

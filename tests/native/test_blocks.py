@@ -10,7 +10,7 @@ import pytest
 from ksana_jax.models.block_matrix import PackedBlocks
 from ksana_jax.models.params import stated, weights_of
 from ksana_jax.native.grouped import grouped_blocks
-from ksana_jax.native.layer import Weights, project
+from ksana_jax.native.operators import Weights, project
 from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.weight_packing import pack, unpack
 from tests.machine import native_products
@@ -37,7 +37,7 @@ def test_products_are_those_of_float64_with_rounded_rows(rows, columns, inner, k
     w, numbers = block_matrix(kind, columns, inner, dtype)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, inner)), dtype).at[rows // 2, :32].set(0)
     b = jnp.asarray(np.random.default_rng(2).normal(size=columns), dtype)
-    product = jax.jit(lambda x: choose_linear("cpu", dtype, "packed").apply(x, pack(w), b, dtype=jnp.float32))
+    product = jax.jit(lambda x: choose_linear("cpu", dtype, "packed").load().linear(x, pack(w), b, dtype=jnp.float32))
     found, exact = np.asarray(product(x)), np.asarray(x, np.float64)
     codes = rounded(exact)
     wanted = codes @ numbers.T.astype(np.float64) + np.asarray(b, np.float64)
@@ -132,7 +132,7 @@ def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(name, 
 def test_products_with_rows_as_they_are_unpack_the_matrix(dtype):
     w, numbers = block_matrix("Q4_1", 70, 64, dtype)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(9, 64)), dtype)
-    linear = jax.jit(choose_linear("cpu", dtype, "native").apply)
+    linear = jax.jit(choose_linear("cpu", dtype, "native").load().linear)
     found = np.asarray(linear(x, w))
     np.testing.assert_array_equal(found, linear(x, jnp.asarray(numbers, dtype)))
     np.testing.assert_array_equal(found[3:4], linear(x[3:4], w))

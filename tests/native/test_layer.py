@@ -11,9 +11,10 @@ from ksana_jax.core.config import ModelConfig
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import Int8Matrix, quantise
 from ksana_jax.models.params import init_params, quantised
+from ksana_jax.ops import native_operators
 from ksana_jax.ops.linear import choose_linear
+from ksana_jax.ops.native_operators import PackedMatrix, PackedOperators
 from ksana_jax.ops.norm import choose_norm
-from ksana_jax.ops.weight_layout import PackedMatrix, PackedOperators
 from ksana_jax.ops.weight_packing import can_pack, pack, packed, unpack, unpacked
 from tests.machine import native_products
 
@@ -86,7 +87,7 @@ class Definition:
 
 
 def operators(dtype):
-    return choose_linear("cpu", dtype, "packed").operators(choose_norm("cpu", dtype, ("rms",)).normaliser)
+    return choose_linear("cpu", dtype, "packed").operators(choose_norm("cpu", dtype, ("rms",)).load())
 
 
 @native_products
@@ -124,7 +125,7 @@ def test_layers_are_those_of_float64_and_rows_do_not_depend_on_each_other(config
 def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
     x, b, w = drawn(5, inner, dtype=dtype), drawn(columns, dtype=dtype), drawn(columns, inner, dtype=dtype)
     w = quantise(w) if as_codes else w
-    linear = choose_linear("cpu", dtype, "packed").apply
+    linear = native_operators.linear
     wanted = exact(x) @ exact(w).T + exact(b)
     largest = float((abs(exact(x)) @ abs(exact(w)).T).max())
     errors = {"float32": 1e-6, "float16": 2e-3, None: 1e-6 if dtype == "float32" else 1e-2}
@@ -141,7 +142,7 @@ def test_packed_products_are_those_of_float64(columns, inner, as_codes, dtype):
 def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
     x, w = drawn(9, inner, dtype=dtype), quantise(drawn(columns, inner), rounds_inputs=True)
     x = x.at[3].set(0).at[4, 1].set(jnp.inf)
-    found = jax.jit(lambda x, w: choose_linear("cpu", dtype, "packed").apply(x, w, dtype=jnp.float32))(x, pack(w))
+    found = jax.jit(lambda x, w: native_operators.linear(x, w, dtype=jnp.float32))(x, pack(w))
     finite = np.arange(9) != 4
     largest = np.abs(np.asarray(x, np.float32)).max(axis=1, keepdims=True)[finite]
     factors = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
@@ -162,7 +163,7 @@ def test_products_of_codes_with_codes_are_exact(columns, inner, dtype):
 def test_a_row_of_a_packed_product_is_the_same_whatever_stands_beside_it(dtype, quantization):
     x, w = drawn(150, 1100, dtype=dtype), drawn(100, 1100, dtype=dtype)
     w = pack(quantise(w, rounds_inputs=quantization == "w8a8") if quantization else w)
-    linear, rows = choose_linear("cpu", dtype, "packed").apply, [slice(40, 40 + n) for n in (1, 2, 3, 4, 5, 7, 23)]
+    linear, rows = native_operators.linear, [slice(40, 40 + n) for n in (1, 2, 3, 4, 5, 7, 23)]
     whole, *parts = jax.jit(lambda x, w: [linear(part, w) for part in (x, *(x[some] for some in rows))])(x, w)
     for some, part in zip(rows, parts, strict=True):
         np.testing.assert_array_equal(exact(part), exact(whole[some]))

@@ -8,6 +8,8 @@ import pytest
 from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
 from ksana_jax.models import layers
 from ksana_jax.models.int8_matrix import quantise
+from ksana_jax.native.grouped import grouped_linear
+from ksana_jax.native.operators import linear
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS, choose_linear
 from tests.machine import native_products, no_native_products
 
@@ -22,8 +24,6 @@ def drawn(*shape, dtype="float32"):
 @pytest.mark.parametrize("rows", [1, 2, 5, 67])
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (7, 31), (43, 64), (96, 100)])
 def test_products_are_those_of_float64(rows, columns, inner, dtype):
-    from ksana_jax.native.operators import linear
-
     x, w = drawn(rows, inner, dtype=dtype), drawn(columns, inner, dtype=dtype)
     got = jax.jit(lambda x, w: linear(x, w, dtype=jnp.float32))(x, w)
     x, w = (np.asarray(a, np.float64) for a in (x, w))
@@ -36,7 +36,7 @@ def test_products_are_those_of_float64(rows, columns, inner, dtype):
 @pytest.mark.parametrize(("columns", "inner"), [(7, 31), (43, 64), (1100, 100)])
 def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
     x, w = drawn(rows, inner, dtype=dtype), quantise(drawn(columns, inner))
-    got = jax.jit(lambda x, w: choose_linear("cpu", dtype, "native").apply(x, w, dtype=jnp.float32))(x, w)
+    got = jax.jit(lambda x, w: choose_linear("cpu", dtype, "native").load().linear(x, w, dtype=jnp.float32))(x, w)
     x, codes, scales = (np.asarray(a, np.float64) for a in (x, w.codes, w.scales))
     w = codes * scales[:, None]
     np.testing.assert_allclose(got, x @ w.T, atol=1e-6 * float((abs(x) @ abs(w).T).max()))
@@ -47,7 +47,7 @@ def test_products_with_codes_are_those_of_float64(rows, columns, inner, dtype):
 @pytest.mark.parametrize("as_codes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
-    linear = choose_linear("cpu", dtype, "native").apply
+    linear = choose_linear("cpu", dtype, "native").load().linear
     x, w = drawn(150, 96, dtype=dtype), drawn(203, 96, dtype=dtype)
     w = quantise(w) if as_codes else w
     rows = (slice(0, 1), slice(3, 5), slice(7, 20), slice(64, 131))
@@ -59,8 +59,6 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype, as_codes):
 @native_products
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
-    from ksana_jax.native.operators import linear
-
     x, w, b = drawn(2, 3, 32, dtype=dtype), drawn(10, 32, dtype=dtype), drawn(10, dtype=dtype)
     for asked in (None, "float32", "bfloat16", "float16"):
         for bias in (None, b):
@@ -73,8 +71,6 @@ def test_dimensions_biases_and_types_are_those_of_the_contract(dtype):
 
 @native_products
 def test_other_types_are_refused():
-    from ksana_jax.native.operators import linear
-
     with pytest.raises(NotImplementedError, match="float16 times float16; native products have both in float32 or bf"):
         linear(drawn(1, 8, dtype="float16"), drawn(2, 8, dtype="float16"))
     with pytest.raises(NotImplementedError, match="float32 times bfloat16"):
@@ -90,7 +86,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
     with pytest.raises(ValueError, match=r"'hopper': needs an NVIDIA GPU of compute capability 9\.0, this is gpu 8\.0"):
         choose_linear("gpu", "bfloat16", "hopper", compute_capability=(8, 0))
     assert choose_linear("cpu", "float32").name == ("xla" if no_native_products else "packed")
-    assert choose_linear("cpu", "float32", "xla").apply is layers.linear
+    assert choose_linear("cpu", "float32", "xla").load().linear is layers.linear
     with pytest.raises(ValueError, match=r"operators\.linear 'native': needs a CPU, this is gpu"):
         choose_linear("gpu", "float32", "native")
     with pytest.raises(
@@ -105,7 +101,7 @@ def test_each_platform_gets_the_first_implementation_that_serves_it():
 )
 def test_few_rows_are_native_and_many_are_not(dtype, features, most, monkeypatch):
     monkeypatch.setattr("ksana_jax.core.processor.features", lambda: {"avx2", "fma", features})
-    mixed = choose_linear("cpu", dtype, "mixed").apply
+    mixed = choose_linear("cpu", dtype, "mixed").load().linear
     for rows, is_native in ((1, True), (most, True), (most + 1, False)):
         program = jax.jit(mixed).lower(drawn(rows, 32, dtype=dtype), drawn(8, 32, dtype=dtype)).as_text()
         assert ("ksana_linear" in program) == is_native
@@ -135,8 +131,6 @@ COUNTS = {"one row": [0, 0, 1, 0], "some rows": [3, 0, 1, 70], "the last has non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_zero(name, dtype, as_codes):
-    from ksana_jax.native.grouped import grouped_linear
-
     counts = COUNTS[name]
     x, w, scales = drawn(sum(counts) + 2, 40, dtype=dtype), drawn(4, 43, 40, dtype=dtype), None
     if as_codes:
@@ -153,9 +147,6 @@ def test_products_of_groups_are_those_of_float64_and_rows_without_a_group_are_ze
 
 @native_products
 def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
-    from ksana_jax.native.grouped import grouped_linear
-    from ksana_jax.native.operators import linear
-
     x, w, counts = drawn(76, 40), drawn(4, 43, 40), [3, 0, 1, 72]
     found = grouped_linear(x, w, jnp.array(counts))
     np.testing.assert_array_equal(found[1], linear(x[1:2], w[0])[0])
@@ -164,8 +155,6 @@ def test_a_row_of_a_group_has_the_bits_of_a_product_with_its_matrix_alone():
 
 @native_products
 def test_more_rows_than_there_are_cannot_be_asked_for():
-    from ksana_jax.native.grouped import grouped_linear
-
     x, w = drawn(5, 40), drawn(3, 43, 40)
     found = grouped_linear(x, w, jnp.array([4, 2**30, -3]))
     np.testing.assert_allclose(found, of_groups(x, w, [4, 1, 0]), atol=4e-5)
@@ -182,8 +171,6 @@ def test_more_rows_than_there_are_cannot_be_asked_for():
     ],
 )
 def test_groups_whose_shapes_do_not_fit_are_refused(changed, said):
-    from ksana_jax.native.grouped import grouped_linear
-
     given = {"x": drawn(5, 40), "w": drawn(3, 43, 40), "counts": jnp.zeros(3, jnp.int32)} | changed
     with pytest.raises(ValueError, match=said):
         grouped_linear(**given)

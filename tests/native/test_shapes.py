@@ -9,10 +9,8 @@ import pytest
 
 from ksana_jax.core.layer_spec import NormSpec
 from ksana_jax.native.kernel import KERNEL
-from ksana_jax.native.layer import Norms, Weights, project, rest_of_layer
-from ksana_jax.native.layer_norm import layer_norm
-from ksana_jax.native.operators import linear, rms_norm
-from ksana_jax.ops.norm import native_normaliser
+from ksana_jax.native.operators import Norms, Weights, layer_norm, linear, project, rest_of_layer, rms_norm
+from ksana_jax.ops.native_operators import normaliser
 from pallas_kernels.arguments import SINKS_AT_CEILING, Spec, make
 from pallas_kernels.contract import Pool
 
@@ -31,7 +29,7 @@ def longer(x: Any, axis: int) -> Any:
 def test_a_norm_refuses_a_weight_of_another_length():
     said = r"the weight of a norm is \[128\], must be \[64\]: x is \[2, 64\]"
     with pytest.raises(ValueError, match=said):
-        native_normaliser(NormSpec("rms", 1e-6, False))(jnp.ones((2, 64)), jnp.arange(128.0))
+        normaliser(NormSpec("rms", 1e-6, False))(jnp.ones((2, 64)), jnp.arange(128.0))
     for shape in ((63,), (1,), (1, 64), ()):
         with pytest.raises(ValueError, match=r"must be \[64\]"):
             rms_norm(jnp.ones((2, 64)), jnp.ones(shape), 1e-6)

@@ -22,7 +22,8 @@ from ksana_jax.models.frequencies import make_rope
 from ksana_jax.ops.attention import ragged_paged_attention
 from ksana_jax.ops.context import AttentionContext
 from ksana_jax.ops.implementations import IMPLEMENTATIONS, choose, explain
-from ksana_jax.ops.kernels import Kernels, unsupported
+from ksana_jax.ops.kernel_limits import unsupported
+from ksana_jax.ops.kernels import Kernels
 from ksana_jax.ops.kv_write import Queries, write
 from ksana_jax.ops.native_kernels import NATIVE
 from ksana_jax.ops.observation import AttentionObserver

@@ -10,8 +10,8 @@ import pytest
 
 from ksana_jax import SamplingParams
 from ksana_jax.core.operator_settings import IMPLEMENTATION_NAMES
-from ksana_jax.ops import implementations, kernels
-from ksana_jax.ops.implementations import Implementation, explain
+from ksana_jax.ops import implementations, kernel_limits, kernels
+from ksana_jax.ops.implementations import Implementation, PagedAttention, explain
 from pallas_kernels import arguments
 from pallas_kernels.contract import Call, Kernel, Result, check_options
 from pallas_kernels.patterns import Pattern
@@ -92,7 +92,8 @@ def test_its_compile_checks_are_shapes():
 
 def test_an_engine_serves_with_it(monkeypatch):
     toy = kernels.Kernels(*(KERNELS[NAME].tuned(interpret=True),) * 2)
-    entry = Implementation("toy", toy.write, toy.attend, None, lambda needs: kernels.unsupported(toy, needs))
+    made = PagedAttention(toy.write, toy.attend)
+    entry = Implementation("toy", lambda: made, lambda needs: kernel_limits.unsupported(toy, needs))
     monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (entry, *implementations.IMPLEMENTATIONS))
     names = IMPLEMENTATION_NAMES["attention"]
     monkeypatch.setitem(IMPLEMENTATION_NAMES, "attention", (*names, "toy"))

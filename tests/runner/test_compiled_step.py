@@ -159,7 +159,7 @@ def test_the_programs_of_the_layers_give_what_one_program_gives(shape, of_progra
     before, found = rng.standard_normal(runner.cache.kv.shape, np.float32), []
     for step in (runner.compile_step(shape), runner.lower_step(shape).compile()):
         pool = runner.cache.with_kv(jnp.asarray(before))
-        after, *hidden, _ = step(runner.params, pool, vector, previous, runner._seen.arrays)
+        after, *hidden, _ = step(runner.params, pool, vector, previous, runner._patterns.arrays)
         found.append([np.asarray(x) for x in (after.kv, *hidden)])
     written = np.any(found[0][0] != before, axis=(1, 2, 3, 5)).sum()
     assert written == len(np.unique(slots))

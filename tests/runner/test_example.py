@@ -8,6 +8,7 @@ import pytest
 from ksana_jax import StepShape, TileGroup
 from ksana_jax.models.dense import dense_attend
 from ksana_jax.models.transformer import forward
+from ksana_jax.scheduler.step.ladders import all_shapes
 from tests.engine.small import make_llm, model
 
 
@@ -27,7 +28,7 @@ def test_the_step_function_computes_the_model_on_its_example():
 
 def test_the_example_of_every_shape_is_one_that_the_engine_could_be_given():
     llm = make_llm()
-    for shape in llm.engine.builder.buckets.all_shapes():
+    for shape in all_shapes(llm.engine.builder.buckets):
         step = llm.step_function(shape)
         lowered = llm.runner.step_arguments(shape)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), step.arguments) == jax.tree.map(

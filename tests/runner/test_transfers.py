@@ -67,7 +67,7 @@ def test_a_step_takes_one_vector_to_the_device_and_one_to_the_host(params, sent)
         sent.clear()
         pending = submit(step)
         steps.append((step, list(sent)))
-        cells = [cell.cell_contents for cell in pending.fetch.__closure__]
+        cells = [getattr(cell.cell_contents, "__self__", None) for cell in pending.fetch.__closure__]
         fetched.append(jax.tree.leaves([vars(x) for x in cells if hasattr(x, "vector")]))
         return pending
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from scipy.special import chdtrc
 
-from ksana_jax.sampling.sampler import adjust, sample, score
+from ksana_jax.sampling.probabilities import score
+from ksana_jax.sampling.sampler import adjust, sample
 from ksana_jax.sampling.truncation import NUM_CANDIDATES, Limits, least_kept
 from ksana_jax.sampling.vocabulary import largest
-from ksana_jax.scheduler.step.types import SamplingArrays
+from ksana_jax.scheduler.step.settings import SamplingArrays
 from tests.sampling.reference import nucleus_margin, penalised, probabilities, softmax
 
 V = 32

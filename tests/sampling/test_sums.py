@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax.sampling.sampler import score
+from ksana_jax.sampling.probabilities import score
 from ksana_jax.sampling.sums import running_sum, sum_by_halves
 
 

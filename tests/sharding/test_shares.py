@@ -9,11 +9,11 @@ import pytest
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import ExpertsSpec
 from ksana_jax.kv.model_layout import layout_of
-from ksana_jax.models.params import is_shape, param_shapes
+from ksana_jax.models.params import init_params, is_shape, param_shapes
 from ksana_jax.runner.planner import plan
 from ksana_jax.runner.planner.step_memory import NO_STEP
 from ksana_jax.sharding.shares import local_layout, local_model, local_vocabulary, pool_layout, share
-from ksana_jax.sharding.specs import field_of, param_specs
+from ksana_jax.sharding.specs import field_of, specs_of
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, d_model=4096, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336
@@ -67,9 +67,10 @@ def test_a_pool_is_divided_by_kv_head_and_repeats_heads_for_more_devices(num_dev
 
 
 def test_every_weight_has_a_spec():
-    specs = param_specs(LLAMA_8B)
+    params = jax.eval_shape(lambda: init_params(LLAMA_8B))
+    specs = specs_of(params)
     layer = specs.layers[0]
-    assert jax.tree.structure(specs) == jax.tree.structure(param_shapes(LLAMA_8B), is_leaf=is_shape)
+    assert jax.tree.structure(specs) == jax.tree.structure(params)
     assert layer.w_q == layer.w_up == specs.embed == jax.P("tensor")
     assert layer.w_o == layer.w_down == jax.P(None, "tensor") and layer.mlp_norm == specs.final_norm == jax.P()
 

@@ -14,6 +14,7 @@ from experiments.gpu.compiling import compile_in_parallel
 from experiments.gpu.context import Context
 from experiments.gpu.llama import LLAMA_8B, SMALL, operators, random_params
 from ksana_jax.core.config import ModelConfig
+from ksana_jax.scheduler.step.ladders import all_shapes
 
 if TYPE_CHECKING:
     from ksana_jax.engine.llm import LLM
@@ -103,7 +104,7 @@ def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
 
 def _compile_ahead(context: Context, llm: LLM) -> None:
     """Compiles all steps in parallel. Late ones are compiled on first use."""
-    name, shapes = llm.runner.implementation.name, llm.engine.builder.buckets.all_shapes()
+    name, shapes = llm.runner.implementation.name, all_shapes(llm.engine.builder.buckets)
     with context.guard(name, FIRST_RUN, seconds=60):
         lowered = [(str(i), llm.runner.lower_step(shape)) for i, shape in enumerate(shapes)]
     context.say(f"compiling {len(shapes)} steps")

@@ -25,7 +25,8 @@ from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepOutput, StepShape, TileGroup
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, TileGroup
 
 # Types of the messages between the processes of a job.
 OF_STEPS = (StepInput, StepArrays, SamplingArrays, StepShape, TileGroup, Drafts, Moves, Evictions)

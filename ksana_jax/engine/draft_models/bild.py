@@ -95,7 +95,7 @@ class BildProposer(DraftModelProposer):
 
     def propose(self, texts: Texts, rows: np.ndarray, most: np.ndarray) -> Drafts:
         assert texts.rows is not None
-        drafted = np.flatnonzero((texts.rows.temperature[rows] == 0) & (most > 0))
+        drafted = np.flatnonzero((texts.rows.settings.columns.temperature[rows] == 0) & (most > 0))
         found = super().propose(texts, rows[drafted], most[drafted])
         ids, counts = np.zeros((len(rows), found.ids.shape[1]), np.int32), np.zeros(len(rows), np.int32)
         ids[drafted], counts[drafted] = found.ids, found.counts

@@ -1,4 +1,4 @@
-"""Tracks the token and text position of each slot in a draft model's pool. NumPy."""
+"""Tracks the token and sequence position of each slot in a draft model's pool. NumPy."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class HeldKeys:
         self._positions[:] = -1
 
     def note(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Records the tokens and text positions of slots, all of one shape; positions of -1 hold nothing."""
+        """Records the tokens and sequence positions of slots, all of one shape; positions of -1 hold nothing."""
         self._positions[slots], self._tokens[slots] = positions, tokens
 
     def first_missing(self, rows: Rows, which: np.ndarray, until: np.ndarray, since: np.ndarray) -> np.ndarray:
-        """Returns the first text position of each row that is in its blocks and has no keys there; at most `until`.
+        """Returns the first sequence position of each row that is in its blocks and has no keys there; at most `until`.
 
         Args:
           rows: with one group of blocks. which: [n] rows. until: [n] position at which to end.

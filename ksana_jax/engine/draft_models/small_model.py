@@ -1,4 +1,4 @@
-"""A draft model on the block tables of an engine's rows: computes the missing tokens of their texts, and decodes."""
+"""A draft model on the block tables of an engine's rows: computes their missing tokens, and decodes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,38 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.speculative.base import ProposerContext
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import SamplingArrays, ScheduledBatch, StepInput, StepShape, TileGroup
+from ksana_jax.scheduler.step.ladders import draft_buckets, largest_tiles, plain_shapes
+from ksana_jax.scheduler.step.settings import RowSettings, SamplingArrays
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import verification_arrays
 
 _NO_ROWS = np.zeros(0, np.intp)
+# Its steps return what `decode` asks for, not what the rows do.
+_NO_SETTINGS = RowSettings(0)
 
 
 class SmallModel:
     """Keys and values of a draft model, in blocks with the ids of the target's.
 
-    It has the pattern of the target's layer that sees farthest back, and shares the blocks of its group.
+    It has the pattern of the target's layer that attends farthest back, and shares the blocks of its group.
 
     Args:
       runner: of the draft model.
       context: the engine that it drafts for.
 
     Attributes:
-      num_computed: [R] tokens of each row's text whose keys and values are stored, as far as the row still has blocks
+      num_computed: [R] tokens of each row whose keys and values are stored, as far as the row still has blocks
         for them.
       num_sampled: J, see `StepShape.max_sampled`.
       forgets: whether rows return blocks before they end.
     """
 
     def __init__(self, runner: Runner, context: ProposerContext):
-        config, buckets = context.config, context.buckets.of_drafts(context.config)
+        config, buckets = context.config, draft_buckets(context.buckets, context.config)
         assert config.num_blocks is not None
         self.runner, self._buckets, self._num_blocks, self._size = runner, buckets, config.num_blocks, config.block_size
         self._most_tokens, self.num_sampled = config.max_num_batched_tokens, buckets.decodes[-1]
-        self._tiles = buckets.largest_tiles
+        self._tiles = largest_tiles(buckets)
         self._builder = BatchBuilder(buckets, self._size, self._num_blocks, runner.config.vocab_size)
         self._places, self._held = context.layout.places, HeldKeys(config.num_blocks, config.block_size)
         self.num_computed = np.zeros(config.max_num_seqs, np.int32)
@@ -74,7 +78,7 @@ class SmallModel:
         Args:
           samples, distributions: see `LoopKey`. scores: whether drafts end at improbable tokens.
         """
-        shapes = self._buckets.plain_shapes(max_width)
+        shapes = plain_shapes(self._buckets, max_width)
         # Texts are computed in chunks, even a single token.
         keys: list[Any] = [shape for shape in shapes if not only_decodes(shape)]
         for shape in filter(only_decodes, shapes):
@@ -85,7 +89,7 @@ class SmallModel:
     def catch_up(self, rows: Rows, which: np.ndarray) -> None:
         """Computes the tokens of some rows that the target has computed, and this model has not.
 
-        Where a row no longer has all blocks that these tokens would see, their keys and values are approximate.
+        Where a row no longer has all blocks that these tokens would attend to, their keys and values are approximate.
         """
         if not len(which):
             return
@@ -95,7 +99,7 @@ class SmallModel:
         while True:
             since = np.minimum(self.num_computed[which], until)
             missing = self._held.first_missing(view, which, until, since)
-            # Slots after a missing token belong to another text.
+            # Slots after a missing token belong to another sequence.
             goes_on = begun & self._has_block(view, which, since)
             self.num_computed[which] = np.where(goes_on, since, missing)
             behind = self.num_computed[which] < until
@@ -110,14 +114,14 @@ class SmallModel:
             begun |= np.isin(which, of_rows)
 
     def _has_block(self, view: Rows, which: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns whether each of some rows has the block of a text position."""
+        """Returns whether each of some rows has the block of a sequence position."""
         starts, at = view.block_starts[0][which], positions[:, None]
         there = np.arange(starts.shape[1]) < view.num_blocks[0, which][:, None]
         return (there & (starts <= at) & (at - self._size < starts)).any(axis=1)
 
     def _chunks(self, view: Rows, which: list[int], until: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns rows and how many tokens they compute next, in blocks that follow each other in the text and that no
-        other row writes to."""
+        """Returns rows and how many tokens they compute next, in adjacent blocks of the sequence that no other row
+        writes to."""
         budget, taken = StepBudget(self._most_tokens, list(self._tiles)), set()
         of_rows, counts = [], []
         for row, end in zip(which, until, strict=True):
@@ -138,9 +142,9 @@ class SmallModel:
         return np.array(of_rows, np.intp), np.array(counts, np.intp)
 
     def _view(self, rows: Rows) -> Rows:
-        """Returns rows as this model sees them: with one group of blocks, and as far as it has computed them."""
+        """Returns rows for a step of this model: with one group of blocks, and as far as it has computed them."""
         view, mine = copy.copy(rows), slice(self._group, self._group + 1)
-        view.num_computed, view.num_asking, view.num_groups = self.num_computed, 0, 1
+        view.num_computed, view.settings, view.num_groups = self.num_computed, _NO_SETTINGS, 1
         for name in ("block_tables", "block_starts", "num_blocks", "num_evicted"):
             setattr(view, name, getattr(rows, name)[mine])
         return view
@@ -219,22 +223,6 @@ class SmallModel:
     @staticmethod
     def _sampling(rows: Rows, which: np.ndarray, size: int, at: int) -> SamplingArrays | None:
         """Returns the target's settings of tokens whose place is `at` further, without penalties and biases."""
-        if not np.count_nonzero(rows.samples[which]):
+        if not np.count_nonzero(rows.settings.samples[which]):
             return None
-
-        def padded(column: np.ndarray, default: float) -> np.ndarray:
-            out = np.full((size, *column.shape[1:]), default, column.dtype)
-            out[: len(which)] = column[which]
-            return out
-
-        return SamplingArrays(
-            padded(rows.temperature, 0),
-            padded(rows.top_k, 0),
-            padded(rows.top_p, 1),
-            padded(rows.min_p, 0),
-            padded(rows.seeds, 0),
-            padded(rows.num_tokens - rows.num_prompt + np.int32(at), 0),
-            padded(rows.repetition_penalty, 1),
-            padded(rows.presence_penalty, 0),
-            padded(rows.frequency_penalty, 0),
-        )
+        return rows.settings.of_tokens(which, (rows.num_tokens - rows.num_prompt)[which] + np.int32(at), size)

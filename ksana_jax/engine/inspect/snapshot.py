@@ -11,7 +11,7 @@ import numpy as np
 
 from ksana_jax.engine.engine import Engine
 from ksana_jax.kv.memory import KVMemory
-from ksana_jax.kv.owner import Owner
+from ksana_jax.kv.owner import Owner, memory_owners, moving_blocks
 from ksana_jax.kv.state import Origin
 from ksana_jax.kv.tier import Tier
 from ksana_jax.scheduler.owners import owners
@@ -43,7 +43,7 @@ class BlockRecord(NamedTuple):
     state: "free"; "moving", its content has not arrived yet; "held", it has owners; "cached", kept without an owner.
     ref_count: number of owners. owners: the owners.
     hash: its key in the prefix index, in hex; None if it is not indexed.
-    start: cache position of its first slot, the text position unless its owner evicted tokens; None if it is free.
+    start: cache position of its first slot, the sequence position unless its owner evicted tokens; None if it is free.
     num_tokens: number of filled slots.
     last_use: counter value of the prefix index, which rises with each hit and insertion; None if it is not indexed.
     """
@@ -134,7 +134,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 def owners_of(engine: Engine) -> Iterator[Owner]:
     """Yields all owners of blocks, first sequences, then moves and reads; they account for all reference counts."""
     yield from owners(engine.scheduler)
-    yield from engine.memory.owners()
+    yield from memory_owners(engine.memory)
 
 
 def snapshot_of(memory: KVMemory, owners: Iterable[Owner]) -> Snapshot:
@@ -181,7 +181,7 @@ def _records(memory: KVMemory, tier: Tier, owners: list[Owner]) -> list[BlockRec
             starts[owner.ids] = owner.starts
             # An owner of a shared block may have computed fewer of its tokens.
             filled[owner.ids] = np.maximum(filled[owner.ids], np.clip(owner.num_tokens - owner.starts, 0, size))
-    moving = memory.moving(tier.level)
+    moving = moving_blocks(memory, tier.level)
     records = []
     for block, count in enumerate(pool.ref_count.tolist()):
         node = tier.node_of.get(block)

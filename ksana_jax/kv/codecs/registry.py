@@ -7,6 +7,7 @@ A custom codec needs no entry here: `LLM(kv_cache_dtype="my_package.module:MyCod
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,12 +68,19 @@ def check_kv_dtype(setting: str | Mapping[str, Any]) -> None:
 
 def find_block_codec(name: str) -> Callable[..., BlockCodec]:
     """Returns the constructor of a side's block codec, by a name in `BLOCK_CODECS`, in `CODECS` for one that encodes
-    each vector, or "package.module:name".
+    each vector, or "package.module:name" of either.
 
     Raises:
       ConfigError: the codec does not exist.
     """
-    return of_vectors(find_codec(name)) if name in CODECS else resolve(name, BLOCK_CODECS | CODECS, "kv_cache_dtype")
+    found = resolve(name, BLOCK_CODECS | CODECS, "kv_cache_dtype")
+    try:
+        inspect.signature(found).bind_partial(side="k")
+    except TypeError:  # a codec of vectors, whose constructor takes no side
+        return of_vectors(find_codec(name))
+    except ValueError:  # a builtin, which has no signature
+        pass
+    return found
 
 
 def find_sealing(setting: str | Mapping[str, Any]) -> Sealing | None:

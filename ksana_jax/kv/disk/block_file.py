@@ -80,7 +80,7 @@ class BlockFacts:
     Args:
       key, parent: SHA-256 digests (32 bytes) of the text through this block, and of the text before it; see
         `kv.prefix_index`.
-      tokens: int32 bytes. start: text position of the first.
+      tokens: int32 bytes. start: sequence position of the first.
     """
 
     key: bytes

@@ -24,7 +24,7 @@ Array: TypeAlias = Any  # NumPy on the host, jax in a compiled program
 class Cached(NamedTuple):
     """The cached tokens of n rows in one group of layers, from which a method chooses; C slots, in text order.
 
-    keys, values: [n, Lg, K, C, H]. Keys are rotated at their text positions, or not at all with positions "cache".
+    keys, values: [n, Lg, K, C, H]. Keys are rotated at their sequence positions, or not at all with positions "cache".
     scores: [n, Lg, K, C] float32, attention weight that each token has received; None if the method observes none.
     text_positions: [n, Lg, K, C] int32; None unless the method asks for them.
     num_tokens: [n] tokens in the cache; slots beyond them are undefined.
@@ -60,8 +60,8 @@ class Cached(NamedTuple):
 class Observation(NamedTuple):
     """Inputs of `observed_logits` besides the scores; all broadcast to [S, K, R, C].
 
-    layer: in the model. head: of the query. query: its text position. slot: the key's index in the cache. number: the
-    query's, see `EvictionMethod.query_numbers`.
+    layer: in the model. head: of the query. query: its sequence position. slot: the key's index in the cache. number:
+    the query's, see `EvictionMethod.query_numbers`.
     """
 
     layer: Array
@@ -92,7 +92,7 @@ class EvictionMethod:
       beta: steepness of a pyramid, from 1, where all layers are equal: of the tokens beyond, the last layer gets 1/beta
         of the mean and the first 2 - 1/beta. If the budget is a fraction of the prompt, or the method evicts once, no
         layer gets more than the prompt, and the line is that much less steep.
-      positions: "absolute" leaves keys at their text positions; "cache" rotates a key by its index in the cache.
+      positions: "absolute" leaves keys at their sequence positions; "cache" rotates a key by its index in the cache.
       memory: "freed" returns the memory of evicted tokens. "simulated" leaves it as it is and hides the tokens from all
         queries, to study quality alone: the same tokens, nothing is saved, and results are marked as simulated.
     """

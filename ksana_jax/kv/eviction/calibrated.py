@@ -38,7 +38,7 @@ class Calibrated(EvictionMethod):
 
 
 def require_rotated(method: EvictionMethod) -> None:
-    """Checks that a method reads keys which are rotated at their text positions, as future queries will be."""
+    """Checks that a method reads keys which are rotated at their sequence positions, as future queries will be."""
     if method.positions != "absolute":
         raise ConfigError(
             f"kv_eviction {type(method).__name__}: positions is {method.positions!r}, must be 'absolute': it compares "

@@ -54,8 +54,8 @@ class SelectionMethod:
         """Returns the summaries [n, K, `summary_shape`] of blocks.
 
         Args:
-          keys: [n, K, B, H], rotated at their text positions. used: [n, B], whether a slot holds a key; the others may
-            hold anything.
+          keys: [n, K, B, H], rotated at their sequence positions. used: [n, B], whether a slot holds a key; the others
+            may hold anything.
           xp: numpy or jax.numpy.
         """
         raise NotImplementedError

@@ -20,7 +20,7 @@ from ksana_jax.models.joined import separate
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.transformer import logits
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import PagedAttention
 from ksana_jax.runner.example import step_function
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
@@ -90,7 +90,7 @@ def run_operators(runner: Runner, tokens: Sequence[int], recorded: Calls | None 
     def run(params, cache, arrays, patterns, recorded):
         probe = _Probe(params, recorded)
         probed = probe.operators(runner.operators)
-        step = runner.pure_step(shape, operators=probed, implementation=probe.attention(runner.implementation))
+        step = runner.pure_step(shape, operators=probed, attention=probe.attention(runner.implementation.load()))
         _, hidden, _ = step(params, cache, arrays, patterns)
         logits(params, hidden, config=runner.config, linear=probed.linear)
         names.extend(probe.inputs)  # a dict that jit returns is sorted by its keys
@@ -134,7 +134,7 @@ class _Probe:
 
         return _Apart(linear, normaliser, given=given)
 
-    def attention(self, given: Implementation) -> Implementation:
+    def attention(self, given: PagedAttention) -> PagedAttention:
         """Wraps attention, rotation and write of keys and values included."""
 
         def write(q, k, v, *others):

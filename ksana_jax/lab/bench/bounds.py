@@ -105,7 +105,8 @@ def _matrix_rate(dtype: str) -> float:
     found = []
     for implementation in LINEAR_IMPLEMENTATIONS:
         if implementation.why_not(platform, a.dtype.name) is None:
-            multiply = functools.partial(jax.jit(implementation.apply), a, pack(a) if implementation.packs else a)
+            weights = pack(a) if implementation.packs else a
+            multiply = functools.partial(jax.jit(implementation.load().linear), a, weights)
             found.append(_fastest(lambda multiply=multiply: multiply().block_until_ready()))
     return 2 * _WIDTH**3 / min(found)
 

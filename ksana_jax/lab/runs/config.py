@@ -21,8 +21,8 @@ from yaml import YAMLError
 
 from ksana_jax.core.config import ConfigError, EngineConfig
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.plugins import nearest
-from ksana_jax.core.shipped import experiment_path
+from ksana_jax.core.plugins import nearest, nearest_hint, search_in
+from ksana_jax.core.shipped import experiment_path, experiments
 from ksana_jax.core.sources import expanded
 from ksana_jax.engine.settings import check_policies
 from ksana_jax.kv.eviction import read_eviction
@@ -42,16 +42,16 @@ from ksana_jax.lab.runs.typed import explained, typed
 class Experiment:
     """The fields of an experiment's YAML file.
 
-    name: name of the default output folder in runs/; empty takes the file's name. One path component; --out takes any
-      path.
+    name: of the default output folder in runs/, one path component; empty takes the file's. --out takes any path.
     title: one line above the table. An override that changes a field, and may make it wrong, replaces it by the name
       and the overrides, unless it gives another title.
     task: name of a task (`ksana list tasks` lists them), or "package.module:Class" of your own.
     model: its path (a Hugging Face directory or a .gguf file) or name (shipped, fetched, or of the Hugging Face hub).
     load_format: "auto" reads the weights, "dummy" draws random ones.
     engine: fields of `EngineConfig`; max_model_len null takes the length that the task needs.
-    pattern: fields of `AttentionPattern`, a preset's name, or {preset: name} with fields that override the
-      preset; null takes the model's own. With `full_heads`, the kv heads that it names keep the model's own.
+    pattern: fields of `AttentionPattern`, a preset's name, {preset: name} with fields that override the preset, or one
+      of these for layers, {"0-9": {...}, "12": full}; null takes the model's own, as do layers that are not named. With
+      `full_heads`, the kv heads that it names keep the model's own.
     layer_patterns: one pattern per layer, instead of `pattern`.
     settings: fields of the task's settings.
     variants: named rows, each {name: ..., dotted.key: value}; empty for a single row. One with `grid: false` is a row
@@ -147,7 +147,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Plan:
     """
     path = experiment_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones")
+        hint = nearest_hint(path.name.removesuffix(".yaml"), experiments())
+        raise FileNotFoundError(
+            f"{path}: no such experiment file; `ksana list experiments` lists the shipped ones{hint}"
+        )
+    search_in(path.parent)
     try:
         return plan(_read(path), overrides, default_name=path.stem, folder=path.parent)
     except ConfigError as error:

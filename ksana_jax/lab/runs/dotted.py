@@ -55,7 +55,8 @@ def dotlist(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         for item in overrides:
             key, _, text = item.partition("=")
-            check_numbers(OmegaConf.select(OmegaConf.from_dotlist([item]), key), text, key)
+            value = OmegaConf.select(OmegaConf.from_dotlist([item]), key, throw_on_resolution_failure=False)
+            check_numbers(value, text, key)
         return plain(OmegaConf.from_dotlist(list(overrides)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from error

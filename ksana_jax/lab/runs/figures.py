@@ -116,15 +116,15 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> Non
 
     Call it when limits and scales are set.
     """
+    ends = [end for end in ends if math.isfinite(end[1] + end[2])]
     given = {"textcoords": "offset points", "va": "center", "annotation_clip": False, "fontsize": 6}
     drawn = [axes.annotate(label, (x, y), (7, 0), color=colour, **given) for label, x, y, colour in ends]
     for _ in range(2):  # the layout gives labels room, which moves their points
         axes.figure.canvas.draw()
-        places = axes.transData.transform([(x, y) for _, x, y, _ in ends]) * 72 / axes.figure.dpi
+        places = axes.transData.transform(np.array([end[1:3] for end in ends]).reshape(-1, 2)) * 72 / axes.figure.dpi
         heights = stacked([(x, y, _LABEL_POINTS[1] * len(end[0])) for (x, y), end in zip(places, ends, strict=True)])
         for text, (_, own), height in zip(drawn, places, heights, strict=True):
-            if math.isfinite(height):
-                text.set_position((7, height - own))
+            text.set_position((7, height - own))
 
 
 def stacked(labels: Sequence[tuple[float, float, float]]) -> list[float]:

@@ -12,11 +12,11 @@ from typing import Literal
 import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
-from ksana_jax.core.shipped import CONFIGS
+from ksana_jax.core.plugins import nearest_hint
+from ksana_jax.core.shipped import CONFIGS, papers
 from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.command import run_and_report
 from ksana_jax.lab.runs.report import Report, read_report
@@ -72,19 +72,14 @@ class Paper:
     relative_to: str | None = None
 
 
-def names() -> list[str]:
-    """Returns the names of the papers."""
-    return sorted(path.stem for path in (CONFIGS / "papers").glob("*.yaml")) if CONFIGS else []
-
-
 def read(name: str) -> Paper:
     """Returns a paper by its name.
 
     Raises:
       ConfigError: there is no such paper; names them all.
     """
-    if name not in names():
-        raise ConfigError(f"there is no paper {name!r}; the papers are {', '.join(names())}")
+    if name not in (known := papers()):
+        raise ConfigError(f"there is no paper {name!r}; the papers are {', '.join(known)}{nearest_hint(name, known)}")
     assert CONFIGS is not None
     given = yaml.safe_load((CONFIGS / "papers" / f"{name}.yaml").read_text(encoding="utf-8"))
     given["published"] = [Published(**column) for column in given["published"]]
@@ -92,13 +87,11 @@ def read(name: str) -> Paper:
 
 
 def show_papers() -> None:
-    """Prints the papers, their claims, and the studies that repeat them."""
-    table = Table("name", "paper", "claim", "minutes", "with --full")
-    for name in names():
+    """Prints a line for each paper: its title, the minutes of the study, and those of the longer one."""
+    for name in papers():
         paper = read(name)
-        full = "" if paper.full is None else str(paper.full.minutes)
-        table.add_row(name, f"{paper.title}\n({paper.source})", paper.claim, str(paper.quick.minutes), full)
-    Console(highlight=False).print(table)
+        full = "" if paper.full is None else f", {paper.full.minutes} with --full"
+        print(f"{name:16} {paper.title} ({paper.quick.minutes} minutes{full})")
 
 
 def reproduce(name: str, full: bool = False, out: Path | None = None) -> int:

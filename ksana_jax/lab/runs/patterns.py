@@ -10,7 +10,7 @@ from ksana_jax.core.config import ConfigError
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.kv.groups import group_layers
 from ksana_jax.lab.runs.models import mixes_patterns, model_config, num_layers
-from ksana_jax.methods.presets import names_heads, plain_pattern, read_pattern, read_patterns
+from ksana_jax.methods.presets import names_heads, names_layers, plain_pattern, read_pattern, read_patterns
 
 
 def patterns_of(config: Mapping[str, Any]) -> list[AttentionPattern]:
@@ -38,6 +38,11 @@ def write_patterns(config: dict[str, Any]) -> None:
     Raises:
       ConfigError: a pattern is invalid, or two settings name patterns.
     """
+    if names_layers(pattern := config["pattern"]):
+        if config["layer_patterns"]:
+            raise ConfigError("pattern names layers, which does not go with layer_patterns")
+        layers = read_patterns(pattern, model_config(config["model"]))
+        config["pattern"], config["layer_patterns"] = None, list(layers)
     try:
         patterns = [dataclasses.asdict(pattern) for pattern in patterns_of(config)]
     except ValueError as error:

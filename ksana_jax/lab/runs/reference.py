@@ -62,10 +62,10 @@ def fields_of(cls: type) -> list[Field]:
     return [Field(f.name, _type(f), _default(f), meanings.get(f.name, "")) for f in dataclasses.fields(cls)]
 
 
-def summary(name: str) -> str:
-    """Returns the first paragraph of a task's docstring: its class's, or its module's if the class refers to that."""
-    task = type(task_named(name))
-    docs = [inspect.getdoc(task) or "", inspect.getdoc(sys.modules[task.__module__]) or ""]
+def summary(found: Any) -> str:
+    """Returns the first paragraph of a docstring: a class's or function's, or its module's if it refers to that."""
+    found = getattr(found, "func", found)  # of functools.partial
+    docs = [inspect.getdoc(found) or "", inspect.getdoc(sys.modules[found.__module__]) or ""]
     return next((d.partition("\n\n")[0].replace("\n", " ") for d in docs if d and "See the module" not in d), "")
 
 
@@ -95,22 +95,21 @@ def markdown() -> str:
         base = next((other for other, found in settings.items() if found in cls.__mro__[1:]), None)
         also = f"The settings of `task: {base}`, and:\n\n" if base else ""
         rows = _table(cls, fields_of(settings[base]) if base else ())
-        parts.append(f"### `task: {name}`\n\n{summary(name)}\n\n{also}{rows}")
+        parts.append(f"### `task: {name}`\n\n{summary(type(task_named(name)))}\n\n{also}{rows}")
     return "\n".join(parts)
 
 
 def _table(cls: type, without: Collection[Field] = ()) -> str:
     rows = [
-        f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(_first(f.meaning))} |\n"
+        f"| `{f.name}` | {_cell(f.type)} | {_cell(f'`{f.default}`')} | {_cell(first_sentence(f.meaning))} |\n"
         for f in fields_of(cls)
         if f not in without
     ]
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
-def _first(meaning: str) -> str:
-    """Returns the first sentence."""
-    return re.split(r"(?<=\w[.])\s|(?<=[)\]`\"][.])\s", meaning, maxsplit=1)[0]
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=\w[.])\s|(?<=[)\]`\"][.])\s", text, maxsplit=1)[0]
 
 
 def _names(choices: Mapping[str, Any]) -> str:

@@ -99,11 +99,14 @@ class LocalTrials:
     def attempts(
         self, trials: Sequence[Trial], folder: Path, on_progress: Callable[[str, float], None]
     ) -> Generator[tuple[Trial, Record]]:
-        for trial in trials:
-            progress = _Progress(trial.label, on_progress)
-            progress(0.0)
-            for record in attempt(Context(trial, self._pool, progress, folder), self._debug):
-                yield trial, record
+        from ksana_jax.lab.runs.stalls import stalls_logged  # it imports jax, which `environment` prepares
+
+        with stalls_logged():
+            for trial in trials:
+                progress = _Progress(trial.label, on_progress)
+                progress(0.0)
+                for record in attempt(Context(trial, self._pool, progress, folder), self._debug):
+                    yield trial, record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -43,11 +44,13 @@ class ExcerptSpec:
 
     num_tokens: of each, BOS included. bos: whether they begin with BOS; None does as the tokenizer does. stride: at
     most this many tokens from one excerpt of a text to the next, in the text's order; None draws disjoint ones.
+    setting: that gives num_tokens, for messages.
     """
 
     num_tokens: int
     bos: bool | None = None
     stride: int | None = None
+    setting: str = "settings.prompt_tokens"
 
     def head(self, tokenizer: Any) -> list[int]:
         """Returns the ids with which an excerpt begins: BOS, or none.
@@ -103,11 +106,17 @@ def draw_excerpts(files: Sequence[str], tokenizer: Any, num_texts: int, cut: Exc
     return [_excerpt(texts[i], tokenizer, place, cut) for i, place in listed[start : start + num_texts]]
 
 
-def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: ExcerptSpec, setting: str) -> None:
+def check_number(
+    files: Sequence[str], tokenizer: Any, number: int, cut: ExcerptSpec, setting: str, window: int | None = None
+) -> None:
     """Checks that the texts have as many excerpts as a setting requires.
 
+    Args:
+      window: of the attention pattern, which is of no effect on shorter texts.
+
     Raises:
-      ConfigError: they have fewer; gives the setting, the available tokens, and the excerpts that they allow.
+      ConfigError: they have fewer; gives the setting, the available tokens, the excerpts that they allow, and the
+        length of which they have enough.
     """
     texts, held, sizes = candidates(files), 0, []
     for _, text in texts:
@@ -116,16 +125,22 @@ def check_number(files: Sequence[str], tokenizer: Any, number: int, cut: Excerpt
         held += _count(len(body), tokenizer, cut)
         if held >= number:
             return
+    longest = max(sizes, default=0)
+    room = bisect.bisect(range(1, longest + 1), False, key=lambda size: sum(n // size for n in sizes) < number)
+    hint = f". Set {cut.setting}={room + len(cut.head(tokenizer))}" if room else ""
+    if hint and window is not None and window >= room:
+        hint += f" and pattern.window, {window:,} here, below it (grid.pattern.window=[...] if the grid sets it)"
     raise ConfigError(
         f"{setting} is {number}, but the texts have {held} excerpts of {cut.num_tokens:,} tokens: "
-        f"{sum(sizes):,} tokens in total, the longest {max(sizes, default=0):,}; files: {len(texts)}"
+        f"{sum(sizes):,} tokens in total, the longest {longest:,}; files: {len(texts)}{hint}"
     )
 
 
 def check_config(config: Mapping[str, Any], number: int, cut: ExcerptSpec, setting: str) -> None:
     """Does `check_number` with a trial's model and `texts`, before that is loaded; it may lack a tokenizer."""
     if (tokenizer := tokenizer_of(config["model"])) is not None:
-        check_number(config["settings"]["texts"], tokenizer, number, cut, setting)
+        window = (config["pattern"] or {}).get("window")
+        check_number(config["settings"]["texts"], tokenizer, number, cut, setting, window)
 
 
 def _count(length: int, tokenizer: Any, cut: ExcerptSpec) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ksana_jax import __version__
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.plugins import own_folders, search_in
 from ksana_jax.core.processor import pin
 from ksana_jax.devices.starting import use_device
 from ksana_jax.lab.runs.classes import own_digests
@@ -25,14 +26,16 @@ from ksana_jax.native import build
 
 @dataclasses.dataclass(frozen=True)
 class TrialSender:
-    """The process that sends trials: its version, and its working directory, where relative paths of trials begin."""
+    """The process that sends trials: its version, its working directory, where relative paths of trials begin, and the
+    folders of own code."""
 
     version: str
     folder: str
+    own_folders: tuple[str, ...] = ()
 
     @classmethod
     def here(cls) -> TrialSender:
-        return cls(__version__, os.getcwd())
+        return cls(__version__, os.getcwd(), own_folders())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,8 @@ class TrialRunner:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         if os.path.isdir(self._sender.folder):
             os.chdir(self._sender.folder)
+        for place in reversed(self._sender.own_folders):
+            search_in(place)
         keep_compiled_steps()
         build.begin()
         return os.getpid()

@@ -8,9 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, KeyValidationError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, KeyValidationError, OmegaConfBaseException
 
 from ksana_jax.core.config import ConfigError
+from ksana_jax.core.errors import LoadError
 from ksana_jax.core.plugins import nearest
 from ksana_jax.lab.runs import dotted
 from ksana_jax.lab.runs.models import training_context
@@ -34,7 +35,7 @@ def typed(experiment: type, given: Mapping[str, Any]) -> Any:
         _check_containers(given, dotted.plain(schema))
         return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
     except OmegaConfBaseException as error:
-        raise explained(error) from error
+        raise explained(error, task) from error
 
 
 def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
@@ -57,17 +58,22 @@ def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], pre
 def _context(multiple: int | float | str, *, _root_) -> int:
     """Resolves `${context:1/4}` in a YAML file: a multiple of the model's training context, in tokens."""
     try:
-        tokens = Fraction(str(multiple)) * training_context(_root_.model)
+        factor = Fraction(str(multiple))
     except ValueError as error:
         raise ConfigError(f"${{context:{multiple}}} is not a multiple such as 4 or 1/2") from error
+    tokens = factor * training_context(_root_.model)
     if tokens.denominator != 1:
         raise ConfigError(f"${{context:{multiple}}} is {float(tokens):g} tokens of {_root_.model}, not a whole number")
     return int(tokens)
 
 
-def explained(error: OmegaConfBaseException) -> ConfigError:
-    """Returns what OmegaConf found wrong in one line, with the nearest key."""
-    cause = error.__cause__
+def explained(error: OmegaConfBaseException, task: str = "") -> ConfigError | LoadError:
+    """Returns what OmegaConf found wrong in one line, with the nearest key, and the task if it is a setting's."""
+    cause: BaseException | None = error
+    while isinstance(cause, InterpolationResolutionError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, LoadError):
+        return cause
     if isinstance(cause, (ConfigError, FileNotFoundError)):
         return ConfigError(str(cause))
     key = error.full_key or error.key
@@ -75,7 +81,8 @@ def explained(error: OmegaConfBaseException) -> ConfigError:
         names = [f.name for f in dataclasses.fields(error.object_type)]
         close = nearest(str(error.key), names, cutoff=0.0)
         hint = f"the nearest is {close!r}" if close else "there are none here"
-        return ConfigError(f"unknown key {key!r}; {hint}")
+        whose = f" of task {task!r}" if str(key).startswith("settings.") else ""
+        return ConfigError(f"unknown key {key!r}{whose}; {hint}")
     message = str(error).splitlines()[0]
     if isinstance(error, KeyValidationError):
         message += ": a key is text, in quotes where YAML takes it for null or a number"

@@ -24,7 +24,7 @@ from ksana_jax.lab.simulator.sim_adapters import NO_ADAPTERS, SimAdapters, adapt
 from ksana_jax.lab.simulator.sim_disk import SimDisk
 from ksana_jax.lab.simulator.step_size import SizeBuilder
 from ksana_jax.methods.presets import PatternLike, read_patterns
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.serve.workload.report import RequestTimes
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class SimEngine:
             patterns=seen,
             executor=self.executor,
             clock=self.clock,
-            buckets=Buckets.of(config, platform),
+            buckets=make_buckets(config, platform),
             **tiers,
         )
         self._adapts = config.enable_lora

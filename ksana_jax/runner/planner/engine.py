@@ -21,7 +21,7 @@ from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.runner.planner.terms import weights_bytes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.speculative import read_speculative
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import largest_shapes, make_buckets
 from ksana_jax.sharding.shares import local_layout, local_model
 
 logger = logging.getLogger("ksana_jax")
@@ -78,7 +78,7 @@ def pool_size(model: ModelConfig, config: EngineConfig, layout: KVLayout) -> Poo
         if affordable < 1:
             raise ConfigError(f"a KV block takes {block_bytes:,} bytes, memory_bytes is {config.memory_bytes:,}")
     else:
-        largest = Buckets.of(config, platform_of()).largest()
+        largest = largest_shapes(make_buckets(config, platform_of()))
         measured = step_bytes(
             model,
             largest,

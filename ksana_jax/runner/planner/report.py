@@ -20,7 +20,7 @@ from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.runner.planner.devices import compile_target, find_device
 from ksana_jax.runner.planner.solve import Plan, plan, read_model
 from ksana_jax.runner.planner.step_memory import step_bytes
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import all_shapes, make_buckets
 from ksana_jax.sharding.absent import only_compile
 from ksana_jax.sharding.shares import local_model
 from pallas_kernels import aot
@@ -154,7 +154,7 @@ def bucket_costs(model: str, found: Plan) -> list[dict[str, Any]]:
         max_model_len=found.context,
     )
     target = compile_target(find_device(found.device))
-    shapes = Buckets.of(engine, "gpu" if target else platform_of()).all_shapes()
+    shapes = all_shapes(make_buckets(engine, "gpu" if target else platform_of()))
     measured = step_bytes(
         local_model(config, asked.tensor_parallel_size),
         shapes,

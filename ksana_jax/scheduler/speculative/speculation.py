@@ -16,6 +16,7 @@ from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, Spec
 from ksana_jax.scheduler.speculative.draft_length import Goodput
 from ksana_jax.scheduler.step.drafts import Drafts
 from ksana_jax.scheduler.step.types import StepShape
+from ksana_jax.scheduler.step.verification import most_drafts
 
 T = TypeVar("T")
 logger = logging.getLogger("ksana_jax")
@@ -58,8 +59,8 @@ class Speculation:
         self.goodput = None
         if method.adaptive == "goodput":
             self.goodput = Goodput(context.buckets, context.config.num_scheduler_steps)
-        # When the last step ended, 0 if there was no text since; and the texts that have rows.
-        self._last_end_s, self._num_texts = 0.0, 0
+        # When the last step ended, 0 if no sequence has run since; and the number of sequences in rows.
+        self._last_end_s, self._num_running = 0.0, 0
         # Draft length for which the proposer was asked since the last step ended, 0 if it was not.
         self._length = 0
         # Draft length and seconds of the last step; None if its time is not comparable with others.
@@ -69,7 +70,7 @@ class Speculation:
 
     def most_at(self, rows: np.ndarray) -> int:
         """Returns the maximum draft tokens of a row in a step of decodes of rows [n]; 0 if it has no drafts."""
-        most = min(self.method.most_at(len(rows)), self.buckets.most_drafts(len(rows)))
+        most = min(self.method.most_at(len(rows)), most_drafts(self.buckets, len(rows)))
         return self.goodput.choose(len(rows), most) if most and len(rows) and self.goodput is not None else most
 
     @property
@@ -82,7 +83,7 @@ class Speculation:
         for row in entered:
             seq = rows.seqs[row]
             assert seq is not None
-            self._num_texts += 1
+            self._num_running += 1
             self._asked(functools.partial(self.proposer.begin, row, seq.token_ids, seq.num_prompt, seq.kv.salt))
 
     def end(self, row: int, seq: Sequence) -> None:
@@ -90,8 +91,8 @@ class Speculation:
         drafts, tokens, accepted = (self._of_rows[row] + seq.drafts).tolist()
         seq.drafts, self._of_rows[row] = (drafts, tokens, accepted), 0
         self._asked(functools.partial(self.proposer.end, row, seq.token_ids, seq.finish_reason is not None))
-        self._num_texts -= 1
-        if not self._num_texts:
+        self._num_running -= 1
+        if not self._num_running:
             self._last_end_s = 0.0
 
     def end_all(self, rows: Rows) -> None:
@@ -159,7 +160,7 @@ class Speculation:
           shape: None if its time is not comparable: it has chunks of prompts, or something was compiled.
           began_s: when the host began to schedule it. ended_s: when its tokens arrived.
         """
-        # The host's work since the previous step belongs to this one, unless there were no texts.
+        # The host's work since the previous step belongs to this one, unless no sequence was running.
         since, self._last_end_s = self._last_end_s or began_s, ended_s
         length, self._length = self._length, 0
         self._step_s = None if shape is None else (length, ended_s - since)

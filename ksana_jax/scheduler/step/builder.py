@@ -14,7 +14,7 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, query_numbers
 from ksana_jax.scheduler.step.sampling import add_settings
-from ksana_jax.scheduler.step.sharing import sharing_decodes
+from ksana_jax.scheduler.step.shared_prefix import sharing_decodes
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
 from ksana_jax.scheduler.step.verification import verification
 
@@ -32,9 +32,9 @@ def _tables_of(tables: np.ndarray, rows: np.ndarray, width: int) -> np.ndarray:
 class BatchBuilder:
     """Turns scheduled steps into arrays.
 
-    A decode step of the same rows as the previous step takes over its block tables, and new blocks
-    enter them in place. A step under way may thus gain blocks that begin after all its tokens: it cannot see them. Any
-    other change of tables makes new arrays.
+    A decode step of the same rows as the previous step takes over its block tables, and new blocks enter them in place.
+    A step under way may thus gain blocks that begin after all its tokens, which do not attend to them. Any other change
+    of tables makes new arrays.
 
     Args:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
@@ -83,7 +83,7 @@ class BatchBuilder:
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:
         """Keeps a step from which the next one may follow."""
         may_share = self.buckets.shared_rows and len(batch.decodes) > 1
-        follows = not (len(batch.chunks) or may_share or rows.num_dense or batch.drafts is not None)
+        follows = not (len(batch.chunks) or may_share or rows.settings.num_dense or batch.drafts is not None)
         self._last = LastDecodes(batch.decodes, rows, step, ends, self.block_size) if follows else None
 
     def _build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -91,7 +91,7 @@ class BatchBuilder:
         if batch.drafts is not None:
             of_pool = self.block_size, self.num_blocks
             step, ends = verification(batch, batch.drafts, rows, self.buckets, *of_pool, self.acceptance)
-            if rows.num_asking:
+            if rows.settings.num_asking:
                 add_settings(step, batch, rows, ends, self.vocab_size)
             return step, ends
         decodes, chunks = batch.decodes, batch.chunks
@@ -111,12 +111,12 @@ class BatchBuilder:
         # Padding is at -1.
         num_attended = int(np.add.reduce(arrays.cache_positions, axis=None)) // rows.num_groups + shape.num_tokens
         step = StepInput(shape, arrays, self.buckets.num_sampled(len(sampled)), num_attended)
-        if rows.num_asking:
+        if rows.settings.num_asking:
             add_settings(step, batch, rows, ends, self.vocab_size)
         return step, ends
 
     def sharing_decodes(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepShape, StepArrays, np.ndarray] | None:
-        """Returns the decodes of a step that shares leading blocks; see `sharing.sharing_decodes`."""
+        """Returns the decodes of a step that shares leading blocks; see `shared_prefix.sharing_decodes`."""
         least = self.min_saved_tokens // self.block_size
         return sharing_decodes(
             batch, rows, self.buckets, self.with_decodes, self.sink_width, least, self.residual_groups
@@ -176,7 +176,7 @@ class LastDecodes:
     """The decode step that was built last, without shared blocks.
 
     In the next step of the same rows, positions and slots are one further. Block tables are taken over, and new blocks
-    enter them in place: an earlier step that still uses them may see blocks after its tokens, not their content.
+    enter them in place: an earlier step that still uses them may find blocks after its tokens, not their content.
 
     Args:
       decodes: its rows; only this array, not an equal one, means the same sequences in them.

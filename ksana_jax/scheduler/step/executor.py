@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,3 +63,15 @@ class Executor(Protocol):
         """Reallocates the pool, which a failed step may have consumed, and the host's blocks, because running disk
         reads still write to the old ones."""
         ...
+
+
+def share_a_call(steps: Seq[StepInput]) -> bool:
+    """True if one call can compute steps of decodes in sequence: they have one shape and request the same numbers,
+    and no blocks move between them."""
+
+    def kind(step: StepInput) -> tuple[Any, ...]:
+        return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
+
+    first, *others = steps
+    alike = all(step.moves is None and kind(step) == kind(first) for step in others)
+    return alike and first.drafts is None and first.targets is None

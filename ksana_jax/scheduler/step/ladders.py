@@ -1,15 +1,18 @@
-"""Ladders of sizes for the shapes of steps: rows, tiles, tiles that verify drafts. No jax."""
+"""Makes the buckets of an engine, ladders of sizes, and lists the shapes that its steps can have. No jax."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.devices.tuning import tuning
-from ksana_jax.scheduler.step.types import TileGroup, most_tiles
+from ksana_jax.scheduler.step.buckets import Buckets, at_least
+from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
+from ksana_jax.scheduler.step.types import StepShape, TileGroup, most_tiles
+from ksana_jax.scheduler.step.verification import shape_of_part
 
-# Logits of this many tokens take hardly longer than one token's: the matrix that computes them is read once.
-FEW_TOKENS = 16
+# Rows up to which a draft model has as many numbers of rows as its target.
+FEW_ROWS = 16
 
 
 def ladder(smallest: int, largest: int, ratio: float = 2.0) -> tuple[int, ...]:
@@ -76,13 +79,87 @@ def verification_parts(config: EngineConfig, lengths: Mapping[int, int], min_row
     return tuple(sorted(found, key=lambda part: (part.count * part.width, part.count)))
 
 
-def verified_sizes(parts: Iterable[TileGroup]) -> dict[int, int]:
-    """Returns for each number of tokens of parts the number of computed logits, which takes fewer values: a
-    program chooses tokens for all numbers from three quarters of its own number, or up to FEW_TOKENS, on."""
-    found: dict[int, int] = {}
-    size = 0
-    for tokens in sorted({part.count * part.width for part in parts}, reverse=True):
-        if (size > FEW_TOKENS and 4 * tokens < 3 * size) or not size:
-            size = tokens
-        found[tokens] = size
-    return found
+def make_buckets(
+    config: EngineConfig, platform: str, draft_lengths: Mapping[int, int] | None = None, trees: bool = False
+) -> Buckets:
+    """Returns the buckets for an engine's steps: ladders of factors of two; for widths, of four from 64, because a
+    table costs little beyond its bytes.
+
+    Requests of up to 384 tokens take as long with tables of 64 blocks as with a ladder from 16 (8 layers, 32 rows,
+    CPU), and half as many steps are compiled. With factors of two, the host would gather 1,024 tables of 65 blocks in
+    44 us instead of 77 (256 tables: 13 instead of 20), but an engine with sequences of 2,048 blocks would compile half
+    as many steps again. Widths go up to a full table's, so that all patterns use the same shapes.
+
+    Args:
+      config: an engine config with max_model_len set. platform: the device's platform: "cpu", "gpu", "tpu", ...
+      draft_lengths: see `verification_parts`. trees: True if drafts may branch.
+    """
+    assert config.max_model_len is not None
+    min_rows = least_rows(config, platform)
+    return Buckets(
+        decodes=ladder(min_rows, max(config.max_num_seqs, min_rows)),
+        tiles=tile_parts(config.max_num_batched_tokens, config.query_tile, min_rows),
+        widths=ladder(64, -(-config.max_model_len // config.block_size), 4.0),
+        shared_rows=SHARED_ROWS if config.shared_prefix_attention else 0,
+        verifications=verification_parts(config, draft_lengths or {}, min_rows),
+        trees=trees,
+    )
+
+
+def draft_buckets(target: Buckets, config: EngineConfig) -> Buckets:
+    """Returns the buckets of a draft model, whose steps cost little: fewer of them, and none with both decodes and
+    chunks. Two rows decode as fast in a step of four; beyond FEW_ROWS, numbers of rows grow by factors of four."""
+    most = target.decodes[-1]
+    few = {count for count in target.decodes if count <= FEW_ROWS and count != 2}
+    decodes = tuple(sorted(few | {*ladder(min(4 * FEW_ROWS, most), most, 4.0)}))
+    min_rows = 1 if 1 in decodes else decodes[0]
+    tiles = coarse_parts(config.max_num_batched_tokens, config.query_tile, config.max_num_seqs, min_rows)
+    return Buckets(decodes, tiles, target.widths, joins=False)
+
+
+def largest_tiles(buckets: Buckets) -> list[TileGroup]:
+    """Returns the largest part for chunks of each width of tiles, the widest first."""
+    largest = {tiles.width: tiles for tiles in buckets.tiles}
+    return sorted(largest.values(), key=lambda tiles: -tiles.width)
+
+
+def largest_shapes(buckets: Buckets) -> list[StepShape]:
+    """Returns the largest shape for each width of tiles; one of them takes the most memory."""
+    decodes, width = TileGroup(buckets.decodes[-1], 1), buckets.widths[-1]
+    largest = {tiles.width: tiles for tiles in buckets.tiles}
+    return [buckets.plain((decodes, tiles), width, buckets.shared_rows) for tiles in largest.values()]
+
+
+def all_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepShape]:
+    """Returns every shape that a step can have, up to a width of the block tables."""
+    return list(dict.fromkeys(plain_shapes(buckets, max_width) + verification_shapes(buckets, max_width)))
+
+
+def plain_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepShape]:
+    """Returns the shapes of steps without drafts, as `all_shapes` does."""
+    most = TileGroup(buckets.decodes[-1], 1)
+    found = [(TileGroup(d, 1),) for d in buckets.decodes]
+    found += [(most, tiles) for tiles in buckets.tiles if buckets.joins]
+    found += [(tiles,) for tiles in buckets.tiles if not buckets.are_joined(tiles)]
+    shapes = [buckets.plain(parts, width) for width in _widths(buckets, max_width) for parts in found]
+    if buckets.shared_rows:
+        several = [s for s in shapes if s.parts[0].width == 1 and s.parts[0].count > 1]
+        shapes += [shape._replace(shared_rows=buckets.shared_rows) for shape in several]
+    return shapes
+
+
+def verification_shapes(buckets: Buckets, max_width: int | None = None) -> list[StepShape]:
+    """Returns the shapes of steps with drafts, as `all_shapes` does."""
+    kinds = (False, True) if buckets.trees else (False,)
+    return [
+        shape_of_part(buckets, part, width, tree)
+        for width in _widths(buckets, max_width)
+        for part in buckets.verifications
+        for tree in kinds
+    ]
+
+
+def _widths(buckets: Buckets, max_width: int | None) -> list[int]:
+    widest = buckets.widths[-1]
+    top = at_least(buckets.widths, min(max_width or widest, widest))
+    return [width for width in buckets.widths if width <= top]

@@ -23,6 +23,7 @@ import numpy as np
 
 from ksana_jax.kv.moves import Moves
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.settings import SamplingArrays
 
 # Rows are np.intp throughout: NumPy copies index arrays of any other type, which takes longer than using them.
 NO_ROWS = np.zeros(0, np.intp)
@@ -62,7 +63,7 @@ class ScheduledBatch:
       settled, new_tokens: rows that got tokens, and each row's token; with drafts [n, w], the first num_new of them.
       num_new: number of each row's new tokens; None where it is 1.
       beams: rows that have computed all their tokens and whose request chooses the next one.
-      live_blocks: blocks in use when no token was left to see others, before ended sequences released theirs.
+      live_blocks: blocks in use once no query needs more, before ended sequences released theirs.
     """
 
     decodes: np.ndarray
@@ -187,23 +188,23 @@ class StepArrays(NamedTuple):
 
     tokens: [T] ids; -1 - i is the i-th token that the previously submitted step samples, see
       `fed`. In an executor with the embedding on the host, their embedding rows [T, D].
-    positions: [T] text positions, at which queries and keys are rotated; -1 for padding.
-    cache_positions: [Gk, T] positions in the cache of each group of layers, at which patterns and masks see the tokens:
-      text positions minus `Rows.num_evicted`. -1 for padding.
+    positions: [T] sequence positions, at which queries and keys are rotated; -1 for padding.
+    cache_positions: [Gk, T] positions in the cache of each group of layers, which patterns and masks compare:
+      sequence positions minus `Rows.num_evicted`. -1 for padding.
     slots: [Gk, T] slots for the token's keys and values in each group of layers: block * B + offset; M*B for padding.
-    block_tables: [Gk, S, P] blocks of each group that the tile's row can see, by position; any valid id if absent. When
-      the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
+    block_tables: [Gk, S, P] blocks of each group that the tile's row attends to, by position; any valid id if absent.
+      When the next step is built, tables of decodes may gain blocks that begin after all tokens of this one.
     block_starts: [Gk, S, P] cache position of each block's first slot; FAR if absent.
     sampled: [J] indices in [0, T) of the tokens whose logits are computed; 0 for padding.
-    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group see, in addition to their own tables and
-      before them in the text; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
+    shared_tables, shared_starts: [Gk, C, P] blocks that all tokens of a group attend to, in addition to their own
+      tables and before them in the sequence; group g is tokens g * shared_rows to (g + 1) * shared_rows - 1. None if
       shape.shared_rows is 0. Attention over them runs once for the group. They hold no repositioned sinks.
     query_numbers: [Gk, T] float32, of `query_numbers` of an eviction or selection method; None if it gives none.
     full_blocks: [Gk, F] blocks of each group that this step fills, of the same tokens in all groups, M beyond their
       number; F is `StepShape.most_full`. None without a block codec.
-    ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, the tokens that each one sees: bit j for
+    ancestors: [T] for a tile whose tokens are nodes of a tree, first its root, what each of them attends to: bit j for
       the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
-      visible position. Tokens before the root are seen as usual. None unless shape.tree.
+      visible position. Tokens before the root are attended to as usual. None unless shape.tree.
     adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
     """
 
@@ -243,28 +244,6 @@ def fed(tokens: Array, previous: Array, xp: Any) -> Array:
     # A row without a finite score has sampled -1: any token will do, since its sequence ends.
     sampled = xp.maximum(previous[xp.maximum(-1 - tokens, 0)], 0)
     return xp.where(tokens < 0, sampled, tokens)
-
-
-class SamplingArrays(NamedTuple):
-    """Sampling settings [n] of the first n sampled tokens; see `request.SamplingParams`. Padding has defaults.
-
-    seeds: [n, 2] uint32, high and low word. num_outputs: [n] tokens already generated, the random stream's position.
-    counts: [n, V] int32, times each token was generated; None if no row has penalties or biases.
-    in_prompt: [n, V] bool, or None as for counts. bias: [n, V] float32, added to the logits, or None as for counts.
-    """
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
-    seeds: Array
-    num_outputs: Array
-    repetition_penalty: Array
-    presence_penalty: Array
-    frequency_penalty: Array
-    counts: Array | None = None
-    in_prompt: Array | None = None
-    bias: Array | None = None
 
 
 class TokenScores(NamedTuple):
@@ -315,19 +294,6 @@ class StepInput:
     moves: Moves | None = None
     drafts: Drafts | None = None
     acceptance: str = "sampled"
-
-
-def share_a_call(steps: Seq[StepInput]) -> bool:
-    """True if one call can compute steps of decodes in sequence: they have one shape and request the same numbers,
-    and no blocks move between them."""
-
-    def kind(step: StepInput) -> tuple[Any, ...]:
-        return step.shape, step.num_sampled, step.num_logprobs, step.sampling is None, step.targets is None
-
-    first, *others = steps
-    if first.drafts is not None:
-        return False
-    return first.targets is None and all(step.moves is None and kind(step) == kind(first) for step in others)
 
 
 @dataclasses.dataclass

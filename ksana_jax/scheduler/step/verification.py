@@ -1,18 +1,58 @@
-"""The arrays of a step that verifies drafts: a tile for each row, of its newest token and its draft tokens. No jax.
+"""Steps that verify drafts: a tile for each row, of its newest token and its draft tokens. No jax.
 
-Tokens of a tree that are equally far from the row's newest one have the same text position, but separate slots:
+Tokens of a tree that are equally far from the row's newest one have the same sequence position, but separate slots:
 the n-th draft token's is n slots after the newest one's.
 """
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
 from ksana_jax.scheduler.sequence import Rows
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.buckets import Buckets, at_least
 from ksana_jax.scheduler.step.drafts import Drafts
-from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
+from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, TileGroup, padded
+
+# Logits of this many tokens take hardly longer than one token's: the matrix that computes them is read once.
+FEW_TOKENS = 16
+
+
+def most_drafts(buckets: Buckets, num_rows: int) -> int:
+    """Returns the maximum draft tokens of each row that a step of num_rows decodes can verify."""
+    return max((part.width - 1 for part in buckets.verifications if part.count >= num_rows), default=0)
+
+
+def verification_shape(buckets: Buckets, num_rows: int, most: int, width: int, tree: bool = False) -> StepShape:
+    """Returns the smallest bucket for decodes with up to `most` draft tokens.
+
+    Args:
+      width: width of the widest block table. tree: True if drafts branch.
+    """
+    part = next(p for p in buckets.verifications if p.count >= num_rows and p.width > most)
+    return shape_of_part(buckets, part, at_least(buckets.widths, width), tree)
+
+
+def shape_of_part(buckets: Buckets, part: TileGroup, width: int, tree: bool) -> StepShape:
+    """Returns the shape of a step whose drafts one of `buckets.verifications` holds."""
+    size = part.count * part.width
+    max_sampled = size if buckets.trees else verified_sizes(buckets.verifications)[size]
+    return StepShape((part,), width, max_sampled, tree=tree)
+
+
+@functools.cache
+def verified_sizes(parts: tuple[TileGroup, ...]) -> dict[int, int]:
+    """Returns for each number of tokens of parts the number of computed logits, which takes fewer values: a
+    program chooses tokens for all numbers from three quarters of its own number, or up to FEW_TOKENS, on."""
+    found: dict[int, int] = {}
+    size = 0
+    for tokens in sorted({part.count * part.width for part in parts}, reverse=True):
+        if (size > FEW_TOKENS and 4 * tokens < 3 * size) or not size:
+            size = tokens
+        found[tokens] = size
+    return found
 
 
 def verification_arrays(
@@ -82,7 +122,7 @@ def verification(
     """Returns a step with drafts, and the index of each row's last token; arguments as of `BatchBuilder`."""
     decodes, most = batch.decodes, int(drafts.counts.max())
     width = int(rows.num_blocks.take(decodes, axis=1).max())
-    shape = buckets.verification(len(decodes), most, width, tree=drafts.parents is not None)
+    shape = verification_shape(buckets, len(decodes), most, width, tree=drafts.parents is not None)
     if buckets.trees:
         drafts = drafts.with_parents()
     arrays = verification_arrays(shape, decodes, drafts, rows, block_size, num_blocks)

@@ -48,7 +48,7 @@ class BlockTimes:
 
     def attach(self, engine: Engine) -> None:
         """Begins to follow blocks of an engine; call it on the engine's thread."""
-        engine.memory.listen(self)
+        engine.memory.listeners.append(self)
 
     def stored(self, node: Node, level: int) -> None:
         """See `CacheListener`."""

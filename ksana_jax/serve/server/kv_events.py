@@ -165,7 +165,7 @@ class Listener:
                 for node in tier.node_of.values():
                     self.stored(node, tier.level)
         self.hand_over()
-        memory.listen(self)
+        memory.listeners.append(self)
         engine.observers.append(self.hand_over)
 
     def stored(self, node: Node, level: int) -> None:

@@ -68,11 +68,11 @@ class ServerSettings(HTTPSettings):
       max_header_bytes: maximum bytes of a request's first line and headers.
       session_dir: folder for sessions that POST /sessions/NAME/save and /restore save and restore; None takes no such
         requests.
-      sleep_after: seconds without a request after which the model sleeps; the next request wakes it up; None keeps it
-        awake.
+      sleep_after: seconds without a request after which the model sleeps; the next request wakes it up; None means
+        never.
       sleep_level: of that sleep: 1 keeps the weights in host memory, 2 reads them again.
       device_memory_bytes: most bytes that the weights and pools of several models take on the device; idle ones sleep
-        when another is asked for; None keeps all awake.
+        when another is asked for; None means no limit.
       admin_keys: requests to /sessions, and to load and unload adapters, must send one of these.
     """
 

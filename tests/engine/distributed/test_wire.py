@@ -17,7 +17,8 @@ from ksana_jax.engine.distributed.driver import KINDS
 from ksana_jax.engine.distributed.wire import Channel, Closed, encoded
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.scheduler.step.types import SamplingArrays, StepArrays, StepInput, StepShape, TileGroup
+from ksana_jax.scheduler.step.settings import SamplingArrays
+from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepShape, TileGroup
 
 
 def pair() -> tuple[Channel, Channel]:

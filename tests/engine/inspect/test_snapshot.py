@@ -8,6 +8,7 @@ import pytest
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.engine.inspect.snapshot import STATES, BlockRecord, Ownership, Snapshot, snapshot_of, take_snapshot
 from ksana_jax.kv.memory import KVMemory
+from ksana_jax.kv.owner import memory_owners, moving_blocks
 from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.tier import DEVICE, HOST
 from tests.fake_pool import StoringExecutor
@@ -141,17 +142,17 @@ def test_a_block_whose_content_is_to_come_is_moving():
     memory = KVMemory(4, PrefixIndex(4), host_data=np.zeros((4, 1), np.float32))
     ids = memory.device.allocate(2)
     slots = memory.swap.move_out(ids)
-    assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["moving", "moving", "free", "free"]
+    assert [b.state for b in snapshot_of(memory, memory_owners(memory)).of("host")] == ["moving"] * 2 + ["free"] * 2
     memory.take_moves()
     memory.commit()
     memory.device.release(ids)
-    assert [b.state for b in snapshot_of(memory, memory.owners()).of("host")] == ["held", "held", "free", "free"]
+    assert [b.state for b in snapshot_of(memory, memory_owners(memory)).of("host")] == ["held", "held", "free", "free"]
     memory.swap.move_in(slots)
-    device, host = (snapshot_of(memory, memory.owners()).of(tier) for tier in ("device", "host"))
+    device, host = (snapshot_of(memory, memory_owners(memory)).of(tier) for tier in ("device", "host"))
     assert [b.state for b in device] == ["moving", "moving", "free", "free"]
     # Until the copy is made, the slots belong to the move.
     assert [b.owners for b in host[:2]] == [(Ownership("", 0, "moves", None),)] * 2
-    assert memory.moving(DEVICE) == {0, 1} and memory.moving(HOST) == set()
+    assert moving_blocks(memory, DEVICE) == {0, 1} and moving_blocks(memory, HOST) == set()
 
 
 def test_numbers_by_hand():

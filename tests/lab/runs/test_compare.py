@@ -108,7 +108,7 @@ def test_two_rows_of_one_run_are_compared_by_name(make_fake, run_ksana):
     assert made.rows[0].differs == {"settings.x": (1, 2)}
     code, out, _ = run_ksana("compare", folder, "--row", "x 1", "--row", "x 2")
     assert code == 0 and out.splitlines()[0] == "x 2 against x 1"
-    with pytest.raises(ConfigError, match="no finished row 'x 3', the nearest is 'x [12]'"):
+    with pytest.raises(ConfigError, match=r"no finished row 'x 3', the nearest is 'x [12]'"):
         compare_rows(folder, "x 1", "x 3")
     for given in ([folder], [folder, "--row", "x 1"], [folder, folder, "--row", "x 1", "--row", "x 2"]):
         code, _, err = run_ksana("compare", *given)

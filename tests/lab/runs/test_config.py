@@ -51,7 +51,8 @@ def test_variants_grid_and_seeds_multiply_in_the_order_written(model):
         ({"engin": {}}, "unknown key 'engin'; the nearest is 'engine'"),
         ({"engine": {"block_sise": 8}}, "unknown key 'engine.block_sise'; the nearest is 'block_size'"),
         ({"pattern": {"windw": 8}}, "pattern has no field 'windw'; the nearest is 'window'"),
-        ({"settings": {"xx": 8}}, "unknown key 'settings.xx'; the nearest is 'x'"),
+        ({"settings": {"xx": 8}}, "unknown key 'settings.xx' of task 'fake'; the nearest is 'x'"),
+        ({"engine": {"policy": "fcsf"}}, "longest_prefix, or 'package.module:name'; the nearest is 'fcfs'"),
         ({"task": "perplexitty"}, "unknown task 'perplexitty'; the nearest is 'perplexity'"),
         ({"variants": [{"name": "a", "patern.window": 1}]}, "unknown key 'patern' in variant 'a'; the nearest is 'pat"),
         ({"grid": {"pattern.windows": [1]}}, "pattern has no field 'windows'; the nearest is 'window'"),
@@ -234,6 +235,10 @@ def test_numbers_can_be_given_in_multiples_of_the_training_context(model):
         plan(small(model, pattern={"window": "${context:1/3}"}))
     with pytest.raises(ConfigError, match=r"\$\{context:half\} is not a multiple"):
         plan(small(model, pattern={"window": "${context:half}"}))
+    (trial,) = plan(small(model), ["settings.x=${context:3}"]).trials
+    assert trial.config["settings"]["x"] == 48
+    with pytest.raises(LoadError, match=r"^there is no model 'ksana-tny' \(nearest: ksana-tiny\)"):
+        plan(small("ksana-tny", pattern={"window": "${context:1/2}"}))
 
 
 def test_trials_share_an_engine_when_only_pattern_settings_or_seed_differ(model):
@@ -378,8 +383,11 @@ def test_a_trial_does_not_depend_on_the_form_in_which_its_pattern_was_given(mode
         {"pattern": {"window": 8, "num_sinks": 4, "sink_position": "cache"}},
     ]
     assert len({plan(small(model, **form)).trials[0].id for form in forms}) == 1
-    layers = [{"layer_patterns": [form["pattern"]] * 2} for form in forms]
-    assert len({plan(small(model, **form)).trials[0].id for form in layers}) == 1
+    layers = [{"layer_patterns": [form["pattern"]] * 4} for form in forms]
+    layers.append({"pattern": {"0-2": forms[0]["pattern"], 3: forms[1]["pattern"]}})
+    assert len({plan(small("ksana-tiny", **form)).trials[0].id for form in layers}) == 1
+    with pytest.raises(ConfigError, match=r"pattern names layers, which does not go with layer_patterns"):
+        plan(small("ksana-tiny", pattern={"0-3": "full"}, layer_patterns=[{}] * 4))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs.config import load, plan
 from ksana_jax.lab.runs.run import run
-from ksana_jax.lab.runs.tasks.harness import Harness
+from ksana_jax.lab.runs.tasks.harness import Harness, load_tasks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MISSING = {
@@ -107,6 +107,20 @@ def test_changed_data_make_other_trials(tmp_path):
         lines.write_text(content)
         digests.append(Harness().inputs(settings))
     assert digests[0].keys() == {"data"} and digests[0] != digests[1]
+
+
+@pytest.mark.skipif(not has_harness, reason="needs the extra eval")
+@pytest.mark.filterwarnings("default")
+def test_a_task_file_is_registered_without_its_neighbours(tmp_path, caplog):
+    (tmp_path / "mine.jsonl").write_text('{"a": "b"}\n')
+    task = "task: mine\ndataset_path: json\ntest_split: test\noutput_type: generate_until\n"
+    (tmp_path / "mine.yaml").write_text(f"{task}doc_to_text: a\ndoc_to_target: b\n")
+    (tmp_path / "ruler.yaml").write_text("task: ruler\nmodel: ksana-tiny\n")
+    (tmp_path / "other.yaml").write_text("titel: x\n")
+    settings = {"tasks": ["mine"], "data": [str(tmp_path / "mine.jsonl")], "task_files": [str(tmp_path / "mine.yaml")]}
+    assert load_tasks(Harness.Settings(**settings)).keys() == {"mine"} and "ruler" not in caplog.text
+    with pytest.raises(ConfigError, match=r"other\.yaml is no task of the harness: "):
+        load_tasks(Harness.Settings(**settings | {"task_files": [str(tmp_path / "other.yaml")]}))
 
 
 @pytest.mark.soak

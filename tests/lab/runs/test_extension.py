@@ -37,10 +37,10 @@ class Partial(BaseTask):
 
 
 def test_the_example_finds_keys_that_the_window_still_has(tmp_path, monkeypatch):
-    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(EXAMPLES)])
     settings = ["settings.num_prompts=4", "seeds=[0]"]
-    outcome = run(load("passkey.yaml", settings), tmp_path / "out")
+    outcome = run(load(EXAMPLES / "passkey.yaml", settings), tmp_path / "out")
     assert not outcome.failed
     made = report(tmp_path / "out")
     assert [row.label for row in made.rows] == ["full", "window"]
@@ -48,7 +48,7 @@ def test_the_example_finds_keys_that_the_window_still_has(tmp_path, monkeypatch)
     assert full is not None and window is not None and full > window
     assert (tmp_path / "out/figure.png").stat().st_size > 0
     with pytest.raises(ConfigError, match=r"settings\.num_prompts is 0"):
-        load("passkey.yaml", ["settings.num_prompts=0"])
+        load(EXAMPLES / "passkey.yaml", ["settings.num_prompts=0"])
 
 
 def test_a_task_needs_run_summarise_and_columns_only(model, tmp_path):
@@ -56,7 +56,7 @@ def test_a_task_needs_run_summarise_and_columns_only(model, tmp_path):
     assert run(made, tmp_path / "out").num_done == 2
     (row,) = report(tmp_path / "out").rows
     assert row.mean("value") == 1.5
-    with pytest.raises(ConfigError, match=r"unknown key 'settings\.x'; there are none here"):
+    with pytest.raises(ConfigError, match=r"unknown key 'settings\.x' of task '.*'; there are none here"):
         plan({"task": "test_extension:Minimal", "model": model, "settings": {"x": 1}})
 
 

@@ -83,7 +83,7 @@ def test_a_trial_whose_only_step_releases_everything_says_so(experiment, tmp_pat
         (("--row", 3), "row is 3, pools has rows 1 to 2"),
         (("--row", 0), "row is 0, pools has rows 1 to 2"),
         (("--step", 0), "step is 0, must be an integer from 1 or None"),
-        (("settings.num_prompt=3",), "unknown key 'settings.num_prompt'; the nearest is 'num_prompts'"),
+        (("settings.num_prompt=3",), "'settings.num_prompt' of task 'generate'; the nearest is 'num_prompts'"),
     ],
 )
 def test_bad_inputs_give_one_clear_line(experiment, tmp_path, run_ksana, args, message):

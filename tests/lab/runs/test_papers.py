@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ksana_jax.core import shipped
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs import papers
 from ksana_jax.lab.runs.papers import Published, Study, agreement
@@ -14,7 +15,7 @@ from ksana_jax.lab.runs.tasks.results import ResultRow
 
 ROOT = Path(__file__).parents[3]
 STUDIES = [
-    (name, study) for name in papers.names() for p in [papers.read(name)] for study in (p.quick, p.full) if study
+    (name, study) for name in shipped.papers() for p in [papers.read(name)] for study in (p.quick, p.full) if study
 ]
 
 
@@ -86,13 +87,14 @@ def test_records_import_no_code_that_they_name(tmp_path, run_ksana, monkeypatch)
 
 def test_all_papers_are_listed(run_ksana):
     code, printed, _ = run_ksana("list", "papers")
-    assert code == 0 and all(name in printed for name in papers.names())
+    assert code == 0 and [line.split()[0] for line in printed.splitlines()] == shipped.papers()
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["nosuch"], f"there is no paper 'nosuch'; the papers are {', '.join(papers.names())}"),
+        (["snapvk"], f"the papers are {', '.join(shipped.papers())}; the nearest is 'snapkv'"),
+        (["nosuch"], f"there is no paper 'nosuch'; the papers are {', '.join(shipped.papers())}"),
         (["orca", "--full"], "orca has no longer study: `ksana reproduce orca` is all of it"),
     ],
 )

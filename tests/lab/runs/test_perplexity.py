@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.runs.config import plan
+from ksana_jax.lab.runs.config import load, plan
 from ksana_jax.lab.runs.report import report
 from ksana_jax.lab.runs.run import run
 from ksana_jax.lab.runs.significance import baseline_change
@@ -85,7 +86,7 @@ def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_
     Perplexity().draw(figure, made.rows)
     above, below = figure.axes
     assert [len(line.get_xdata()) for line in below.lines] == [3, 3, 3]
-    assert above.get_xlabel() == "window" and list(below.lines[0].get_xdata()) == [2, 4, 8]
+    assert above.get_xlabel() == "window (tokens)" and list(below.lines[0].get_xdata()) == [2, 4, 8]
 
 
 def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
@@ -321,7 +322,7 @@ def test_texts_that_are_too_short_are_counted(experiment, make_llm, tmp_path, te
     (error,) = outcome.failed.values()
     assert error == (
         "ConfigError: settings.num_texts is 1, but the texts have 0 excerpts of 1,000 tokens: 400 tokens in total, "
-        "the longest 400; files: 1"
+        "the longest 400; files: 1. Set settings.num_tokens=401"
     )
 
 
@@ -340,6 +341,20 @@ def test_texts_that_are_too_few_are_refused_once_and_before_anything_runs(one_la
     fields["settings"] = {"texts": [text], **fields["settings"]}
     with pytest.raises(ConfigError, match=said):
         plan({"model": one_layer, "load_format": "dummy", "seeds": [0, 1, 2], **fields})
+
+
+def test_a_shipped_sweep_over_longer_texts_says_what_to_set(tmp_path):
+    (tmp_path / "mine.txt").write_text("def f(x):\n    return x\n" * 100)
+    pinned = [f"settings.texts=[{tmp_path / 'mine.txt'}]"]
+    with pytest.raises(
+        ConfigError, match=r"Set settings\.num_tokens=(\d+) and pattern\.window, 64 here, below"
+    ) as said:
+        load("sink_window", [*pinned, "settings.num_texts=30"])
+    length = int(re.search(r"num_tokens=(\d+)", str(said.value))[1])
+    fits = [*pinned, "settings.num_texts=30", "grid.pattern.window=[8,16]"]
+    assert load("sink_window", [*fits, f"settings.num_tokens={length}"]).trials
+    with pytest.raises(ConfigError, match=f"Set settings.num_tokens={length}$"):
+        load("sink_window", [*fits, f"settings.num_tokens={length + 1}"])
 
 
 def test_a_sample_is_spread_over_the_buckets_and_leaves_out_the_first():
@@ -386,7 +401,7 @@ def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, t
     figure = Figure()
     Perplexity().draw(figure, report(tmp_path / "out").rows)
     above, below = figure.axes
-    assert below.get_xlabel() == "num_sinks"
+    assert below.get_xlabel() == "attention sinks (tokens)"
     assert above.get_ylabel() == "ppl, positions 64–127"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]
 

@@ -35,7 +35,7 @@ def test_every_key_of_an_experiment_is_explained(cls):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_setting_of_a_task_is_explained(name):
-    assert reference.summary(name).endswith(".")
+    assert reference.summary(type(task_named(name))).endswith(".")
     assert [f.name for f in reference.fields_of(task_named(name).Settings) if not f.meaning] == []
 
 
@@ -48,7 +48,8 @@ def test_types_and_defaults_are_written_as_in_yaml():
 
 
 def test_the_command_lists_all_tasks_or_one_of_the_users_own(run_ksana, monkeypatch):
-    assert printed(run_ksana).split() == [*TASKS]
+    lines = printed(run_ksana).splitlines()
+    assert [line.split()[0] for line in lines] == [*TASKS] and all(line.endswith(".") for line in lines)
     monkeypatch.syspath_prepend(EXAMPLES)
     try:
         shown = printed(run_ksana, "passkey:Passkey")

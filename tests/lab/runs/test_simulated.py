@@ -17,7 +17,7 @@ from ksana_jax.lab.simulator.clock import VirtualClock
 from ksana_jax.lab.simulator.cost import AffineCost
 from ksana_jax.lab.simulator.fitted import PHASES, FittedCost, ShapeTimes
 from ksana_jax.lab.simulator.one_engine import SimEngine
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import all_shapes, make_buckets
 from ksana_jax.serve.workload import read_workload
 
 ENGINE = {"block_size": 16, "num_blocks": 512, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 512}
@@ -72,7 +72,7 @@ def test_equal_trials_measure_equal_numbers(tmp_path):
 
 def test_noise_is_drawn_for_each_server_from_the_trials_seed(tmp_path):
     config = EngineConfig(**ENGINE)  # pyright: ignore[reportArgumentType]
-    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.5, 1.5)) for shape in Buckets.of(config, "cpu").all_shapes()]
+    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.5, 1.5)) for shape in all_shapes(make_buckets(config, "cpu"))]
     cost = FittedCost(phases={phase: {"step": 0.01} for phase in PHASES}, shapes=shapes).plain()
 
     def measured(seed, **settings):

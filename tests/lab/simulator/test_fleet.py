@@ -13,7 +13,7 @@ from ksana_jax.lab.simulator import fleet
 from ksana_jax.lab.simulator.fitted import PHASES, FittedCost, ShapeTimes
 from ksana_jax.lab.simulator.one_engine import Served, SimEngine
 from ksana_jax.lab.simulator.run import simulate
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import all_shapes, make_buckets
 from ksana_jax.serve.router.policies import Policy
 from ksana_jax.serve.router.router import Router
 from ksana_jax.serve.router.settings import RouterSettings
@@ -99,7 +99,7 @@ SMALL = dataclasses.replace(CONFIG, max_num_batched_tokens=128, max_num_seqs=4)
 def measured_shapes(config):
     """Costs that know the shapes of an engine's steps up to its limits, and no others."""
     config = config.for_model(MODEL, per_layer(MODEL.pattern, MODEL.num_layers))
-    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.9, 1.1)) for shape in Buckets.of(config, "cpu").all_shapes()]
+    shapes = [ShapeTimes(shape, 5, 0.01, 1.0, (0.9, 1.1)) for shape in all_shapes(make_buckets(config, "cpu"))]
     return FittedCost(phases={phase: {"step": 0.01, "tokens": 1e-4} for phase in PHASES}, shapes=shapes)
 
 

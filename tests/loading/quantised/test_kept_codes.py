@@ -90,7 +90,7 @@ def test_native_products_are_those_of_the_numbers_with_rounded_rows(options, for
     _, params = opened(write_quantised(tmp_path, functools.partial(gptq, **options), settings)[0])
     w = params.layers[0].w_gate
     x = np.random.default_rng(1).normal(size=(5, w.shape[1])).astype(np.float32)
-    found = jax.jit(lambda x: choose_linear("cpu", "float32", "packed").apply(x, pack(w)))(x)
+    found = jax.jit(lambda x: choose_linear("cpu", "float32", "packed").load().linear(x, pack(w)))(x)
     codes, numbers = rounded(x), np.asarray(w.numbers(), np.float64)
     assert (np.abs(found - codes @ numbers.T) <= 3e-6 * (np.abs(codes) @ np.abs(numbers).T + 1)).all()
 

@@ -214,6 +214,7 @@ def test_another_budget_needs_no_other_program_and_another_method_another_engine
         llm.set_kv_eviction({"method": "h2o", "budget": budget, "interval": 4})
         texts.append([o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], asked)])
     assert llm.num_compilations == before and texts[0] != texts[1]
+    assert "; attention full, evicted by H2O to a budget of 0.5; " in repr(llm)
     with pytest.raises(ConfigError, match="make an engine for it"):
         llm.set_kv_eviction({"method": "tova", "budget": 12})
     with pytest.raises(ConfigError, match="their pattern cannot change"):

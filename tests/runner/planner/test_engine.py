@@ -13,7 +13,7 @@ from ksana_jax.runner.planner import plan, pool_size
 from ksana_jax.runner.planner.devices import Device
 from ksana_jax.runner.planner.engine import Compared
 from ksana_jax.runner.planner.step_memory import StepBytes, step_bytes
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import all_shapes, largest_shapes, make_buckets
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.engine.small import SMALL, model
@@ -135,10 +135,10 @@ def test_no_step_takes_more_than_the_largest_though_one_sequence_runs():
     """With one row XLA:CPU would make a bfloat16 output head float32."""
     wide = ModelConfig(vocab_size=8192, d_model=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, d_ff=64)
     asked = EngineConfig(dtype="bf16", max_num_seqs=1, max_num_batched_tokens=16, query_tile=16, max_model_len=16)
-    buckets = Buckets.of(asked, "cpu")
+    buckets = make_buckets(asked, "cpu")
     largest, every = (
         max(found.peak for found in step_bytes(wide, shapes, dtype="bf16", block_size=16))
-        for shapes in (buckets.largest(), buckets.all_shapes())
+        for shapes in (largest_shapes(buckets), all_shapes(buckets))
     )
     assert every == largest < 8192 * 64 * 4
 

@@ -33,6 +33,11 @@ def test_a_token_of_llama_2_7b_takes_512_kib_in_16_bits():
     assert token_bytes(config, "f32") == 1024 * 1024
 
 
+def test_shipped_shapes_of_eight_billion_weights_have_their_published_sizes():
+    assert (num_params(read("llama-3.1-8b")), num_params(read("qwen3-8b"))) == (8_030_261_248, 8_190_735_360)
+    assert (token_bytes(read("llama-3.1-8b"), "bf16"), token_bytes(read("qwen3-8b"), "bf16")) == (131_072, 147_456)
+
+
 def test_llama_2_7b_has_14_gb_of_weights_in_16_bits():
     # "about 14 GB" rounds 7e9 weights of two bytes; the real shape has 6.74e9.
     assert weights_bytes(read("llama-2-7b"), "bf16") == 13_476_831_232

@@ -10,7 +10,7 @@ import pytest
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.scheduler.speculative import draft_lengths
 from ksana_jax.scheduler.speculative.draft_length import BLOCK, PROBE_SHARE, Goodput
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.scheduler.step.types import TileGroup
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 7}
@@ -43,7 +43,7 @@ class Machine:
 
     def __post_init__(self):
         config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512, speculative_config=CONFIG)
-        self.buckets = Buckets.of(config, "test", draft_lengths(config))
+        self.buckets = make_buckets(config, "test", draft_lengths(config))
         self.goodput, self.rng, self.last = Goodput(self.buckets), np.random.default_rng(self.seed), 0
         self.lengths: list[int] = []
 
@@ -197,7 +197,7 @@ def test_one_long_pause_changes_no_choice_for_long():
 
 def small(steps_per_call: int = 1, max_num_seqs: int = 4) -> Goodput:
     config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=512, speculative_config=CONFIG)
-    return Goodput(Buckets.of(config, "test", draft_lengths(config)), steps_per_call)
+    return Goodput(make_buckets(config, "test", draft_lengths(config)), steps_per_call)
 
 
 @pytest.mark.parametrize("step_s, drafts", [(3e-3, False), (1e-3, True)])

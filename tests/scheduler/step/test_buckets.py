@@ -11,9 +11,10 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.scheduler.running import StepBudget
 from ksana_jax.scheduler.speculative.base import ANY_ROWS
-from ksana_jax.scheduler.step.buckets import Buckets
-from ksana_jax.scheduler.step.ladders import FEW_TOKENS, ladder, least_rows, verified_sizes
+from ksana_jax.scheduler.step import ladders
+from ksana_jax.scheduler.step.ladders import all_shapes, ladder, least_rows, make_buckets, verification_shapes
 from ksana_jax.scheduler.step.types import TileGroup
+from ksana_jax.scheduler.step.verification import FEW_TOKENS, most_drafts, verification_shape, verified_sizes
 from tests.fakes import asking, make_engine, prompt_of, run, two_layers
 
 Q = 4
@@ -37,7 +38,7 @@ def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, bu
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "query_tile": Q}
     sizes |= {"block_size": 1, "max_model_len": width}
     config = EngineConfig(**sizes, dtype="bf16", operators={"linear": products})
-    buckets, min_rows = Buckets.of(config, "cpu"), least_rows(config, "cpu")
+    buckets, min_rows = make_buckets(config, "cpu"), least_rows(config, "cpu")
     decodes = data.draw(st.integers(0, max_num_seqs))
     tiles = data.draw(st.integers(0 if decodes else 1, -(-budget // Q)))
     wide = data.draw(st.integers(1, width))
@@ -45,8 +46,8 @@ def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, bu
     assert shape.parts[0].count >= decodes or not decodes
     assert shape.parts[-1].count * shape.parts[-1].width >= tiles * Q and shape.table_width >= wide
     assert shape.num_tokens >= min_rows, "the device may want rows though one sequence runs"
-    assert shape in buckets.all_shapes(wide) and set(buckets.all_shapes(wide)) <= set(buckets.all_shapes())
-    assert len(set(buckets.all_shapes())) == len(buckets.all_shapes())
+    assert shape in all_shapes(buckets, wide) and set(all_shapes(buckets, wide)) <= set(all_shapes(buckets))
+    assert len(set(all_shapes(buckets))) == len(all_shapes(buckets))
 
 
 @given(
@@ -59,15 +60,15 @@ def test_every_step_has_a_bucket_that_holds_it_among_all_shapes(max_num_seqs, bu
 def test_drafts_have_a_bucket_whose_logits_hold_them_and_few_more(max_num_seqs, budget, most, short_rows, data):
     config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=4, max_model_len=64)
     lengths = {most: ANY_ROWS} | ({most // 2: short_rows} if most > 1 else {})
-    buckets = Buckets.of(config, "cpu", lengths)
-    shapes = buckets.verification_shapes()
+    buckets = make_buckets(config, "cpu", lengths)
+    shapes = verification_shapes(buckets)
     assert all(shape.num_tokens <= budget for shape in shapes)
     for shape in shapes:
         assert shape.num_tokens <= shape.max_sampled <= max(FEW_TOKENS, shape.num_tokens * 4 / 3)
     rows = data.draw(st.integers(1, max_num_seqs))
-    if longest := buckets.most_drafts(rows):
+    if longest := most_drafts(buckets, rows):
         drafted = data.draw(st.integers(1, longest))
-        shape = buckets.verification(rows, drafted, 1)
+        shape = verification_shape(buckets, rows, drafted, 1)
         [(count, width)] = shape.parts
         assert count >= rows and width > drafted and shape in shapes
         assert width > most // 2 + 1 or count <= short_rows or most == 1
@@ -76,7 +77,7 @@ def test_drafts_have_a_bucket_whose_logits_hold_them_and_few_more(max_num_seqs, 
 def test_a_program_chooses_tokens_for_steps_of_almost_as_many():
     parts = [TileGroup(count, width) for width in (5, 3) for count in (1, 2, 4, 8, 16)]
     expected = {80: 80, 48: 48, 40: 48, 24: 24, 20: 24} | dict.fromkeys((12, 10, 6, 5, 3), 12)
-    assert verified_sizes(parts) == expected
+    assert verified_sizes(tuple(parts)) == expected
 
 
 @given(
@@ -87,9 +88,9 @@ def test_a_program_chooses_tokens_for_steps_of_almost_as_many():
 )
 def test_every_chunk_of_a_draft_model_has_a_bucket_without_decodes(rows, budget, query_tile, left):
     config = EngineConfig(max_num_seqs=rows, max_num_batched_tokens=budget, query_tile=query_tile, max_model_len=64)
-    buckets = Buckets.of(config, "cpu", {4: ANY_ROWS}).of_drafts(config)
-    shapes = buckets.all_shapes()
-    taken, counts = StepBudget(budget, buckets.largest_tiles), []
+    buckets = ladders.draft_buckets(make_buckets(config, "cpu", {4: ANY_ROWS}), config)
+    shapes = all_shapes(buckets)
+    taken, counts = StepBudget(budget, ladders.largest_tiles(buckets)), []
     for tokens in left[:rows]:
         if count := min(tokens, taken.most(max(tokens, 2))):
             taken.take(max(count, 2))
@@ -130,4 +131,4 @@ def test_mixed_work_meets_no_shape_that_was_not_compiled(pattern, num_blocks, bu
 )
 def test_least_rows_follow_device_dtype_and_products_though_one_sequence_runs(platform, dtype, products, least):
     config = EngineConfig(dtype=dtype, max_num_seqs=1, max_model_len=64, operators={"linear": products})
-    assert Buckets.of(config, platform).decodes == (least,)
+    assert make_buckets(config, platform).decodes == (least,)

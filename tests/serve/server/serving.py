@@ -17,7 +17,7 @@ from ksana_jax.serve.server.running import RunningServer, listen
 from ksana_jax.serve.server.settings import ServerSettings
 from ksana_jax.serve.server.several import make_several_app
 from ksana_jax.tokenizers import Tokenizer
-from ksana_jax.tokenizers.detokenizer import NOTHING, Piece
+from ksana_jax.tokenizers.base import NOTHING, Piece
 from tests.fakes import VOCAB, make_engine
 
 TEMPLATE = (

@@ -15,7 +15,7 @@ from ksana_jax.engine.settings import engine_config
 from ksana_jax.methods.presets import read_patterns
 from ksana_jax.models.params import init_params
 from ksana_jax.scheduler.speculative import draft_lengths
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 
 # Ids that fill two groups of 128 and part of a third: eight devices have one each, five of them only padding.
 VOCAB = 300
@@ -78,7 +78,7 @@ def make_llm(name: str = "GQA", num_devices: int = 1, pattern=None, **settings) 
     model = MODELS[name]
     patterns = read_patterns(pattern, model)
     config = engine_config(SETTINGS | {"tensor_parallel_size": num_devices} | settings).for_model(model, patterns)
-    buckets = Buckets.of(config, "cpu", draft_lengths(config))
+    buckets = make_buckets(config, "cpu", draft_lengths(config))
     few = dataclasses.replace(
         buckets, decodes=buckets.decodes[-1:], tiles=buckets.tiles[-1:], widths=buckets.widths[-1:]
     )

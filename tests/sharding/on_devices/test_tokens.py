@@ -11,9 +11,9 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.lab.align.command import TextSet, align, report
 from ksana_jax.models.joined import separate
 from ksana_jax.models.params import init_params
-from ksana_jax.ops.implementations import Implementation
+from ksana_jax.ops.implementations import Implementation, PagedAttention
 from ksana_jax.ops.kernels import Kernels
-from ksana_jax.runner import runner
+from ksana_jax.runner import programs
 from ksana_jax.sharding.tensor_parallel import TensorParallel
 from pallas_kernels.registry import KERNELS
 from tests.sharding.on_devices.engines import (
@@ -92,7 +92,7 @@ def test_implementations(attention, linear):
 @pytest.mark.parametrize(("name", "num_devices"), DIVIDED[2:])
 def test_weights_that_multiply_the_same_input_joined_on_each_device(name, num_devices, monkeypatch):
     joins = dataclasses.replace(tuning("cpu"), joins_matrices=True)
-    monkeypatch.setattr(runner, "tuning", lambda platform: joins)
+    monkeypatch.setattr(programs, "tuning", lambda platform: joins)
     llm = make_llm(name, num_devices)
     layer, given = llm.runner.params.layers[0], TensorParallel(jax.devices()[:num_devices])
     assert layer.w_q is layer.w_gate is None and layer.w_qkv is not None
@@ -108,8 +108,8 @@ def test_weights_that_multiply_the_same_input_joined_on_each_device(name, num_de
 def test_kernels_of_a_gpu_see_the_heads_of_one_device(monkeypatch):
     """Triton kernels in Pallas's interpreter, which take float16 and heads of 64."""
     kernels = Kernels(*(KERNELS[name].tuned(interpret=True) for name in ("triton_decode", "triton_ragged")))
-    made = Implementation("triton", kernels.write, kernels.attend, None, lambda needs: None)
-    monkeypatch.setattr(runner, "choose", lambda needs, name: made)
+    made = Implementation("triton", lambda: PagedAttention(kernels.write, kernels.attend), lambda needs: None)
+    monkeypatch.setattr(programs, "choose", lambda needs, name: made)
     model = dataclasses.replace(MHA, num_kv_heads=2, head_dim=64)
     params = init_params(model, 3, "float16", std=0.3)
     config = SETTINGS | ONE_SHAPE | {"dtype": "f16", "num_blocks": 16, "max_model_len": 64}

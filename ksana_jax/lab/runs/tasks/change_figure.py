@@ -144,7 +144,8 @@ def _errorbar(axes: Axes, points: Sequence[tuple[float, Change]], column: Column
     ]
     errors = list(zip(*ends, strict=True)) if any(map(any, ends)) else None
     for (x, _), y, (below, above) in zip(points, middle, ends, strict=True):
-        axes.update_datalim([(x, y - below), (x, y + above)])
+        if math.isfinite(y):
+            axes.update_datalim([(x, y - below), (x, y + above)])
     axes.errorbar([x for x, _ in points], middle, errors, capsize=1.5, elinewidth=0.6, capthick=0.6, **style)
 
 
@@ -154,8 +155,10 @@ def _value(value: float, change: Change, column: Column) -> float:
 
 
 def _place(point: tuple[float, Change], column: Column) -> tuple[float, float]:
+    """Returns where a point is drawn; y is NaN where it is not."""
     x, change = point
-    return x, _value(change.mean, change, column)
+    y = _value(change.mean, change, column)
+    return x, y if math.isfinite(y) else math.nan
 
 
 def _finish(axes: Axes, column: Column) -> None:
@@ -167,6 +170,8 @@ def _finish(axes: Axes, column: Column) -> None:
         return
     axes.axhline(1, color="#000000", linewidth=0.4)
     low, high = axes.dataLim.intervaly
+    if not math.isfinite(low + high):
+        return
     low = max(low, 0.02)
     if high > _LINEAR * low:
         axes.set_yscale("log")

@@ -129,10 +129,15 @@ class Harness(BaseTask):
 
 def load_tasks(settings: HarnessSettings) -> dict[str, Any]:
     """Returns the harness' tasks by name, with their datasets replaced by files if there are any."""
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks.manager import TaskIndex, TaskManager  # pyright: ignore[reportMissingImports]
 
-    folders = list(dict.fromkeys(str(Path(path).parent) for path in settings.task_files))
-    manager = TaskManager(include_path=folders or None)
+    manager = TaskManager()
+    for path in settings.task_files:  # alone: include_path would register all other YAML files of its folder too
+        try:
+            entry = TaskIndex.entry_from_path(Path(path))
+        except Exception as error:  # whatever its reader raises
+            raise ConfigError(f"settings.task_files: {path} is no task of the harness: {error}") from error
+        manager.task_index[entry.name] = entry
     if not settings.data:
         return manager.load(settings.tasks)["tasks"]
     # A group is the harness' way to load a task by name with some of its fields replaced.

@@ -78,7 +78,7 @@ class PerplexitySettings:
 
     @property
     def cut(self) -> texts.ExcerptSpec:
-        return texts.ExcerptSpec(self.num_tokens, self.bos, self.stride)
+        return texts.ExcerptSpec(self.num_tokens, self.bos, self.stride, "settings.num_tokens")
 
 
 class Perplexity(PerplexityResults, BaseTask):

@@ -34,7 +34,7 @@ from ksana_jax.lab.simulator.slo import percentile
 from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.methods.presets import read_pattern
-from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.serve.router.policies import read_policy
 from ksana_jax.serve.router.router import Router
 from ksana_jax.serve.router.settings import RouterSettings
@@ -185,7 +185,7 @@ class Simulation:
         """Returns the seconds of a step that computes the first max_num_batched_tokens of one prompt."""
         engine, cost = self.engine, self._cost()
         filled = engine.for_model(self.model, per_layer(self.model.pattern, self.model.num_layers))
-        buckets, count = Buckets.of(filled, self._settings.platform), engine.max_num_batched_tokens
+        buckets, count = make_buckets(filled, self._settings.platform), engine.max_num_batched_tokens
         shape = buckets.shape(0, [count], min(-(-count // engine.block_size), buckets.widths[-1]))
         size = StepSize(shape, buckets.num_sampled(1), count, count, count * (count + 1) // 2, 1)
         device_s, host_s = cost.seconds(size), cost.host_seconds(size)

@@ -4,7 +4,7 @@ import pytest
 
 from ksana_jax.serve.router.proxy.prompts import MIN_CACHED_CHARS, PromptReader
 from ksana_jax.tokenizers import Tokenizer, render_chat
-from ksana_jax.tokenizers.detokenizer import Piece
+from ksana_jax.tokenizers.base import Piece
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>{% endfor %}<s>assistant\n"
 

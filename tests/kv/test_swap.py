@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from ksana_jax.kv.costs import Costs
 from ksana_jax.kv.moves import Moves
+from ksana_jax.kv.swap import Costs
 
 
 def moves(saves: int, copies: int = 0, loads: int = 0) -> Moves:

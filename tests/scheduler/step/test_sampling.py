@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.scheduler.step.bias import bad_word_ids, bias_of
+from ksana_jax.scheduler.step.sampling import bad_word_ids, bias_of
 from tests.engine.small import EOS, Letters, complete, make_llm
 
 

@@ -1,21 +1,77 @@
-"""Packed weights, and the operators of a layer with them: two calls into C++ for each layer, attention excluded."""
+"""Operators of CPUs: products with weights and norms in C++, and of layers with packed weights, attention excluded, two
+calls into C++ each."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 
+from ksana_jax.core import processor
 from ksana_jax.core.layer_spec import PARALLEL, LayerSpec, NormSpec
-from ksana_jax.models.block_matrix import PackedBlocks
-from ksana_jax.models.layers import norm_kind
+from ksana_jax.models import layers
+from ksana_jax.models.block_matrix import BlockMatrix, PackedBlocks
+from ksana_jax.models.int8_matrix import Int8Matrix
+from ksana_jax.models.layers import NORMS, Normalise
 from ksana_jax.models.matrix import Matrix
-from ksana_jax.models.mlp import mlp_kind
+from ksana_jax.models.mlp import MLPS
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
-from ksana_jax.native.layer import ACTIVATIONS, Norms, Weights, project, rest_of_layer
+from ksana_jax.native import operators as native
+from ksana_jax.native.grouped import grouped_blocks, grouped_linear
+from ksana_jax.native.operators import ACTIVATIONS, Norms, Weights, project, rest_of_layer
 from ksana_jax.native.shapes import PANEL
+
+# Rows up to which native products are faster than XLA's: 1.4 to 2.4 times with 8 rows, 1.1 to 1.5 with 32, 0.9 to 1.4
+# with 64, and 0.6 to 1.1 with 128 and more (weights of 256 KiB to 16 MiB, both types, two cores of Zen 4, jax 0.10.2).
+FEW_ROWS = 64
+# XLA may have matrix units (AMX) for bfloat16, which native products do not use. Below eight rows it takes them anyway:
+# XLA took 6 times as long for one row as for eight, on Zen 4. No machine with AMX was measured.
+FEW_ROWS_BESIDE_AMX = 7
+
+
+def linear(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    """Multiplies by matrices as they are given; the contract of `models.layers.linear`."""
+    if isinstance(w, BlockMatrix):
+        return native.linear(x, w.numbers().astype(x.dtype), b, dtype=dtype)
+    if isinstance(w, Int8Matrix) and not w.rounds_inputs:
+        return native.linear(x, w.codes, b, dtype=dtype, scales=w.scales)
+    return w.multiply(x, b, dtype=dtype) if isinstance(w, Matrix) else native.linear(x, w, b, dtype=dtype)
+
+
+def linear_of_few_rows(x: jax.Array, w: jax.Array | Matrix, b: jax.Array | None = None, *, dtype=None) -> jax.Array:
+    """Multiplies few rows as `linear` does; XLA multiplies more."""
+    is_small = x.size // x.shape[-1] <= (FEW_ROWS_BESIDE_AMX if has_matrix_units(x.dtype.name) else FEW_ROWS)
+    return (linear if is_small else layers.linear)(x, w, b, dtype=dtype)
+
+
+def has_matrix_units(dtype: str) -> bool:
+    """True if the CPU has matrix units for a type, by NumPy's name, which only XLA uses."""
+    return dtype == "bfloat16" and "amx_bf16" in processor.features()
+
+
+def grouped(w: jax.Array | Matrix) -> Callable[..., jax.Array] | None:
+    """Returns the products of rows that are sorted by expert with a stack of matrices [E, out, in].
+
+    Returns:
+      (x [P, in], counts=[E], b=[P, out] or None) -> [P, out], see `native.grouped`; None if the matrices are neither
+      numbers, nor codes of `int8`, nor packed blocks.
+    """
+    if isinstance(w, PackedBlocks):
+        return functools.partial(grouped_blocks, w=w)
+    if isinstance(w, Int8Matrix) and not w.rounds_inputs:
+        return functools.partial(grouped_linear, w=w.codes, scales=w.scales)
+    return None if isinstance(w, Matrix) else functools.partial(grouped_linear, w=w)
+
+
+def normaliser(spec: NormSpec) -> Normalise:
+    """Returns the function that applies a layer's norms; the contract of `models.layers.normaliser`."""
+    plus_one = NORMS[spec.kind].plus_one
+    apply = native.layer_norm if plus_one is None else functools.partial(native.rms_norm, plus_one=plus_one)
+    return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))
 
 
 @flax.struct.dataclass
@@ -66,7 +122,7 @@ class PackedOperators(Operators):
         self, x: jax.Array, attended: jax.Array, p: LayerParams, spec: LayerSpec, following: LayerParams | None = None
     ) -> jax.Array:
         matrices: Any = p.w_o, p.w_gate, p.w_up, p.w_down
-        norms, activation = _norms(spec.norms), mlp_kind(spec.mlp.kind).activation
+        norms, activation = _norms(spec.norms), MLPS[spec.mlp.kind].activation
         packed = _are_packed(*matrices) and spec.residual_scale == 1 and spec.norms.placement not in PARALLEL
         if norms is None or activation not in ACTIVATIONS or not packed:
             return super().after_attention(x, attended, p, spec, following)
@@ -78,7 +134,7 @@ class PackedOperators(Operators):
 
 
 def _norms(spec: NormSpec) -> Norms | None:
-    plus_one = norm_kind(spec.kind).plus_one
+    plus_one = NORMS[spec.kind].plus_one
     return None if plus_one is None else Norms(spec.eps, plus_one)
 
 
