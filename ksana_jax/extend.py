@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ksana_jax.kv.selection.base import SelectionMethod
     from ksana_jax.lab.bench.core import Bench, Case
     from ksana_jax.lab.runs.tasks.base import BaseTask, TrialContext
-    from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow
+    from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow
     from ksana_jax.scheduler.policies import ByRank, SchedulingPolicy
     from ksana_jax.scheduler.speculative.base import Proposer, ProposerContext, SpeculativeMethod, Texts
     from ksana_jax.scheduler.step.drafts import Drafts
@@ -35,7 +35,7 @@ VERSION = 1
 _PUBLIC = {
     "ksana_jax.lab.bench.core": "Bench Case",
     "ksana_jax.lab.runs.tasks.base": "BaseTask TrialContext",
-    "ksana_jax.lab.runs.tasks.results": "Column Measurement ResultRow",
+    "ksana_jax.lab.runs.tasks.results": "Column Measurement Part ResultRow",
     "ksana_jax.kv.codecs.base": "BlockCodec Codec",
     "ksana_jax.kv.eviction.base": "Cached EvictionMethod Observation",
     "ksana_jax.kv.eviction.wrapper": "EvictionWrapper",
@@ -60,6 +60,7 @@ __all__ = [
 ]
 __all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "EvictionWrapper", "Measurement", "Observation"]
 __all__ += [
+    "Part",
     "Policy",
     "Proposer",
     "ProposerContext",

@@ -119,8 +119,8 @@ def _unknown(text: str) -> str:
     shipped, fetchable = model_names(), [name for name, known in FETCHABLE.items() if known.is_model]
     close = nearest(text, [*shipped, *fetchable])
     return (
-        f"there is no model {text!r:.200}{f' (nearest: {close})' if close else ''}; supported: the path of a directory "
-        f"or .gguf file, a shipped model ({', '.join(shipped)}), one that `ksana fetch` gets ({', '.join(fetchable)}), "
+        f"there is no model {text!r:.200}{f' (nearest: {close})' if close else ''}; supported: a directory or "
+        f".gguf file, a shipped model ({', '.join(shipped)}), one of `ksana fetch` ({', '.join(fetchable)}), "
         f"or a name of the Hugging Face hub ({hub.FORMS})"
     )
 

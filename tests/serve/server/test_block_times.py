@@ -76,7 +76,7 @@ def test_the_metrics_of_a_server_whose_pool_is_small(on):
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if "kv_block" in line and line[0] != "#")
     of_engine = '{engine="0",model_name="ksana"}'
     if not on:
-        assert not lines and not server.llm.engine.memory._listeners
+        assert not lines and not server.llm.engine.memory.listeners
         return
     assert {float(lines[f"vllm:{name}_count{of_engine}"]) for name in (LIFE, IDLE)} == {counters.replaced}
     assert float(lines[f"vllm:{LIFE}_sum{of_engine}"]) >= float(lines[f"vllm:{IDLE}_sum{of_engine}"]) > 0
