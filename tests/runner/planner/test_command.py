@@ -77,7 +77,7 @@ def test_a_model_larger_than_the_device_is_one_line_with_the_numbers(capsys, rea
     [
         ({"device": "gtx"}, "device is 'gtx', must be one of h200, h100, a100-80g"),
         ({"dtype": "fp8"}, "dtype is 'fp8', must be one of f32, bf16, f16"),
-        ({"model": "nowhere"}, "there is no model 'nowhere'; supported: the path of a directory"),
+        ({"model": "nowhere"}, "there is no model 'nowhere'; supported: a directory or .gguf file"),
         ({"model": str(ROOT)}, "config.json is missing"),
         ({"window": "0"}, "window is 0, must be an integer from 1"),
         ({"embedding_device": "host"}, "output head too (tied)"),
