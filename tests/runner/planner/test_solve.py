@@ -224,7 +224,7 @@ def test_a_tied_embedding_cannot_rest_on_the_host():
 
 
 def test_models_that_are_not_there_are_named():
-    with pytest.raises(LoadError, match="there is no model 'nowhere'; supported: a directory or .gguf file"):
+    with pytest.raises(LoadError, match=r"there is no model 'nowhere'; supported: a directory or \.gguf file"):
         made("nowhere")
     with pytest.raises(LoadError, match=r"is a file; supported: a directory, its config\.json, or a \.gguf file"):
         made(__file__)
