@@ -13,9 +13,9 @@ from ksana_jax.lab.runs.report import report
 from ksana_jax.lab.runs.run import run
 from ksana_jax.lab.runs.significance import baseline_change
 from ksana_jax.lab.runs.tasks.base import ResultRow
-from ksana_jax.lab.runs.tasks.perplexity import Perplexity, sample_positions
+from ksana_jax.lab.runs.tasks.perplexity import sample_positions
 from ksana_jax.lab.runs.tasks.perplexity_figure import _from_sample
-from ksana_jax.lab.runs.tasks.perplexity_report import front, span
+from ksana_jax.lab.runs.tasks.perplexity_report import span
 from ksana_jax.lab.runs.tasks.results import deviation
 from tests.lab.runs.perplexity_runs import VARIANTS, row
 from tests.lab.runs.perplexity_runs import experiment as experiment
@@ -68,58 +68,6 @@ def test_texts_scored_side_by_side_have_the_same_perplexity_and_the_kv_of_one(ex
     assert any(note.startswith("Live KV: held of one text after its last token") for note in both.notes)
     with pytest.raises(ConfigError, match=r"settings.texts_at_once is 3, engine.max_num_seqs is 2"):
         experiment(settings={**settings, "texts_at_once": 3}, engine=engine)
-
-
-def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_front(experiment, make_llm, tmp_path):
-    from matplotlib.figure import Figure
-
-    variants = [{"name": "window"}, {"name": "dilated", "pattern.stride": 2}]
-    given = {"variants": variants, "grid": {"pattern.window": [8, 16, 32]}}
-    made = reported(experiment(**given), tmp_path / "out", make_llm=make_llm)
-    # A dilated window holds the same blocks and sees half of their tokens.
-    assert [row.name for row in front(made.rows)] == ["window, window 8", "window, window 16", "window, window 32"]
-    assert any(
-        note.endswith("(Pareto front): " + ", ".join(repr(r.name) for r in front(made.rows)) + ".")
-        for note in made.notes
-    )
-    figure = Figure()
-    Perplexity().draw(figure, made.rows)
-    above, below = figure.axes
-    assert [len(line.get_xdata()) for line in below.lines] == [3, 3, 3]
-    assert above.get_xlabel() == "window (tokens)" and list(below.lines[0].get_xdata()) == [2, 4, 8]
-
-
-def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
-    from matplotlib.figure import Figure
-
-    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
-    variants = [{"name": "blocks of 4"}, {"name": "blocks of 8", "engine.block_size": 8}]
-    made = reported(experiment(settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
-    figure = Figure()
-    Perplexity().draw(figure, made.rows)
-    (axes,) = figure.axes
-    drawn = [(line.get_label(), line.get_xdata()[0]) for line in axes.lines]
-    assert drawn == [("blocks of 4", 4), ("blocks of 8", 2)]  # the fake engine's blocks have 1 KiB each
-    assert "KV bytes/token" in (tmp_path / "out/table.md").read_text()
-    assert [row.mean("kv_token_bytes") for row in made.rows] == [256, 128]
-
-
-def test_named_variants_of_weights_are_drawn_over_the_bytes_of_these(experiment, make_llm, tmp_path, text):
-    from matplotlib.figure import Figure
-
-    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
-    variants = [{"name": "f32"}, {"name": "int8", "engine.quantization": "int8"}]
-    made = reported(experiment(settings=settings, variants=variants), tmp_path / "out", make_llm=make_llm)
-    figure = Figure()
-    Perplexity().draw(figure, made.rows)
-    (axes,) = figure.axes
-    assert [(line.get_label(), line.get_xdata()[0]) for line in axes.lines] == [("f32", 8), ("int8", 2)]
-    assert axes.get_xlabel() == "weights (KiB)" and "weights, KiB" in (tmp_path / "out/table.md").read_text()
-
-
-def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
-    (row,) = reported(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm).rows
-    assert row.mean("live_kv_bytes") == 0
 
 
 def test_all_rows_share_one_engine_and_none_is_timed_while_compiling(measured):
@@ -391,19 +339,6 @@ def test_a_sampled_curve_is_the_nearest_row_plus_the_difference_on_the_sample():
     sampled = row("sampled", sampled=[1.6, 1.2])
     assert _from_sample(sampled, [far, near, sampled]) == pytest.approx({0: 1.1, 1: 2.2})
     assert _from_sample(sampled, [sampled]) == pytest.approx({0: 1.6, 1: 1.2})
-
-
-def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, tmp_path):
-    from matplotlib.figure import Figure
-
-    made = experiment(grid={"pattern.window": [4, 8], "pattern.num_sinks": [0, 1, 2]})
-    run(made, tmp_path / "out", make_llm=make_llm)
-    figure = Figure()
-    Perplexity().draw(figure, report(tmp_path / "out").rows)
-    above, below = figure.axes
-    assert below.get_xlabel() == "attention sinks (tokens)"
-    assert above.get_ylabel() == "ppl, positions 64–127"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]
 
 
 def test_the_note_says_whether_texts_begin_with_bos(experiment, make_llm, tmp_path, text):
