@@ -72,7 +72,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos, self._model.bos_id())
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos, self._model.eos_id())
-        self.named_tokens = {"unk_token": self._model.id_to_piece(self._model.unk_id())}
+        unk_id = self._model.unk_id()  # -1 for the vocabulary of a GGUF file that marks no token as unknown
+        self.named_tokens = {"unk_token": self._model.id_to_piece(unk_id)} if unk_id >= 0 else {}
         self._add_bos = config.get("add_bos_token", True) is not False
         self._add_eos = config.get("add_eos_token", False) is True
 

@@ -10,7 +10,15 @@ import pytest
 from ksana_jax.tokenizers import IncrementalDetokenizer, TokenizerError, load_tokenizer
 from ksana_jax.tokenizers.gguf_endings import INFILL, INFILL_ENDS, TURN_ENDS
 from ksana_jax.tokenizers.gguf_splits import SPLITS
-from ksana_jax.tokenizers.gguf_tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_tokenizer, special_ids
+from ksana_jax.tokenizers.gguf_tokenizer import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    gguf_tokenizer,
+    special_ids,
+)
 from tests import real
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf_tokenizers"
@@ -205,6 +213,14 @@ def test_file_without_token_types_has_ordinary_tokens_and_those_that_end_a_turn(
     tokenizer = make("gpt-2", token_type=None)
     assert len(tokenizer.encode("<|im_start|>")) > 1 and tokenizer.encode("<|im_end|>") == [IM_END]
     assert tokenizer.encode("the fox") == make("gpt-2").encode("the fox")
+
+
+def test_vocabulary_that_marks_no_token_as_unknown_loads():
+    types = stored("sentencepiece")["tokenizer.ggml.token_type"]
+    assert types.count(UNKNOWN) == 1  # Gemma-3-270M's file has none, and names the token in unknown_token_id
+    tokenizer = make("llama", token_type=[CONTROL if kind == UNKNOWN else kind for kind in types], unknown_token_id=0)
+    assert tokenizer.named_tokens["unk_token"] == "<unk>"
+    assert tokenizer.encode("the fox") == make("llama").encode("the fox")
 
 
 def test_empty_token_does_not_take_the_place_of_another():
