@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import typing
@@ -22,6 +23,7 @@ from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
 
 T = TypeVar("T")
+_DATACLASS = "@dataclasses.dataclass(frozen=True, kw_only=True)"
 _trusted: ContextVar[Collection[str] | None] = ContextVar("trusted", default=None)
 _folders: list[str] = []
 
@@ -89,7 +91,12 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
     found = resolve(name, registry, f"{what} method")
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{what} method is {name!r}, which is not a subclass of {kind.__name__}")
-    known = [field.name for field in dataclasses.fields(found)]  # pyright: ignore[reportArgumentType]  methods are dataclasses
+    known = {field.name: field.default for field in dataclasses.fields(found)}  # pyright: ignore[reportArgumentType]  methods are dataclasses
+    own, hints = vars(found), inspect.get_annotations(found)
+    lost = [n for n in known.keys() & own if own[n] is not known[n] and not inspect.ismemberdescriptor(own[n])]
+    lost += [n for n, hint in hints.items() if not (n in known or hasattr(kind, n) or "ClassVar" in str(hint))]
+    if lost:  # they would have no effect
+        raise ConfigError(f"{what} {name!r}: {min(lost)} is no field: it needs a type, and the class {_DATACLASS}")
     for key in fields:
         if key not in known:
             hint = nearest_hint(str(key), known) or f"; it has {', '.join(known)}"

@@ -13,6 +13,7 @@ from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
 from ksana_jax.core.dtypes import canonical_dtype
 from ksana_jax.kv.codecs.registry import check_kv_dtype
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.kv.eviction.checking import check_priority
 from ksana_jax.kv.replacement import find_replacement_policy
 from ksana_jax.kv.selection import read_selection
 from ksana_jax.scheduler.policies import find_scheduling_policy
@@ -74,7 +75,7 @@ def beyond_training(model: ModelConfig, max_model_len: int) -> str | None:
             "with its dynamic NTK rope, all texts, short ones too, have the frequencies of a text of max_model_len "
             "tokens; set no more than your texts need, see docs/use/models.md"
         )
-    return warning + "beyond them, only patterns with a window stay within the trained distances"
+    return warning + "beyond them, full attention may be worse than attention to fewer tokens, by a window or eviction"
 
 
 def check_length(model: ModelConfig, config: EngineConfig) -> None:
@@ -100,7 +101,8 @@ def check_policies(config: EngineConfig) -> EngineConfig:
         check_kv_dtype(config.kv_cache_dtype)
     find_scheduling_policy(config.policy)
     find_replacement_policy(config.prefix_replacement)
-    read_eviction(config.kv_eviction)
+    if (eviction := read_eviction(config.kv_eviction)) is not None:
+        check_priority(eviction)
     read_selection(config.kv_selection)
     method, most = read_speculative(config.speculative_config), config.max_num_batched_tokens
     if method is not None:

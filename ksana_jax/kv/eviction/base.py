@@ -99,7 +99,7 @@ class EvictionMethod:
 
     budget: float | int = 0.2
     sinks: int = 0
-    recent: float | int = 0.5
+    recent: float | int = 0
     interval: int | None = None
     prompts: Literal["whole", "once", "streamed"] = "whole"
     layers: Literal["uniform", "pyramid"] = "uniform"

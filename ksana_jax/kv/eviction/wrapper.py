@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.kv.eviction import read_eviction
@@ -13,11 +14,6 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 
 # Settings of all methods: when to evict, and how many tokens.
 COMMON = tuple(field.name for field in dataclasses.fields(EvictionMethod))
-
-
-def _inside(name: str) -> Any:
-    """Returns an attribute that is the inner method's."""
-    return property(lambda self: getattr(self.inner, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,31 +38,6 @@ class EvictionWrapper(EvictionMethod):
     beta: Any = None
     positions: Any = None
     memory: Any = None
-
-    observes: ClassVar[Any] = _inside("observes")
-    score_reduction: ClassVar[Any] = _inside("score_reduction")
-    probes: ClassVar[Any] = _inside("probes")
-    probe: ClassVar[Any] = _inside("probe")
-    resets_scores: ClassVar[Any] = _inside("resets_scores")
-    custom_logits: ClassVar[Any] = _inside("custom_logits")
-    needs_full_text: ClassVar[Any] = _inside("needs_full_text")
-    per_head: ClassVar[Any] = _inside("per_head")
-    across_layers: ClassVar[Any] = _inside("across_layers")
-    priority: ClassVar[Any] = _inside("priority")
-    once: ClassVar[Any] = _inside("once")
-    needs_text_positions: ClassVar[Any] = _inside("needs_text_positions")
-    num_known: ClassVar[Any] = _inside("num_known")
-    given: ClassVar[Any] = _inside("given")
-    query_numbers: ClassVar[Any] = _inside("query_numbers")
-    query_factor: ClassVar[Any] = _inside("query_factor")
-    observed_logits: ClassVar[Any] = _inside("observed_logits")
-    constants: ClassVar[Any] = _inside("constants")
-    reads_ropes: ClassVar[Any] = _inside("reads_ropes")
-    reads_outputs: ClassVar[Any] = _inside("reads_outputs")
-    state_shape: ClassVar[Any] = _inside("state_shape")
-    observe: ClassVar[Any] = _inside("observe")
-    stored: ClassVar[Any] = _inside("stored")
-    shares: ClassVar[Any] = _inside("shares")
 
     def __post_init__(self):
         defaults = self._read("of")
@@ -115,6 +86,15 @@ class EvictionWrapper(EvictionMethod):
     @property
     def setting(self) -> dict[str, Any]:
         return super().setting | {"of": own_setting(self.of)}
+
+
+# Attributes and methods that are the inner method's, unless a subclass defines its own.
+for _name in (
+    "observes score_reduction probes probe resets_scores custom_logits needs_full_text per_head across_layers priority "
+    "once needs_text_positions num_known given query_numbers query_factor observed_logits constants reads_ropes "
+    "reads_outputs state_shape observe stored shares"
+).split():
+    setattr(EvictionWrapper, _name, property(operator.attrgetter(f"inner.{_name}")))
 
 
 def bare(method: EvictionMethod) -> EvictionMethod:

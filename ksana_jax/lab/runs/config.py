@@ -36,6 +36,7 @@ from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.lab.runs.tasks.base import check_bounds
 from ksana_jax.lab.runs.text_files import MissingInput
 from ksana_jax.lab.runs.typed import explained, typed
+from ksana_jax.methods.presets import names_layers
 
 
 @dataclasses.dataclass
@@ -220,8 +221,10 @@ def plan(
             if isinstance(error, MissingInput):
                 raise MissingInput(error.path, f"{error.path} is missing. {source['fetch']}") from error
             raise LoadError(f"{str(error).partition('; supported')[0]}: {source['fetch']}") from None
-        # A preset is shown by its name, other values as resolved.
+        # A preset is shown by its name, ranges of layers as given, other values as resolved.
         point = {k: v if k == "pattern" and isinstance(v, str) else dotted.at(config, k) for k, v in values.items()}
+        if names_layers(values.get("pattern")):
+            point["pattern"] = yaml.safe_dump(values["pattern"], default_flow_style=True, width=1000).strip()
         names = [variant.name] * bool(variant.name)
         full_label = ", ".join(names + [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()])
         point = dict.fromkeys(grid) | point

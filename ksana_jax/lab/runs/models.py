@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import commit_of, model_path
 from ksana_jax.core.statistics import read_statistics
+from ksana_jax.engine.settings import beyond_training
 from ksana_jax.kv.groups import group_layers
+from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
@@ -33,6 +36,18 @@ def training_context(model: str) -> int:
     if problem := checks.integer("max_position_embeddings", context):
         raise ConfigError(f"{path}: {problem}; ${{context:...}} needs it")
     return context
+
+
+def reader_notes(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns notes for readers of trials of quality whose sequences are longer than their model's training."""
+    found: dict[str | None, None] = {}
+    for config in configs:
+        task = task_named(config["task"])
+        longest = task.max_model_len(task.Settings(**config["settings"])) or config["engine"]["max_model_len"]
+        if not task.measures_speed and longest is not None:
+            with contextlib.suppress(ConfigError, LoadError):  # of an unusable model: its engine says more
+                found[beyond_training(model_config(config["model"]), longest)] = None
+    return [f"Beyond training: {said}." for said in found if said]
 
 
 @functools.cache

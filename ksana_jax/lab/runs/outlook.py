@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ksana_jax.core.plugins import trusting
 from ksana_jax.lab.runs.config import Plan, Trial
+from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.progress import duration
 from ksana_jax.lab.runs.records import Records, Shard, read
 from ksana_jax.lab.runs.run import own_names
@@ -40,7 +41,7 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
     if tokens and (known := _tokens(timed)):
         seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
         lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
-    return [*lines, *_resolution(plan)]
+    return [*lines, *reader_notes(trial.config for trial in todo), *_resolution(plan)]
 
 
 def _tokens(trials: Sequence[Trial]) -> int:

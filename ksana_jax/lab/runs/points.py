@@ -101,7 +101,8 @@ def _refuse_pinned(pinned: Mapping[str, Any], variants: Sequence[Variant], grid:
     for key in dotted.flat({k: v for k, v in pinned.items() if k in TRIAL_KEYS}):
         rows = [v.name for v in variants if key in dotted.flat(v.changes)] + ["the grid"] * (key in grid)
         if rows:
-            raise ConfigError(f"{key} is set by {', '.join(rows)}, so an override for all rows would have no effect")
+            way = f"; give grid.{key}=[...]" if key in grid else ""
+            raise ConfigError(f"{key} is set by {', '.join(rows)}: an override for all rows would have no effect{way}")
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Kinds of line, each with "schema_version" and "kind":
 
   plan         name, title, task and rows of the experiment; written whenever it differs from the last one
-  start        a trial begins: its id, label, seed, resolved config, and the environment (commit, versions, device)
+  start        a trial begins: its id, label, seed, resolved config, notes and environment (commit, versions, device)
   measurement  one number or curve of the trial that began last
   done         the trial is complete, with num_measurements lines; without it, the lines of a trial are ignored.
                summary, samples, parts: its numbers by key, and on which samples they were measured; see `Results`
@@ -205,6 +205,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 _OPTIONAL_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "plan": {"number": int, "baseline": str, "pivot": str},
+    "start": {"notes": list},
     "done": {
         "num_measurements": int,
         "seconds": _NUMBER,

@@ -130,7 +130,8 @@ def report_of_rows(
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name}: task {type(task).__name__} cannot show these measurements: {why}") from error
-    said = [*notes, *of_task, *simulated_note(rows)]
+    of_trials = dict.fromkeys(str(note) for start in starts for note in start.get("notes", ()))
+    said = [*notes, *of_trials, *of_task, *simulated_note(rows)]
     said += [*significance.notes(rows, columns, task.samples), *classes.notes(starts)]
     made = Report(name, title or name, task, rows, columns, said, conclusion, failed, starts, pivot)
     if pivot and (headline := task.headline(rows)) is not None:

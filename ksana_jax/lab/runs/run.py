@@ -16,6 +16,7 @@ from ksana_jax.core.plugins import trusting
 from ksana_jax.devices.starting import use_device
 from ksana_jax.lab.runs.config import Plan, Trial
 from ksana_jax.lab.runs.environment import environment
+from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.recorded_results import table_of
 from ksana_jax.lab.runs.records import WHOLE, RecordFile, Shard, locked, read
 from ksana_jax.lab.runs.report import result_rows
@@ -233,6 +234,7 @@ def _write_run(plan: Plan, about: dict[str, Any], folder: Path, shard: Shard) ->
     content = {
         "name": plan.name,
         "experiment": plan.source,
+        "notes": reader_notes(t.config for t in plan.trials),
         "trials": [{"id": t.id, "label": t.label, "seed": t.seed, "config": t.config} for t in plan.trials],
         "environment": about,
         "shard": f"{shard.index}/{shard.count}",

@@ -191,7 +191,7 @@ def notes(rows: Sequence[ResultRow], columns: Iterable[Column], samples: str) ->
         said[-1] += (
             f", with its {PER_CENT} % confidence interval over {count} {samples} (paired t)."
             if counts[-1] > 1
-            else "; one has no interval."
+            else f"; an interval needs two {samples} or more."
         )
     compared = [c for c in columns if c.best and not c.exact and sum(r.mean(c.key) is not None for r in rows) > 1]
     if not compared:

@@ -19,6 +19,7 @@ from ksana_jax.lab.runs.classes import package_digests
 from ksana_jax.lab.runs.config import Trial
 from ksana_jax.lab.runs.environment import environment
 from ksana_jax.lab.runs.machine_load import Load
+from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.patterns import layer_groups, patterns_of
 from ksana_jax.lab.runs.recorded_results import summary_of
 from ksana_jax.lab.runs.records import record_line
@@ -124,7 +125,7 @@ def attempt(context: Context, debug: bool = False) -> Iterator[Record]:
     """
     trial = context.trial
     start = {"label": trial.label, "seed": trial.seed, "config": trial.config, "time": time.time()}
-    start |= facts_of(trial.config)
+    start |= facts_of(trial.config) | {"notes": reader_notes([trial.config])}
     start["classes"] = package_digests(trial.config)
     yield "start", {**start, "environment": environment()}
     load = Load()

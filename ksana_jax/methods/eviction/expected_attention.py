@@ -30,7 +30,6 @@ class _Expected(EvictionMethod):
     """
 
     sinks: int = 4
-    recent: float | int = 0
     future: int = 512
     covariance: bool = True
     value_norms: bool = True

@@ -20,6 +20,7 @@ class H2O(EvictionMethod):
         does; otherwise early tokens, which more queries have seen, are favoured, as in the paper.
     """
 
+    recent: float | int = 0.5
     normalised: bool = False
 
     observes: ClassVar[bool] = True

@@ -16,8 +16,6 @@ class KeyDiff(EvictionMethod):
     (prompts="streamed", interval=128).
     """
 
-    recent: float | int = 0
-
     def priority(self, cached: Cached, xp: Any) -> Array:
         keys = normalised(cached, xp)
         return -(keys * keys.sum(axis=-2, keepdims=True)).sum(axis=-1)

@@ -16,8 +16,6 @@ class KNorm(EvictionMethod):
     there, the first two layers are evicted from, too.
     """
 
-    recent: float | int = 0
-
     def priority(self, cached: Cached, xp: Any) -> Array:
         keys = cached.keys.astype(xp.float32)
         return -xp.sqrt((keys * keys).sum(axis=-1))

@@ -32,7 +32,6 @@ class KVzip(EvictionMethod):
         need their template's end of a turn here, and the beginning of the answer.
     """
 
-    recent: float | int = 0
     prompts: Literal["whole", "once", "streamed"] = "once"
     instruction: str | tuple[int, ...] = "\n\nRepeat the previous context exactly.\n"
 

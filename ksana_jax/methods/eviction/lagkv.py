@@ -25,7 +25,6 @@ class LagKV(EvictionMethod):
     """
 
     sinks: int = 16
-    recent: float | int = 0
     lag_size: int = 128
 
     def __post_init__(self):

@@ -21,6 +21,7 @@ class Oracle(EvictionMethod):
       future: of one text, see `lab.runs.oracle.future_attention`, which computes it.
     """
 
+    recent: float | int = 0.5
     future: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     needs_full_text: ClassVar[bool] = True

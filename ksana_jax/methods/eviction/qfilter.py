@@ -18,8 +18,6 @@ class QFilter(Calibrated):
     mean attention. It observes no attention, and no token is exempt.
     """
 
-    recent: float | int = 0
-
     calibrated_for: ClassVar[str] = "qfilter"
 
     def priority(self, cached: Cached, xp: Any) -> Array:

@@ -21,6 +21,7 @@ class Random(EvictionMethod):
       seed: of the numbers.
     """
 
+    recent: float | int = 0.5
     seed: int = 0
 
     def __post_init__(self):

@@ -17,8 +17,6 @@ class TOVA(EvictionMethod):
     No token is exempt, and all heads of a layer keep the same ones. The paper evicts after every token (interval=1).
     """
 
-    recent: float | int = 0
-
     observes: ClassVar[bool] = True
     resets_scores: ClassVar[bool] = True
 

@@ -149,8 +149,11 @@ def test_an_override_without_key_and_value_is_refused(model, override):
 
 
 def test_overriding_what_a_variant_or_the_grid_sets_is_refused(model):
-    with pytest.raises(ConfigError, match=r"settings\.x is set by the grid"):
+    with pytest.raises(ConfigError, match=r"settings\.x is set by the grid.*; give grid\.settings\.x=\[\.\.\.\]"):
         plan(small(model, grid={"settings.x": [1, 2]}), ["settings.x=5"])
+    assert [row.point for row in plan(small(model, grid={"settings.x": [1, 2]}), ["grid.settings.x=[5]"]).rows] == [
+        {"settings.x": 5}
+    ]
     with pytest.raises(ConfigError, match=r"settings\.x is set by b"):
         plan(small(model, variants=[{"name": "a"}, {"name": "b", "settings": {"x": 2}}]), ["settings.x=5"])
 

@@ -22,6 +22,9 @@ def test_a_preset_is_given_by_name_and_other_fields_replace_its_numbers(model):
     assert patterns == [[AttentionPattern(window=w, num_sinks=4, sink_position="cache")] for w in (8, 16)]
     rows = plan(small(model, grid={"pattern": ["full", "streaming_llm"]})).rows
     assert [row.trials[0].label for row in rows] == ["pattern=full", "pattern=streaming_llm"]
+    layers = {"0-1": {"window": 8}, "3": "full"}
+    [row] = plan(small("ksana-tiny", grid={"pattern": [layers]})).rows
+    assert row.trials[0].label == "pattern={0-1: {window: 8}, '3': full}"
     assert made.max_repositioned_sinks(made.trials[0]) == 4
 
 

@@ -152,5 +152,5 @@ def test_notes_say_against_what_and_over_how_many_texts():
     ]
     one = texts("one", [11.0], baseline=full)
     assert significance.notes([full, one], [PPL], "texts")[0] == (
-        "Loss, %: against 'full' on the same texts; one has no interval."
+        "Loss, %: against 'full' on the same texts; an interval needs two texts or more."
     )

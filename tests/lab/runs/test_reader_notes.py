@@ -1,0 +1,24 @@
+"""Tables, run.json and dry runs say when sequences are longer than those that the model was trained for."""
+
+import json
+
+import pytest
+
+from ksana_jax.lab.runs.config import plan
+from tests.lab.runs.runs import reported
+
+
+@pytest.mark.parametrize("num_tokens", [256, 257])
+def test_sequences_beyond_the_training_of_a_model_are_noted(num_tokens, make_llm, run_ksana, tmp_path):
+    (tmp_path / "long.txt").write_text("0123456789" * 60)
+    engine = {"block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+    settings = {"texts": [str(tmp_path / "long.txt")], "num_texts": 1, "num_tokens": num_tokens, "bucket_tokens": 64}
+    given = {"model": "ksana-tiny", "engine": engine, "settings": settings}
+    made = reported(plan(given), tmp_path, make_llm=make_llm)
+    notes = [note for note in made.notes if note.startswith("Beyond training: max_model_len is 258, the model")]
+    assert len(notes) == (num_tokens > 256)
+    assert json.loads((tmp_path / "run.json").read_text())["notes"] == notes
+    (tmp_path / "x.yaml").write_text(json.dumps(given))
+    dry = run_ksana("run", tmp_path / "x.yaml", "--dry-run", "--out", tmp_path / "dry")[2]
+    shown = [(tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text(), " ".join(dry.split())]
+    assert {"Beyond training" in text and "trained for 256 positions" in text for text in shown} == {num_tokens > 256}
