@@ -130,8 +130,8 @@ def _dotted() -> Schema:
 def _nested(key: str) -> Schema:
     """Returns what a row may have below a key, by the rest of the dotted keys."""
     names = {name.removeprefix(f"{key}."): value for name, value in _dotted().items() if name.startswith(f"{key}.")}
-    deeper = [name.replace(rf"^{key}\.", "^") for name in _DEEPER if name.startswith(rf"^{key}\.")]
-    return _object(names, dict.fromkeys(deeper, {}))
+    deeper = {name.replace(rf"^{key}\.", "^"): {} for name in _DEEPER if name.startswith(rf"^{key}\.")}
+    return _object(names, deeper)
 
 
 def _methods(registry: Mapping[str, Any], base: type) -> Schema:
