@@ -99,7 +99,7 @@ RIGHT = [
     "layer_patterns: [full, {window: 8}, full, full]",
     "task: generate\nengine: {kv_eviction: {method: h2o}}\nvariants: [{name: a, engine.kv_eviction.budget: 8}]",
     "variants: [{name: a, engine: {block_size: 8}, pattern.window: 8}, {name: b, pattern: {window: 16}}]",
-    "task: generate\nvariants: [{name: a, engine: {operators.attention: xla, kv_eviction.method: h2o, kv_eviction.budget: 8}}]",
+    "task: generate\nvariants: [{name: a, engine: {operators.attention: xla, kv_eviction.method: h2o}}]",
     "variants: [{name: a, pattern: {window: 8, full_heads.statistics: null}}]",
     "grid: {engine: [{operators.attention: xla}, {block_size: 8}]}",
     "grid: {pattern: [streaming_llm, {window: 8}], engine.dtype: [f32, bf16]}",
