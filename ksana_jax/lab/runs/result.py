@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import importlib
+import io
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.plugins import name_of, trusting
-from ksana_jax.lab.runs import comparison_tables, config, figures, records, tables
+from ksana_jax.core.plugins import name_of
+from ksana_jax.lab.runs import comparison_tables, config, figures, tables
 from ksana_jax.lab.runs.command import execute
 from ksana_jax.lab.runs.compare import compare_rows
 from ksana_jax.lab.runs.report import FIGURE_INCHES, Report, report
@@ -55,7 +56,8 @@ def run(
         plan = config.load(experiment, changes)
     folder, trusted = Path(out or f"runs/{plan.name}"), own_names(plan)
     outcome = execute(plan, folder, debug=debug, yes=True)
-    return Result(folder, outcome.failed, report(folder, trusted), trusted)
+    made, image = report(folder, trusted), folder / "figure.png"
+    return Result(folder, outcome.failed, made, trusted, image.read_bytes() if image.exists() else b"")
 
 
 class Markdown(str):
@@ -71,34 +73,33 @@ class Markdown(str):
 class Result:
     """The result of an experiment; a notebook shows its table and figure.
 
-    folder: has the records, and the table and the figure as files. failed: {label and seed: error}.
+    folder: has the records, and the table and the figure as files. failed: {label and seed: error}. image: a PNG.
     """
 
     folder: Path
     failed: dict[str, str]
     report: Report
     trusted: Collection[str]
+    image: bytes = b""
 
     @property
     def table(self) -> Any:
-        """table.csv as a DataFrame, with every number in full precision; without pandas, the table as text."""
+        """The numbers of table.csv as a DataFrame, in full precision; without pandas, the table as text."""
         try:
-            return importlib.import_module("pandas").read_csv(self.folder / "table.csv")
+            pandas = importlib.import_module("pandas")
         except ImportError:
             return Markdown(tables.markdown("", *self.report.grid, ()))
+        return pandas.read_csv(io.StringIO(tables.comma_separated(self.report.rows, self.report.columns)))
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """The start record of each finished trial (label, seed, config, environment, ...) with its `measurements`."""
-        with trusting(self.trusted):
-            found = records.read(self.folder)
-        assert found.plan is not None
-        trials = dict.fromkeys(trial for row in found.plan["rows"] for trial in row["trials"] if trial in found.done)
-        return [{**found.starts[trial], "measurements": found.done[trial]} for trial in trials]
+        measured = (measurements for row in self.report.rows for measurements in row.trials)
+        return [{**start, "measurements": m} for start, m in zip(self.report.starts, measured, strict=True)]
 
     @property
     def figure(self) -> Figure:
-        """The figure, drawn anew, to change and save; the folder has figure.png and figure.pdf."""
+        """A new drawing of the figure, to change and save; figure.png and figure.pdf are in the folder."""
         importlib.import_module("matplotlib.pyplot")  # notebooks show figures once it is imported
         with figures.drawn(lambda figure: self.report.task.draw(figure, self.report.rows), FIGURE_INCHES) as figure:
             return figure
@@ -108,13 +109,11 @@ class Result:
         return Markdown(comparison_tables.markdown(compare_rows(self.folder, a, b, self.trusted)))
 
     def __repr__(self) -> str:
-        failed = "".join(f"\nfailed: {label}: {error}\n" for label, error in self.failed.items())
-        return (self.folder / "table.md").read_text(encoding="utf-8") + failed
+        return self.report.markdown + "".join(f"\nfailed: {label}: {why}\n" for label, why in self.failed.items())
 
     def _repr_markdown_(self) -> str:
-        image = self.folder / "figure.png"
-        content = base64.b64encode(image.read_bytes()).decode() if image.exists() else ""
-        return repr(self) + f"\n![figure](data:image/png;base64,{content})\n" * bool(content)
+        image = base64.b64encode(self.image).decode()
+        return repr(self) + f"\n![figure](data:image/png;base64,{image})\n" * bool(image)
 
 
 def _json(value: Any) -> str:

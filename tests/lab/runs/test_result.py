@@ -35,7 +35,7 @@ def test_the_table_is_a_data_frame_if_pandas_is_installed(experiment, tmp_path, 
     found = ksana_jax.run(experiment, out=tmp_path)
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert repr(found.table).startswith("| row | mean | lines |")
-    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(read_csv=lambda path: path.read_text()))
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(read_csv=lambda text: text.read()))
     assert found.table.startswith("row,seeds,mean,")
 
 
