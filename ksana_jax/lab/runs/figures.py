@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,13 +222,16 @@ def _mark_infinite(axes: Axes, line: Line2D) -> None:
                 axes.plot(*places, transform=transform, clip_on=False, **style)
 
 
-@contextlib.contextmanager
-def drawn(draw: Callable[[Figure], None], height_inches: float) -> Iterator[Figure]:
-    """Draws into a figure of column width; the style of figures holds while the context is open."""
+def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, bytes]:
+    """Draws into a figure of column width and returns it as {"png": ..., "pdf": ...}.
+
+    The same drawing gives the same bytes: no dates, no program versions.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    files = {}
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(COLUMN_INCHES, height_inches), layout="constrained")
         FigureCanvasAgg(figure)
@@ -237,16 +239,6 @@ def drawn(draw: Callable[[Figure], None], height_inches: float) -> Iterator[Figu
         finish(figure)
         if figure_fonts.fit(figure):
             matplotlib.rcParams["pdf.fonttype"] = 3  # fonts of any format; type 42 takes TrueType only
-        yield figure
-
-
-def render(draw: Callable[[Figure], None], height_inches: float) -> dict[str, bytes]:
-    """Draws into a figure of column width and returns it as {"png": ..., "pdf": ...}.
-
-    The same drawing gives the same bytes: no dates, no program versions.
-    """
-    files = {}
-    with drawn(draw, height_inches) as figure:
         for kind, nothing in (
             ("png", {"Software": None}),
             ("pdf", {"CreationDate": None, "Producer": None, "Creator": None}),
