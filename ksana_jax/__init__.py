@@ -29,7 +29,8 @@ Array names end in their dimensions if code handles more than one shape:
 *Block* is a unit of the pool, *slot* one token's place in it, *row* one sequence of a step.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.lazy import lazy_names
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from ksana_jax.runner.example import StepFunction
     from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
+    run: Callable[..., Any]  # lab.runs.result, which imports this module
+
 __version__ = "0.1.0"
 
 # Names resolve on first use, so that `import ksana_jax` (and `ksana --help`) does not wait for jax.
@@ -59,7 +62,8 @@ _PUBLIC = {
     "ksana_jax.loading.load": "load_model",
     "ksana_jax.runner.example": "StepFunction",
     "ksana_jax.scheduler.step.types": "StepShape TileGroup",
+    "ksana_jax.lab.runs.result": "run",
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
-__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "TileGroup"]
+__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "TileGroup", "run"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -1,8 +1,11 @@
 """The examples run as they are, and their index has them all. Jupyter is not needed: code cells are plain Python."""
 
+import ast
 import importlib
 import json
 import runpy
+import sys
+import types
 from pathlib import Path
 
 import matplotlib
@@ -34,19 +37,43 @@ def test_notebooks_are_kept_without_outputs(path):
             assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run_from_top_to_bottom_and_draw(path):
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """Runs a notebook from top to bottom in an empty folder; returns what its cells show."""
+    monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")
-    names = {}
-    try:
-        for number, cell in enumerate(cells(path)):
+    monkeypatch.setitem(sys.modules, "a_notebook", module := types.ModuleType("a_notebook"))
+
+    def run(name):
+        seen = []
+        for number, cell in enumerate(cells(EXAMPLES / name)):
             if cell["cell_type"] == "code":
-                exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
-        [figure] = map(plt.figure, plt.get_fignums())
-        assert len(figure.axes) >= 3
-    finally:
-        plt.close("all")
+                body = ast.parse("".join(cell["source"]))
+                if is_shown := isinstance(body.body[-1], ast.Expr):
+                    body.body[-1] = ast.Assign([ast.Name("_", ast.Store())], body.body[-1].value)
+                exec(compile(ast.fix_missing_locations(body), f"{name}, cell {number}", "exec"), vars(module))
+                seen += [module._] * is_shown
+        return seen
+
+    yield run
+    plt.close("all")
+
+
+@pytest.mark.soak
+def test_attention_by_hand_draws(shown):
+    shown("attention_by_hand.ipynb")
+    [figure] = map(plt.figure, plt.get_fignums())
+    assert len(figure.axes) >= 3
+
+
+def test_the_experiment_in_a_notebook_shows_tables_and_a_figure(shown):
+    [result, table, figure, record, compared, with_own] = shown("an_experiment.ipynb")
+    assert "\n| SnapKV | 32 |" in repr(result) and "SnapKV | 32" in str(table) and figure.axes[0].lines
+    assert record["metric"] == "nll" and "TOVA, budget 32 against SnapKV, budget 32" in compared
+    assert (
+        "\n| long values | 64 |" in repr(with_own) and "![figure](data:image/png;base64," in with_own._repr_markdown_()
+    )
+    assert not with_own.failed and len(with_own.records) == len(result.records) + 4 == 14
 
 
 def test_the_engine_in_one_page_writes_what_llm_does():

@@ -61,7 +61,7 @@ def _options(
         logs.show_log()
 
 
-EXPERIMENTS, MODELS, SERVING, PERFORMANCE = "Experiments", "Models", "Serving", "Performance and debugging"
+EXPERIMENTS, MODELS, SERVING, DEBUGGING = "Experiments", "Models", "Serving", "Debugging"
 # Panel, command, an example, and the page in docs/.
 COMMANDS = (
     (EXPERIMENTS, studies.run, "run quickstart engine.block_size=8 --out runs/small-blocks", "use/experiments"),
@@ -78,8 +78,8 @@ COMMANDS = (
     (SERVING, machine.plan, "plan --model llama-2-7b --device h200 --context 4096", "reference/commands"),
     (SERVING, serving.serve, "serve smollm2 max_num_seqs=8 --port 8001", "use/serving"),
     (SERVING, routing.route, "route --spawn 4 ksana-tiny max_model_len=256", "use/proxy"),
-    (PERFORMANCE, machine.doctor, "doctor smollm2", "use/models"),
-    (PERFORMANCE, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
+    (DEBUGGING, machine.doctor, "doctor smollm2", "use/models"),
+    (DEBUGGING, aligning.align, "align dtype=f32 dtype=bf16 --model ksana-tiny", "reference/commands"),
 )
 for panel, command, words, page in COMMANDS:
     app.command(
@@ -94,9 +94,9 @@ app.command(cls=groups.Command, hidden=True)(worker.worker)
 
 app.add_typer(listing.app, name="list", rich_help_panel=EXPERIMENTS)
 app.add_typer(simulating.app, name="simulate", rich_help_panel=SERVING)
-app.add_typer(tracing.app, name="trace", rich_help_panel=PERFORMANCE)
+app.add_typer(tracing.app, name="trace", rich_help_panel=DEBUGGING)
 benches = groups.group("Benchmarks the engine on this machine.", cls=bench.BenchGroup)
-app.add_typer(benches, name="bench", rich_help_panel=PERFORMANCE)
+app.add_typer(benches, name="bench", rich_help_panel=DEBUGGING)
 
 # Options of `ksana` itself that may appear anywhere: after an error, users append --debug to the same command.
 ANYWHERE = ("--debug", "--verbose", "-v")

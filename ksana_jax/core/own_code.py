@@ -68,12 +68,14 @@ def digest_of(name: str) -> str | None:
     """Returns 16 hex digits of a class's module and of the user's modules that it imports, all by their source without
     comments and docstrings; None if there is no such module outside Python's library.
 
-    Code without a file, as in a notebook, gets another digest in each process: what it was is not known afterwards.
+    Code without a file, as in a notebook, gets another digest each time: what it was is not known afterwards.
 
     Raises:
       ConfigError: see `digests_of`.
     """
     module, _, path = name.partition(":")
+    if module in sys.modules and not hasattr(sys.modules[module], "__file__"):
+        return None if module in sys.stdlib_module_names else secrets.token_hex(8)
     if module.partition(".")[0] in sys.stdlib_module_names or (sources := _sources(module)) is None:
         return None
     digest = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:16]
@@ -116,14 +118,7 @@ def _sources(module: str) -> dict[str, str] | None:
             if other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    if module not in found and module in sys.modules and not hasattr(sys.modules[module], "__file__"):
-        found[module] = _unknown(module)
     return found if module in found else None
-
-
-@functools.cache
-def _unknown(module: str) -> str:
-    return secrets.token_hex(8)
 
 
 def _file_of(module: str) -> Path | None:

@@ -16,14 +16,13 @@ from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.sessions import Sessions
-from ksana_jax.engine.sleeping import Sleeps
 from ksana_jax.tokenizers import Tokenizer
 from ksana_jax.tokenizers.chat import Messages, chat_prompts
 
 _GENERATE_KEYWORDS = {"prompts", "sampling_params", "prompt_token_ids", "use_tqdm", "lora_request"}
 
 
-class LLM(LoadedModel, Sessions, Sleeps):
+class LLM(LoadedModel, Sessions):
     """Runs a model on the paged engine; names as in vLLM.
 
     Args:

@@ -28,8 +28,9 @@ from ksana_jax.engine.distributed.worker import start
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.llm_facts import LLMFacts
 from ksana_jax.engine.settings import beyond_training, engine_config
+from ksana_jax.engine.sleeping import Sleeps
 from ksana_jax.engine.warmup import warm_up
-from ksana_jax.kv.eviction import changed_eviction
+from ksana_jax.kv.eviction import keep_statistics, read_eviction
 from ksana_jax.loading.load import auto_dtype, open_model
 from ksana_jax.loading.statistics import with_statistics
 from ksana_jax.methods.presets import PatternLike, read_patterns
@@ -42,8 +43,11 @@ from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 logger = logging.getLogger("ksana_jax")
 
 
-class LoadedModel(LLMFacts):
+class LoadedModel(LLMFacts, Sleeps):
     """The part of `LLM` that loads its model, changes its settings and closes it; arguments as `LLM`."""
+
+    # What __init__ takes besides the model, for the same engine with another setting.
+    _given: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class LoadedModel(LLMFacts):
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
         model = compose(model, revision, gguf_file)
+        self._given = {"pattern": pattern, "tokenizer": tokenizer, **settings}
         config, workers = engine_config(settings), None
         if config.distributed is not None:
             job = start(config.distributed, config.device, (model, config))
@@ -176,19 +181,40 @@ class LoadedModel(LLMFacts):
         patterns = read_patterns(pattern, self.model_config)
         self.runner.check_patterns(patterns)
         self.replicas.each(lambda engine: engine.set_patterns(patterns))
+        self._given = {**self._given, "pattern": pattern}
 
-    def set_kv_eviction(self, setting: Mapping[str, Any]) -> None:
-        """Changes the numbers of the eviction method, such as the budget, without loading or compiling anything.
+    def set_kv_eviction(self, setting: Mapping[str, Any] | None) -> None:
+        """Changes the eviction method.
+
+        Other numbers of the same method, such as the budget, load and compile nothing. For another method, or None, the
+        engine is built again, without cached prefixes; it reads the weights, compiles, and logs so.
 
         Args:
-          setting: as `EngineConfig.kv_eviction`; the same method as the engine's.
+          setting: as `EngineConfig.kv_eviction`.
 
         Raises:
           RuntimeError: requests are running.
-          ConfigError: the setting is wrong, or needs an engine of its own.
+          ConfigError: the setting is wrong, or the engine cannot be built again; the method stays as it is.
         """
-        method = changed_eviction(setting, self.config.kv_eviction)
-        self.replicas.each(lambda engine: engine.set_eviction(method))
+        setting, layout = keep_statistics(setting, self.config.kv_eviction), self.engine.scheduler.layout
+        method, now = read_eviction(setting), layout.eviction and layout.eviction.method
+        if method is not None and layout.compiled_for(method.encoded(self.tokenizer)):
+            self.replicas.each(lambda engine: engine.set_eviction(method))
+        elif method is not None or now is not None:
+            self._rebuild(setting, f"kv_eviction changes from {now} to {method}")
+
+    def _rebuild(self, kv_eviction: Mapping[str, Any] | None, change: str) -> None:
+        self.replicas.each(lambda engine: engine.check_idle("the eviction method changes only in between"))
+        if (source := self.engine.source) is None or self.engine.memory.disk is not None:
+            why = "the weights were given in memory" if source is None else "disk_cache_dir is set"
+            raise ConfigError(f"{change}, and {why}: make an engine for it")
+        logger.info("%s: reading the weights again; steps are compiled", change)
+        self.sleep(2)
+        try:
+            LoadedModel.__init__(self, source[0], load_format=source[1], **{**self._given, "kv_eviction": kv_eviction})
+        except BaseException:
+            self.wake_up()
+            raise
 
     def warm_up(
         self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None

@@ -141,11 +141,16 @@ class KVLayout:
         Raises:
           ConfigError: programs that were compiled for this layout, or its groups of layers, do not fit the method.
         """
-        mine = None if self.eviction is None else self.eviction.method
-        if mine is None or mine.compiled != method.compiled or mine.shares(2) != method.shares(2):
+        if not self.compiled_for(method):
+            mine = self.eviction and self.eviction.method
             raise ConfigError(f"an engine with kv_eviction {mine} cannot change to {method}: make an engine for it")
         assert self.eviction is not None
         return dataclasses.replace(self, eviction=dataclasses.replace(self.eviction, method=method))
+
+    def compiled_for(self, method: EvictionMethod) -> bool:
+        """True if this layout and the programs compiled for it serve the method too."""
+        mine = self.eviction and self.eviction.method
+        return mine is not None and mine.compiled == method.compiled and mine.shares(2) == method.shares(2)
 
     @property
     def scored_groups(self) -> np.ndarray:

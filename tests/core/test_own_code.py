@@ -61,13 +61,10 @@ def test_names_are_found_anywhere_in_settings_and_other_texts_are_left_alone(fol
         assert own_code.digests_of(text) == {}
 
 
-def test_code_without_a_file_differs_in_each_process(monkeypatch):
+def test_code_without_a_file_differs_each_time(monkeypatch):
     monkeypatch.setitem(sys.modules, "typed_in_a_notebook", type(sys)("typed_in_a_notebook"))
     digest = own_code.digest_of("typed_in_a_notebook:M")
-    assert digest is not None and digest == own_code.digest_of("typed_in_a_notebook:M")
-    own_code._unknown.cache_clear()
-    monkeypatch.setattr(own_code, "_first", {})
-    assert digest != own_code.digest_of("typed_in_a_notebook:M")
+    assert digest is not None and digest != own_code.digest_of("typed_in_a_notebook:M")
 
 
 def test_source_that_python_cannot_parse_counts_by_its_bytes(folder):

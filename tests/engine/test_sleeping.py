@@ -342,3 +342,31 @@ def test_an_event_loop_is_told_that_the_engine_sleeps(folders, expected):
 
     with engine(folders[0]) as llm:
         assert asyncio.run(run(llm)) == expected[0][0]
+
+
+def test_another_eviction_method_serves_what_a_new_engine_with_it_serves(folders, caplog):
+    caplog.set_level("INFO", "ksana_jax")
+    settings = {**SIZES, "max_num_seqs": 4, "max_num_batched_tokens": 16, "enable_prefix_caching": True}
+    changing, now = LLM(folders[0], pattern={"window": 16}, **settings), None
+    changing.set_pattern("full")
+    for method in (
+        {"method": "tova", "budget": 12},
+        {"method": "h2o", "budget": 16},
+        {"method": "tova", "budget": 8},
+        None,
+    ):
+        caplog.clear()
+        changing.set_kv_eviction(method)
+        assert "reading the weights again; steps are compiled" in caplog.text
+        new = LLM(folders[0], kv_eviction=method, **settings)
+        before, now = now, tokens(new)
+        assert tokens(changing) == now != before and cached(changing) == cached(new)
+    for method in ({"method": "tova", "budget": 1}, {"method": "tova", "budgt": 12}):
+        with pytest.raises(ConfigError):
+            changing.set_kv_eviction(method)
+        assert tokens(changing) == now
+    stream = changing.stream({"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="1 requests are running: the eviction method changes only in between"):
+        changing.set_kv_eviction({"method": "tova", "budget": 12})
+    assert [*stream][-1].outputs[0].token_ids == now[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import read_method
 from ksana_jax.kv.eviction.base import EvictionMethod
 
@@ -40,23 +39,11 @@ EVICTION_METHODS: dict[str, str] = {
 }
 
 
-def changed_eviction(setting: Mapping[str, Any], now: Mapping[str, Any] | None) -> EvictionMethod:
-    """Returns the method of a setting that replaces another one; it reads the same `statistics` unless it names some.
-
-    Raises:
-      ConfigError: see `read_eviction`, or nothing is to be evicted any more.
-    """
-    method = read_eviction(_with_statistics(setting, now))
-    if method is None:
-        raise ConfigError("kv_eviction None needs an engine of its own: this one evicts")
-    return method
-
-
-def _with_statistics(setting: Any, now: Any) -> Any:
-    """Returns a setting with the files that the same methods read now, unless it names others."""
+def keep_statistics(setting: Any, now: Any) -> Any:
+    """Returns a setting with the `statistics` files that the same methods read now, unless it names others."""
     if not (isinstance(setting, Mapping) and isinstance(now, Mapping) and setting.get("method") == now.get("method")):
         return setting
-    found = {name: _with_statistics(value, now.get(name)) for name, value in setting.items()}
+    found = {name: keep_statistics(value, now.get(name)) for name, value in setting.items()}
     return {"statistics": now["statistics"], **found} if "statistics" in now else found
 
 

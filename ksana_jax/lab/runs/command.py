@@ -16,11 +16,11 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combine
 from ksana_jax.lab.runs.compare import compare, compare_rows
-from ksana_jax.lab.runs.config import load
+from ksana_jax.lab.runs.config import Plan, load
 from ksana_jax.lab.runs.outlook import outlook
-from ksana_jax.lab.runs.records import Shard
+from ksana_jax.lab.runs.records import WHOLE, Shard
 from ksana_jax.lab.runs.report import Report, draw, read_report, write_tables
-from ksana_jax.lab.runs.run import own_names, run
+from ksana_jax.lab.runs.run import Outcome, own_names, run
 
 if TYPE_CHECKING:
     from ksana_jax.lab.runs.on_ray import OnRay
@@ -49,29 +49,40 @@ def run_and_report(
     Returns:
       Exit code: 0, or 1 if trials failed or the user declined to continue.
     """
-    part = Shard.parse(shard)
-    plan = load(file, overrides)
-    folder = out or Path("runs") / plan.name
-    errors = Console(stderr=True, highlight=False)
-    for line in outlook(plan, folder, part):
-        errors.print(line, markup=False)
+    plan, part = load(file, overrides), Shard.parse(shard)
+    folder, errors = out or Path("runs") / plan.name, Console(stderr=True, highlight=False)
     if dry_run:
+        for line in outlook(plan, folder, part):
+            errors.print(line, markup=False)
         return 0
-    elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
     try:
-        with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
-            outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
+        outcome = execute(plan, folder, part, debug, on_ray, yes)
     except progress.Declined:
         errors.print("stopped; the same command goes on from here")
         return 1
-    if use.asked:
-        errors.print(f"{use.compiled} of {use.asked} functions were compiled, the others were kept from earlier runs")
     report_and_show([folder], trusted=own_names(plan))
-    if outcome.num_skipped:
-        errors.print(f"{outcome.num_skipped} of {outcome.num_skipped + outcome.num_done} trials were already done")
     for label, error in outcome.failed.items():
         errors.print(f"failed: {escape(label)}: {escape(error)}")
     return 1 if outcome.failed else 0
+
+
+def execute(
+    plan: Plan, folder: Path, part: Shard = WHOLE, debug: bool = False, on_ray: OnRay | None = None, yes: bool = False
+) -> Outcome:
+    """Runs the remaining trials of an experiment and shows progress; arguments as `run_and_report`.
+
+    Raises:
+      progress.Declined: the user declined to continue.
+    """
+    errors = Console(stderr=True, highlight=False)
+    for line in outlook(plan, folder, part):
+        errors.print(line, markup=False)
+    elsewhere = contextlib.nullcontext() if on_ray is None else on_ray.executor(plan, debug)
+    with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
+        outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
+    if use.asked:
+        errors.print(f"compiled {use.compiled} of {use.asked} functions; the others came from the cache")
+    return outcome
 
 
 def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: Collection[str] | None = ()) -> None:

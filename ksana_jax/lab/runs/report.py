@@ -50,6 +50,12 @@ class Report:
             return tables.pivoted(self.rows, headline, self.pivot)
         return tables.grid(self.rows, self.columns)
 
+    @property
+    def markdown(self) -> str:
+        """The table and what stands below it."""
+        notes = [self.conclusion, *self.notes] if self.conclusion else self.notes
+        return tables.markdown(self.title, *self.grid, notes)
+
 
 def report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
     """Writes table.md, table.csv and table.tex, then figure.png and figure.pdf; equal records give equal bytes.
@@ -141,9 +147,8 @@ def report_of_rows(
 
 def write_tables(made: Report, folder: Path) -> list[str]:
     """Writes table.md, table.csv and table.tex; returns these names."""
-    notes = [made.conclusion, *made.notes] if made.conclusion else made.notes
     files = {
-        "table.md": tables.markdown(made.title, *made.grid, notes),
+        "table.md": made.markdown,
         "table.csv": tables.comma_separated(made.rows, made.columns),
         "table.tex": tables.latex(made.title, made.grid, made.notes, made.name),
     }

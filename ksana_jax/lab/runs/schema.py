@@ -60,6 +60,8 @@ def schema() -> Schema:
     fields = {**_fields(Experiment), "task": _named(TASKS), "model": _named(model_names(), own="")}
     fields["layer_patterns"]["items"] = _reference("layer_pattern")
     row = {key: fields[key] for key in TRIAL_KEYS if key != "task"} | _dotted()
+    # Rows may have dotted keys on each level: {engine: {kv_eviction.budget: 8}}.
+    row |= {"engine": _reference("row_engine"), "pattern": {"anyOf": [fields["pattern"], _reference("row_pattern")]}}
     lists = {key: {"type": "array", "minItems": 1, "items": value} for key, value in row.items()}
     lists |= {key: {"anyOf": [lists[key], {"type": "object"}]} for key in ("engine", "pattern", "settings")}
     fields["variants"]["items"] = {
@@ -91,6 +93,7 @@ def _definitions() -> Schema:
     found["layer_pattern"] = {"anyOf": [preset, _object(fields)]}
     layers = _object({}, {r"^\d+(-\d+)?$": _reference("layer_pattern")})
     found["pattern"] = {"anyOf": [preset, null, _object(fields | heads), layers]}
+    found |= {f"row_{key}": _nested(key) for key in ("engine", "pattern")}
     return found | {AttentionPattern.__name__: _object(fields | heads), "kv_cache_dtype": _kv_cache_dtype()}
 
 
@@ -100,7 +103,9 @@ def _of_task(name: str) -> Schema:
     names = [field.name for field in dataclasses.fields(settings)]
     whole, keys = _reference(settings.__name__), {f"settings.{n}": _reference(settings.__name__, n) for n in names}
     known = {"propertyNames": {"pattern": rf"^(?!settings\.)|^settings\.({'|'.join(names)})(\.|$)"}}
-    rows = {"properties": {"settings": whole, **keys}, **known}
+    deeper = {rf"^({'|'.join(names)})\.": {}}
+    nested = _object({n: _reference(settings.__name__, n) for n in names}, deeper)
+    rows = {"properties": {"settings": nested, **keys}, **known}
     grid = {"properties": {key: {"items": value} for key, value in keys.items()}, **known}
     chosen: Schema = {"properties": {"task": {"const": name}}}
     if name != Experiment.task:
@@ -120,6 +125,13 @@ def _dotted() -> Schema:
         found |= {f"engine.{setting}.{name}": {} for name in own}
         found |= {f"engine.{setting}.{name}": _reference(setting, name) for name in shared}
     return found
+
+
+def _nested(key: str) -> Schema:
+    """Returns what a row may have below a key, by the rest of the dotted keys."""
+    names = {name.removeprefix(f"{key}."): value for name, value in _dotted().items() if name.startswith(f"{key}.")}
+    deeper = {name.replace(rf"^{key}\.", "^"): {} for name in _DEEPER if name.startswith(rf"^{key}\.")}
+    return _object(names, deeper)
 
 
 def _methods(registry: Mapping[str, Any], base: type) -> Schema:
