@@ -75,7 +75,7 @@ def beyond_training(model: ModelConfig, max_model_len: int) -> str | None:
             "with its dynamic NTK rope, all texts, short ones too, have the frequencies of a text of max_model_len "
             "tokens; set no more than your texts need, see docs/use/models.md"
         )
-    return warning + "beyond them, full attention may be worse than attention to fewer tokens, by a window or eviction"
+    return warning + "past them, a window or an eviction method may score better than full attention"
 
 
 def check_length(model: ModelConfig, config: EngineConfig) -> None:

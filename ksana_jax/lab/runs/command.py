@@ -17,7 +17,7 @@ from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combine
 from ksana_jax.lab.runs.compare import compare, compare_rows
 from ksana_jax.lab.runs.config import Plan, load
-from ksana_jax.lab.runs.outlook import outlook
+from ksana_jax.lab.runs.outlook import memory, outlook
 from ksana_jax.lab.runs.records import WHOLE, Shard
 from ksana_jax.lab.runs.report import Report, draw, read_report, write_tables
 from ksana_jax.lab.runs.run import Outcome, own_names, run
@@ -52,7 +52,7 @@ def run_and_report(
     plan, part = load(file, overrides), Shard.parse(shard)
     folder, errors = out or Path("runs") / plan.name, Console(stderr=True, highlight=False)
     if dry_run:
-        for line in outlook(plan, folder, part):
+        for line in (*outlook(plan, folder, part), *memory(plan, part)):
             errors.print(line, markup=False)
         return 0
     try:

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from ksana_jax.core.errors import ConfigError, LoadError
 from ksana_jax.core.plugins import trusting
+from ksana_jax.core.units import byte_size
 from ksana_jax.lab.runs.config import Plan, Trial
 from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.progress import duration
@@ -15,6 +17,7 @@ from ksana_jax.lab.runs.records import Records, Shard, read
 from ksana_jax.lab.runs.run import own_names
 from ksana_jax.lab.runs.significance import half_width
 from ksana_jax.lab.runs.tasks import task_named
+from ksana_jax.lab.runs.trials import planned_bytes
 
 
 def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
@@ -42,6 +45,18 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
         seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
         lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
     return [*lines, *reader_notes(trial.config for trial in todo), *_resolution(plan)]
+
+
+def memory(plan: Plan, shard: Shard) -> list[str]:
+    """Returns a line on the largest engine of a run's trials; none where no engine computes."""
+    engines = {trial.engine_key: trial for trial in shard.part_of(plan.trials)}
+    if not _tokens(tuple(engines.values())):
+        return []
+    try:
+        largest = max(planned_bytes(trial, plan.max_repositioned_sinks(trial)) for trial in engines.values())
+    except (ConfigError, LoadError) as error:
+        return [f"an engine cannot be made: {error}"]
+    return [f"at most {byte_size(largest)} of weights and KV pool at a time"]
 
 
 def _tokens(trials: Sequence[Trial]) -> int:

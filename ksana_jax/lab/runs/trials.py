@@ -19,12 +19,13 @@ from ksana_jax.lab.runs.classes import package_digests
 from ksana_jax.lab.runs.config import Trial
 from ksana_jax.lab.runs.environment import environment
 from ksana_jax.lab.runs.machine_load import Load
-from ksana_jax.lab.runs.models import reader_notes
+from ksana_jax.lab.runs.models import model_config, reader_notes
 from ksana_jax.lab.runs.patterns import layer_groups, patterns_of
 from ksana_jax.lab.runs.recorded_results import summary_of
 from ksana_jax.lab.runs.records import record_line
 from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.lab.runs.tasks.compression import facts_of
+from ksana_jax.methods.presets import read_patterns
 
 if TYPE_CHECKING:
     from ksana_jax import LLM
@@ -72,14 +73,34 @@ class EnginePool:
             from ksana_jax import LLM
 
             self._make_llm = LLM
-        default = dataclasses.asdict(EngineConfig())
-        given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
-        given.setdefault("max_repositioned_sinks", self._num_sinks(trial))
-        if layer_groups(trial.config):
-            # In one group, a pool for full attention has room for any pattern.
-            patterns = patterns_of(trial.config)
-            given["pattern"] = patterns if len(patterns) > 1 else FULL
+        given = engine_settings(trial, self._num_sinks(trial))
         return self._make_llm(trial.config["model"], load_format=trial.config["load_format"], **given)
+
+
+def engine_settings(trial: Trial, num_sinks: int) -> dict[str, Any]:
+    """Returns the keywords of `LLM` for a trial's engine. num_sinks: see `EnginePool`."""
+    default = dataclasses.asdict(EngineConfig())
+    given = {k: v for k, v in trial.config["engine"].items() if v != default[k]}
+    given.setdefault("max_repositioned_sinks", num_sinks)
+    if layer_groups(trial.config):
+        # In one group, a pool for full attention has room for any pattern.
+        patterns = patterns_of(trial.config)
+        given["pattern"] = patterns if len(patterns) > 1 else FULL
+    return given
+
+
+def planned_bytes(trial: Trial, num_sinks: int) -> int:
+    """Returns the bytes of weights and KV pool of a trial's engine, without reading weights.
+
+    Raises:
+      ConfigError: there cannot be such an engine, for instance because its memory does not fit.
+    """
+    from ksana_jax.engine.device_setup import prepare
+
+    given, model = engine_settings(trial, num_sinks), model_config(trial.config["model"])
+    patterns = read_patterns(given.pop("pattern", None), model)
+    plan = prepare(model, EngineConfig(**given).for_model(model, patterns), patterns).plan
+    return plan.weights_bytes + plan.pool_copies * plan.pool_bytes
 
 
 @dataclasses.dataclass

@@ -4,12 +4,15 @@ import contextlib
 import io
 import re
 
+import jax
 import pytest
 from rich.console import Console
 
+from ksana_jax import LLM
+from ksana_jax.core.units import byte_size
 from ksana_jax.lab.runs import progress
 from ksana_jax.lab.runs.config import plan
-from ksana_jax.lab.runs.outlook import outlook
+from ksana_jax.lab.runs.outlook import memory, outlook
 from ksana_jax.lab.runs.records import WHOLE
 from ksana_jax.lab.runs.run import run
 
@@ -127,3 +130,16 @@ def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, 
 def test_a_dry_run_runs_nothing(tmp_path, run_ksana):
     code, _, err = run_ksana("run", "quickstart", "--dry-run", "--out", tmp_path / "x")
     assert code == 0 and err.splitlines()[0] == "7 trials, about 79,872 tokens" and not (tmp_path / "x").exists()
+    assert err.splitlines()[-1] == "at most 23.6 MiB of weights and KV pool at a time"
+
+
+def test_memory_of_an_outlook_is_that_of_the_largest_engine(monkeypatch, fake):
+    monkeypatch.setattr(fake.Fake, "num_tokens", lambda self, config: 1)
+    sizes = {"num_blocks": 40, "max_num_seqs": 2}
+    llm = LLM("ksana-tiny", **sizes)
+    taken = sum(array.nbytes for array in jax.tree.leaves((llm.runner.params, llm.runner.cache)))
+    assert memory(small("ksana-tiny", engine=sizes), WHOLE) == [
+        f"at most {byte_size(taken)} of weights and KV pool at a time"
+    ]
+    [line] = memory(small("ksana-tiny", engine={"num_blocks": 10**9}), WHOLE)
+    assert line.startswith("an engine cannot be made: 1,000,000,000 KV blocks of")
