@@ -34,7 +34,7 @@ def check_priority(method: EvictionMethod) -> None:
     keys, ones, count = np.ones((*shape, 8), np.float32), np.ones(shape, np.float32), np.full(shape[0], shape[-1])
     cached = Watched(keys, keys, None, None, count, count // 4, count, 0 * count, None, count // 2, 0 * count, count)
     asked = {"scores": method.observes, "text_positions": method.needs_text_positions, "given": method.needs_full_text}
-    fields = {name: ones for name, wanted in asked.items() if wanted}
+    fields: dict[str, Any] = {name: ones for name, wanted in asked.items() if wanted}
     if method.reads_outputs:
         fields["output_norms"] = ones.repeat(2, axis=2)  # of 2 query heads for each KV head
     if (state := method.state_shape(2, 8)) is not None:
