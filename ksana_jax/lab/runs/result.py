@@ -52,7 +52,7 @@ def run(
     if isinstance(experiment, Mapping):
         plan = config.plan(json.loads(_json(experiment)), changes)
     else:
-        plan = config.load(experiment, changes)
+        plan = config.load(Path(experiment), changes)
     folder = Path(out or f"runs/{plan.name}")
     outcome = execute(plan, folder, debug=debug, yes=True)
     made, image = report(folder, own_names(plan)), folder / "figure.png"
