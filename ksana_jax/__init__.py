@@ -29,7 +29,6 @@ Array names end in their dimensions if code handles more than one shape:
 *Block* is a unit of the pool, *slot* one token's place in it, *row* one sequence of a step.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core.lazy import lazy_names
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from ksana_jax.runner.example import StepFunction
     from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
-    run: Callable[..., Any]  # lab.runs.result, which imports this module
+    run: Any  # lab.runs.result, which imports this module
 
 __version__ = "0.1.0"
 

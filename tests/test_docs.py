@@ -1,8 +1,10 @@
 """Pages in docs/ are right: code runs, commands parse, drawings are what the engine does, links lead somewhere."""
 
 import importlib
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,6 +25,7 @@ from ksana_jax.core.units import byte_size
 from ksana_jax.engine import family_table
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.loading.tensor_files import SafetensorsTensor
+from tests import real
 from tests.clients import CLIENTS
 from tests.reference import literal
 
@@ -123,6 +126,34 @@ def test_commands_in_pages_exist_and_take_the_options_shown():
     for page in PAGES:
         for words in commands(page):
             parsed(words)
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Studies of many minutes: of most only the plan.
+SHORTER = {name: ["--dry-run"] for name in ("eviction_budget", "ruler", "pretrained_streamed")}
+SHORTER["examples/keydiff/keydiff.yaml"] = ["seeds=[0]"]
+
+
+def test_readme_installs_what_there_is():
+    targets, extras = re.findall(r"^make (\S+)", README, re.M), re.findall(r"pip install -e '\.\[(\w+)\]'", README)
+    assert targets == ["real", "test"] and extras == ["cuda", "server"]
+    assert all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
+    assert {*extras} < tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+
+
+@pytest.mark.soak
+@real.smollm2
+def test_readme_runs_as_pasted(tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    python = blocks(ROOT / "README.md", "python")[-1]
+    pasted = [*commands(ROOT / "README.md"), *map(str.split, re.findall(r"`ksana (run [^`]+)`", README))]
+    assert len(pasted) > 8 and {*SHORTER} < {words[-1] for words in pasted}
+    for words in [["-m", "ksana_jax", *words, *SHORTER.get(words[-1], ())] for words in pasted] + [["-c", python]]:
+        for folder in words[3:] if words[2:3] == ["compare"] else ():
+            shutil.copytree(tmp_path / "runs/sink_window", tmp_path / folder)
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout + done.stderr, (words, done.stderr)
 
 
 def visible(command, words=()):

@@ -210,8 +210,9 @@ class LoadedModel(LLMFacts, Sleeps):
             raise ConfigError(f"{change}, and {why}: make an engine for it")
         logger.info("%s: reading the weights again; steps are compiled", change)
         self.sleep(2)
+        given: Any = {**self._given, "load_format": source[1], "kv_eviction": kv_eviction}
         try:
-            LoadedModel.__init__(self, source[0], load_format=source[1], **{**self._given, "kv_eviction": kv_eviction})
+            LoadedModel.__init__(self, source[0], **given)
         except BaseException:
             self.wake_up()
             raise

@@ -8,7 +8,7 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,9 @@ def run(
     Args:
       experiment: a YAML file, the name of a shipped experiment, or the fields of a file as a dict. Values are those of
         YAML; a class or function stands for its "module:name".
-      overrides: {dotted key: value}, such as {"engine.block_size": 8}.
+      overrides: {dotted key: value}, such as {"engine.block_size": 8}. fields: of keys without a dot, as seeds=[0, 1].
       out: output folder; None takes runs/NAME.
       debug: raise the error of a trial; otherwise it is recorded, and the other trials continue.
-      fields: overrides of keys without a dot, such as seeds=[0, 1].
 
     Returns:
       A result that a notebook shows, with `table`, `records`, `figure`, `folder`, `failed` and `compare`.
@@ -53,11 +52,11 @@ def run(
     if isinstance(experiment, Mapping):
         plan = config.plan(json.loads(_json(experiment)), changes)
     else:
-        plan = config.load(experiment, changes)
-    folder, trusted = Path(out or f"runs/{plan.name}"), own_names(plan)
+        plan = config.load(Path(experiment), changes)
+    folder = Path(out or f"runs/{plan.name}")
     outcome = execute(plan, folder, debug=debug, yes=True)
-    made, image = report(folder, trusted), folder / "figure.png"
-    return Result(folder, outcome.failed, made, trusted, image.read_bytes() if image.exists() else b"")
+    made, image = report(folder, own_names(plan)), folder / "figure.png"
+    return Result(folder, outcome.failed, made, image.read_bytes() if image.exists() else b"")
 
 
 class Markdown(str):
@@ -79,7 +78,6 @@ class Result:
     folder: Path
     failed: dict[str, str]
     report: Report
-    trusted: Collection[str]
     image: bytes = b""
 
     @property
@@ -101,12 +99,18 @@ class Result:
     def figure(self) -> Figure:
         """A new drawing of the figure, to change and save; figure.png and figure.pdf are in the folder."""
         importlib.import_module("matplotlib.pyplot")  # notebooks show figures once it is imported
-        with figures.drawn(lambda figure: self.report.task.draw(figure, self.report.rows), FIGURE_INCHES) as figure:
-            return figure
+        found: list[Figure] = []
+
+        def draw(figure: Figure) -> None:
+            self.report.task.draw(figure, self.report.rows)
+            found.append(figure)
+
+        figures.render(draw, FIGURE_INCHES)
+        return found[0]
 
     def compare(self, a: str, b: str) -> Markdown:
         """Compares row b with row a, by their names in the table, as `ksana compare` does."""
-        return Markdown(comparison_tables.markdown(compare_rows(self.folder, a, b, self.trusted)))
+        return Markdown(comparison_tables.markdown(compare_rows(self.folder, a, b)))
 
     def __repr__(self) -> str:
         return self.report.markdown + "".join(f"\nfailed: {label}: {why}\n" for label, why in self.failed.items())

@@ -61,6 +61,6 @@ def test_what_is_no_experiment_is_refused_in_a_sentence(experiment):
 def test_a_class_of_a_notebook_is_measured_anew_by_each_call(fake, model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "a_notebook", module := types.ModuleType("a_notebook"))
     for added in (1, 2):
-        module.Task = Task = type("Task", (fake.Fake,), {"__module__": "a_notebook"})
+        vars(module)["Task"] = Task = type("Task", (fake.Fake,), {"__module__": "a_notebook"})
         Task.summarise = lambda self, measurements, added=added: {"mean": added, "lines": 0}
         assert ksana_jax.run({"task": Task, "model": model}, out=tmp_path).report.rows[0].mean("mean") == added
