@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.layout import KVLayout
@@ -9,9 +12,9 @@ from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
 
 
-def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
+def make_cache(layout: KVLayout, num_blocks: int, zeros: Callable[..., jax.Array] = jnp.zeros) -> KVCache:
     """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
-    leaves = {leaf.name: jnp.zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
+    leaves = {leaf.name: zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
     if layout.sealed is not None:
         return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size)
     return KVCache(leaves, layout.codec)
