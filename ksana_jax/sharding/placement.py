@@ -6,19 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.devices.capabilities import features
 from ksana_jax.devices.features import Features
-from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
-from ksana_jax.native.callers import why_not_called
-from ksana_jax.native.zeros import lazy_zeros
-from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.new_pool import make_cache, zeros_on
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share
@@ -95,9 +91,8 @@ class Placement:
         return jax.block_until_ready(jax.device_put(read(WHOLE_WEIGHT), self._device))
 
     def pool(self, layout: KVLayout, num_blocks: int) -> KVCache:
-        """Creates an empty pool. On a CPU, a block takes memory once it has been written to."""
-        zeros = jnp.zeros if why_not_called(platform_of(self.device)) else lazy_zeros
-        return make_cache(self.pool_layout(layout), num_blocks, zeros)
+        """Creates an empty pool."""
+        return make_cache(self.pool_layout(layout), num_blocks, zeros_on(self.device))
 
     def everywhere(self, tree: Any) -> Any:
         """Puts arrays on each device."""
