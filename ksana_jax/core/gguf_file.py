@@ -6,11 +6,14 @@ Source: the specification of GGUF 2 and 3 (ggml, docs/gguf.md).
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
+import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,10 +165,31 @@ def _is(value: Any, number: int) -> bool:
     return type(value) is int and value == number  # an array has no truth value
 
 
+# Headers by path, size and time of change; None outside `parsing_once`.
+_parsed: contextvars.ContextVar[dict[Any, GGUFFile] | None] = contextvars.ContextVar("_parsed", default=None)
+
+
+@contextlib.contextmanager
+def parsing_once() -> Iterator[None]:
+    """Parses the header of a GGUF file once in the context, unless the file changes. A header with its vocabulary
+    takes many MB, so it is not kept longer."""
+    token = _parsed.set({})
+    try:
+        yield
+    finally:
+        _parsed.reset(token)
+
+
 def _read_one(path: Path) -> GGUFFile:
     try:
         with open_to_read(path) as file:
-            return _Header(path, file).read()
+            if (parsed := _parsed.get()) is None:
+                return _Header(path, file).read()
+            found = os.fstat(file.fileno())
+            key = path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            if key not in parsed:
+                parsed[key] = _Header(path, file).read()
+            return parsed[key]
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}") from None
 

@@ -23,6 +23,7 @@ from ksana_jax.scheduler.step.executor import Executor
 
 if TYPE_CHECKING:
     from ksana_jax.runner.planner.engine import PoolPlan
+    from ksana_jax.runner.runner import Runner
     from ksana_jax.sharding.placement import Placement
 
 logger = logging.getLogger("ksana_jax")
@@ -49,7 +50,7 @@ class Prepared:
     """A device half without weights and pool.
 
     Args:
-      make_runner: takes the rest of `Runner`'s arguments. attention: name of the implementation that it has chosen.
+      make_runner: takes the rest of `Runner`'s arguments. trial: a runner that it has made, without weights.
       plan: of the memory of this process's devices.
     """
 
@@ -59,7 +60,7 @@ class Prepared:
     layout: KVLayout
     placement: Placement
     make_runner: Callable[..., Any]
-    attention: str
+    trial: Runner
     plan: PoolPlan
 
     def weights(self, params: Any) -> tuple[Any, str]:
@@ -73,12 +74,15 @@ class Prepared:
           LoadError: files with weights changed while they were read.
         """
         from ksana_jax.engine.fingerprint import digest_of_params, fingerprint
+        from ksana_jax.engine.packed_weights import kept_packed
         from ksana_jax.loading.load import WeightReader, embedding_on_host
         from ksana_jax.models.params import owned, quantised
 
         model, config, layout, placement = self.model, self.config, self.layout, self.placement
         params = params if callable(params) else owned(params, config.tensor_parallel_size)
         placement.connect()
+        if isinstance(params, WeightReader):
+            params = kept_packed(params, model, config, self.trial)
         caching, weights = config.enable_prefix_caching, None
         if caching and isinstance(params, WeightReader):
             weights, params = params.read_with_digest()
@@ -190,7 +194,7 @@ def prepare(
     operators = dataclasses.replace(config.operators, linear=trial.products.name)
     config = dataclasses.replace(config, operators=operators)
     plan = pool_size(model, config, layout)
-    return Prepared(model, config, patterns, layout, placement, make_runner, trial.implementation.name, plan)
+    return Prepared(model, config, patterns, layout, placement, make_runner, trial, plan)
 
 
 def _made(model: ModelConfig, settings: dict[str, Any], kind: Callable[..., Any], **rest: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 
 from ksana_jax.core.compilation_cache import keep_compiled_steps
 from ksana_jax.core.config import ConfigError, EngineConfig, ModelConfig
+from ksana_jax.core.gguf_file import parsing_once
 from ksana_jax.core.request import SamplingParams
 from ksana_jax.core.sources import compose, model_path
 from ksana_jax.core.units import byte_size
@@ -72,17 +73,20 @@ class LoadedModel(LLMFacts, Sleeps):
         use_device(config.device)
         before = resident_bytes()
         self.name, model_dir = model, model_path(model, weights=load_format != "dummy")
-        if config.dtype == "auto":
-            config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
-        config = with_statistics(config, model_dir, load_format)
-        reads = load_format, config.seed, config.embedding_device, config.quantization
-        opened = functools.partial(open_model, model_dir, config.dtype, *reads, num_devices=config.tensor_parallel_size)
-        model_config, _ = opened()
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(tokenizer)
-        elif tokenizer is None:
-            tokenizer = find_tokenizer(model_dir)
-        self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
+        with parsing_once():
+            if config.dtype == "auto":
+                config = dataclasses.replace(config, dtype=auto_dtype(model_dir))
+            config = with_statistics(config, model_dir, load_format)
+            reads = load_format, config.seed, config.embedding_device, config.quantization
+            opened = functools.partial(
+                open_model, model_dir, config.dtype, *reads, num_devices=config.tensor_parallel_size
+            )
+            model_config, _ = opened()
+            if isinstance(tokenizer, (str, os.PathLike)):
+                tokenizer = load_tokenizer(tokenizer)
+            elif tokenizer is None:
+                tokenizer = find_tokenizer(model_dir)
+            self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
         for engine in self.replicas.engines:
             engine.source = (self.name, load_format)
 

@@ -34,7 +34,7 @@ def digest_of_files(model: Path, load_format: str = "auto") -> str:
     found = [(path.name, path.stat()) for path in sorted(near) if path.is_file()]
     if any(map(_may_change_unseen, (stat for _, stat in found))):
         return _digest.__wrapped__(model, load_format, ())
-    return _digest(model, load_format, tuple((name, _version(stat)) for name, stat in found))
+    return _digest(model, load_format, tuple((name, version_of(stat)) for name, stat in found))
 
 
 @functools.lru_cache(64)
@@ -55,13 +55,13 @@ def _content(file: BufferedReader) -> bytes:
     found = os.fstat(file.fileno())
     if found.st_size <= _KEPT_BYTES:
         return file.read()
-    version, kept = _version(found), None
+    version, kept = version_of(found), None
     with contextlib.suppress(OSError):
         kept = cache_folder("digests") / hashlib.sha256(version.encode()).hexdigest()[:32]
         if re.fullmatch(rb"[0-9a-f]{64}", text := read_bytes(kept)):
             return text
     digest = hashlib.file_digest(file, "sha256").hexdigest().encode()
-    if kept is not None and not _may_change_unseen(found) and _version(os.fstat(file.fileno())) == version:
+    if kept is not None and not _may_change_unseen(found) and version_of(os.fstat(file.fileno())) == version:
         with contextlib.suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, digest)
@@ -73,7 +73,7 @@ def _may_change_unseen(found: os.stat_result) -> bool:
     return time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) <= _TICK_NS
 
 
-def _version(found: os.stat_result) -> str:
+def version_of(found: os.stat_result) -> str:
     return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 
 

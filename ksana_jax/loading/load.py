@@ -49,21 +49,28 @@ ALIGNMENT = 64  # bytes; XLA's CPU client requires it of a buffer that it adopts
 
 @dataclasses.dataclass(frozen=True)
 class WeightReader:
-    """A function that reads a model's weights. digest: of all that they are read from."""
+    """A function that reads a model's weights. digest: of all that they are read from. draws: reads no files."""
 
     read: Callable[[], Params]
     digest: Callable[[], str]
+    draws: bool = False
 
     def __call__(self) -> Params:
         return self.read()
 
-    def read_with_digest(self) -> tuple[str, Params]:
+    def read_with_digest(self, kept: Callable[[str], Params | None] = lambda digest: None) -> tuple[str, Params]:
         """Reads weights, and returns their digest and them.
+
+        Args:
+          kept: returns weights of a digest that need not be read.
 
         Raises:
           LoadError: the files changed meanwhile.
         """
-        before, params = self.digest(), self.read()
+        before = self.digest()
+        if (found := kept(before)) is not None:
+            return before, found
+        params = self.read()
         if self.digest() != before:
             raise LoadError("the model's files changed while their weights were read: load the model again")
         return before, params
@@ -162,7 +169,7 @@ def open_model(
             _log("drew random weights", config, params, began)
             return params
 
-        return config, WeightReader(draw, lambda: f"dummy {seed} {jax.__version__}")
+        return config, WeightReader(draw, lambda: f"dummy {seed} {jax.__version__}", draws=True)
     if isinstance(source, ModelConfig):
         raise ConfigError("a ModelConfig has no weights; give a model directory, or load_format='dummy'")
     path = model_path(source)

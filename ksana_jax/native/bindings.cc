@@ -236,6 +236,11 @@ ffi::Error RestCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer atten
   return ffi::Error::Success();
 }
 
+ffi::Error ZerosCall(ffi::Result<ffi::AnyBuffer> out) {
+  Zero(Data(out), out->size_bytes());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace ksana
 
@@ -369,3 +374,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_rest_of_layer, ksana::RestCall,
                                   .Attr<int32_t>("activation")
                                   .Attr<float>("eps")
                                   .Attr<bool>("plus_one"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ksana_zeros, ksana::ZerosCall, ksana::ffi::Ffi::Bind().Ret<ksana::ffi::AnyBuffer>());

@@ -79,5 +79,6 @@ void NormRows(const Kind& norm, int64_t t, const char* x, char* y, Stored stored
 void BlocksOfGroups(const GroupedBlocks& grouped, Stored stored, const Threads& threads);
 void Project(const Projections& projections, Stored stored, const Threads& threads);
 void RunRest(const Rest& rest, Stored stored, const Threads& threads);
+void Zero(char* out, int64_t size);
 
 }  // namespace ksana

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 
+from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.native.callers import why_not_called
+from ksana_jax.native.zeros import lazy_zeros
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.sealed_pool import SealedCache
 
 
-def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
+def make_cache(layout: KVLayout, num_blocks: int, zeros: Callable[..., jax.Array] = jnp.zeros) -> KVCache:
     """Creates an empty pool: zeros [num_blocks, *leaf.shape] for each leaf."""
-    leaves = {leaf.name: jnp.zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
+    leaves = {leaf.name: zeros((num_blocks, *leaf.shape), leaf.dtype) for leaf in layout.leaves}
     if layout.sealed is not None:
         return SealedCache(leaves, layout.codec, layout.sealed, layout.block_size)
     return KVCache(leaves, layout.codec)
+
+
+def zeros_on(device: jax.Device) -> Callable[..., jax.Array]:
+    """Returns the function that makes zeros for a pool on a device. A CPU's take memory once they are written to."""
+    return jnp.zeros if why_not_called(platform_of(device)) else lazy_zeros

@@ -14,7 +14,7 @@ from ksana_jax.devices.features import Features
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
-from ksana_jax.ops.new_pool import make_cache
+from ksana_jax.ops.new_pool import make_cache, zeros_on
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.sampling.vocabulary import Vocabulary
 from ksana_jax.sharding.shares import WHOLE_WEIGHT, Share
@@ -92,7 +92,7 @@ class Placement:
 
     def pool(self, layout: KVLayout, num_blocks: int) -> KVCache:
         """Creates an empty pool."""
-        return make_cache(self.pool_layout(layout), num_blocks)
+        return make_cache(self.pool_layout(layout), num_blocks, zeros_on(self.device))
 
     def everywhere(self, tree: Any) -> Any:
         """Puts arrays on each device."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ksana_jax.core.errors import LoadError
-from ksana_jax.core.gguf_file import GGUFFile, gguf_of, read_gguf
+from ksana_jax.core.gguf_file import GGUFFile, gguf_of, parsing_once, read_gguf
 from tests.gguf_writer import gguf_bytes, string, value, write_gguf
 
 METADATA = {
@@ -61,6 +61,16 @@ def test_values_and_tensors_are_read_as_they_were_written(tmp_path, alignment, v
         assert (info.shape, info.path) == (shape, path)
         assert content[info.offset :][: info.num_bytes] == data
     assert found.tensors["codes"].row_bytes == 40 and found.tensors["codes"].type.name == "Q4_1"
+
+
+def test_a_header_is_parsed_again_when_its_file_has_changed_and_outside_the_context(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", {"x": 1})
+    with parsing_once():
+        first = read_gguf(path)
+        assert read_gguf(path) is first
+        write_gguf(path, {"x": 2, "y": 3})
+        assert read_gguf(path).metadata == {"x": 2, "y": 3}
+    assert read_gguf(path) is not read_gguf(path)
 
 
 def test_float32_is_the_shortest_decimal(tmp_path):

@@ -3,6 +3,7 @@ updated in place."""
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from ksana_jax import LLM, SamplingParams
 from ksana_jax.devices import tuning
 from ksana_jax.models.params import init_params
 from ksana_jax.ops.weight_packing import unpacked
-from ksana_jax.runner.step_runs import compiled_programs
+from ksana_jax.runner.step_runs import _Run, compiled_programs
 from ksana_jax.scheduler.step.types import StepArrays, StepShape, TileGroup
 from tests.engine.small import VOCAB, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
@@ -136,6 +137,24 @@ def test_the_compiled_step_writes_to_the_pool_where_it_lies(large_pool, shape):
     given = [POOL_BYTES // 2 < compiled.memory_analysis().argument_size_in_bytes for compiled in programs]
     updated = [compiled.memory_analysis().alias_size_in_bytes >= POOL_BYTES for compiled in programs]
     assert given == updated == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ((30,), [3] * 10),
+        ((28,), [4] * 7),
+        ((10,), [4, 4, 2]),
+        ((2,), [2]),
+        ((6, 1, 5), [3, 3, 1, 4, 1]),
+    ],
+)
+def test_layers_are_divided_among_programs_without_a_remainder_where_possible(lengths, sizes):
+    kinds = [kind for kind, length in enumerate(lengths) for _ in range(length)]
+    settings = {"kinds": kinds, "rope_kinds": [0] * len(kinds), "observers": [None] * len(kinds)}
+    runs = _Run.all_of(SimpleNamespace(**settings, tuning=tuning.tuning("cpu")))
+    assert [len(run.layers) for run in runs] == sizes
+    assert [layer for run in runs for layer in run.layers] == list(range(len(kinds)))
 
 
 @pytest.mark.parametrize(("of_program", "calls"), [(1, (1, 2, 1)), (4, (1, 1, 1))])

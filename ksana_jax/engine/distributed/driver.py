@@ -39,7 +39,7 @@ def facts(prepared: Prepared, model: str, load_format: str) -> dict[str, Any]:
     """Returns values that must be equal in all processes, by their names in errors."""
     path = model_path(model, weights=load_format != "dummy")
     return {
-        "operators.attention": prepared.attention,
+        "operators.attention": prepared.trial.implementation.name,
         "operators.linear": prepared.config.operators.linear,
         "the device": prepared.placement.device.device_kind,
         "model files with the digest": digest_of_files(path, load_format),

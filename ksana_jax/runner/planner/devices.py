@@ -100,6 +100,20 @@ def physical_bytes() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+def available_bytes() -> int:
+    """Returns the memory in bytes that is left on this machine, swap included, or in the container of this process."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return physical_bytes()
+    free = sum(int(n) * 1024 for n in re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB$", text, re.MULTILINE))
+    try:  # what processes hold; pages of files can be dropped
+        held = re.search(r"^anon (\d+)$", Path("/sys/fs/cgroup/memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        held = None
+    return min(free, physical_bytes() - int(held[1])) if held else free
+
+
 def this_device(num_devices: int = 1) -> Device:
     """Returns the engine's device: jax's first device with its allocator's limit, or this machine with its memory.
 

@@ -15,7 +15,7 @@ from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.loading.load import array_dtype
-from ksana_jax.runner.planner.devices import physical_bytes, this_device
+from ksana_jax.runner.planner.devices import available_bytes, physical_bytes, this_device
 from ksana_jax.runner.planner.process import compiled_bytes, device_peak_bytes
 from ksana_jax.runner.planner.step_memory import program_bytes, step_bytes
 from ksana_jax.runner.planner.terms import weights_bytes
@@ -114,11 +114,15 @@ def _check_pool(num_blocks: int, block_bytes: int, weights: int, copies: int, nu
     if not found.shares_host_memory and found.memory_bytes is None:
         return  # its size is unknown
     device, pool = this_device(num_devices), num_blocks * block_bytes
-    if weights + pool * copies > device.memory_bytes:
+    fits, memory = weights + pool * copies <= device.memory_bytes, f"has {byte_size(device.memory_bytes)}"
+    if fits and found.shares_host_memory:  # a CPU's pool takes its memory later, when nothing could refuse it
+        left = available_bytes() // num_devices
+        fits, memory = pool * copies <= left, f"{memory}, {byte_size(left)} of it unused"
+    if not fits:
         raise ConfigError(
             f"{num_blocks:,} KV blocks of {block_bytes:,} bytes take {byte_size(pool)} besides "
-            f"{byte_size(weights)} of weights{_TWICE if copies > 1 else ''}, {device.name} has "
-            f"{byte_size(device.memory_bytes)}: set num_blocks or memory_bytes"
+            f"{byte_size(weights)} of weights{_TWICE if copies > 1 else ''}, {device.name} {memory}: "
+            "set num_blocks or memory_bytes"
         )
 
 

@@ -3,7 +3,15 @@
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.runner.planner.devices import DEVICES, GIB, MIB, find_device, physical_bytes, this_device
+from ksana_jax.runner.planner.devices import (
+    DEVICES,
+    GIB,
+    MIB,
+    available_bytes,
+    find_device,
+    physical_bytes,
+    this_device,
+)
 
 
 def test_devices_are_found_by_name_whatever_its_case():
@@ -43,3 +51,4 @@ def test_anything_else_is_refused_in_one_line(given):
 def test_cpu_is_the_memory_of_this_machine():
     assert find_device("cpu").memory_bytes == physical_bytes() > 100 * MIB
     assert this_device() == find_device("cpu")
+    assert available_bytes() > 10 * MIB

@@ -62,6 +62,13 @@ def test_the_pool_holds_what_the_sequences_need_within_a_byte_budget():
         sized(memory_bytes=BLOCK_BYTES - 1)
 
 
+def test_a_pool_beyond_the_memory_that_others_leave_is_refused(device, monkeypatch):
+    monkeypatch.setattr(planner_engine, "available_bytes", lambda: 5 * BLOCK_BYTES)
+    assert sized(num_blocks=5).num_blocks == 5
+    with pytest.raises(ConfigError, match=r"6 KV blocks .*, one MiB has 1.0 MiB, 20.0 KiB of it unused: set num_bl"):
+        sized(num_blocks=6)
+
+
 def test_memory_fraction_is_for_weights_step_and_pool_together(steps):
     found = sized(memory_fraction=0.5, enable_prefix_caching=True)
     assert found.step_bytes == 1024 * (4 + 16)  # of the largest bucket
