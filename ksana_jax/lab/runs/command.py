@@ -49,7 +49,7 @@ def run_and_report(
     Returns:
       Exit code: 0, or 1 if trials failed or the user declined to continue.
     """
-    plan, part = load(file, overrides), Shard.parse(shard)
+    part, plan = Shard.parse(shard), load(file, overrides)
     folder, errors = out or Path("runs") / plan.name, Console(stderr=True, highlight=False)
     if dry_run:
         for line in (*outlook(plan, folder, part), *memory(plan, part)):
