@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,6 @@ def make_cache(layout: KVLayout, num_blocks: int, zeros: Callable[..., jax.Array
     return KVCache(leaves, layout.codec)
 
 
-def zeros_on(device: jax.Device) -> Callable[..., jax.Array]:
+def zeros_on(device: Any) -> Callable[..., jax.Array]:
     """Returns the function that makes zeros for a pool on a device. A CPU's take memory once they are written to."""
     return jnp.zeros if why_not_called(platform_of(device)) else lazy_zeros

@@ -23,10 +23,6 @@ from ksana_jax.runner.network import Network, step_last, through, unpacked
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepShape
 
-# Fewer layers compile in less time: the first tokens of SmolLM2, which has 30, take 2.0 s with 3 layers a program, and
-# 2.8 s with 4 and a remainder. Steps take the same time with 3, 4 and 5, and 6 % more with 2 (AVX-512, jax 0.10.2).
-LEAST_LAYERS = 3
-
 
 class _Run(NamedTuple):
     """Layers of one kind that follow each other. Runs of a kind and length share a program.
@@ -50,13 +46,11 @@ class _Run(NamedTuple):
 
     @staticmethod
     def all_of(network: Network) -> list[_Run]:
-        kinds = list(zip(network.kinds, network.rope_kinds, strict=True))
         most = (network.tuning.layers_of_program or 1) if all(method is None for method in network.observers) else 1
         runs, end = [], 0
-        for kind, alike in itertools.groupby(kinds):
+        for kind, alike in itertools.groupby(zip(network.kinds, network.rope_kinds, strict=True)):
             begin, end = end, end + len(list(alike))
-            # The first size without a remainder, which would be one more program.
-            size = next((size for size in range(LEAST_LAYERS, most + 1) if (end - begin) % size == 0), most)
+            size = next((size for size in range(3, most + 1) if (end - begin) % size == 0), most)
             runs += [_Run(*kind, range(at, min(at + size, end))) for at in range(begin, end, size)]
         return runs
 
