@@ -25,9 +25,10 @@ from ksana_jax.core.compilation_cache import cache_folder, watch_cache
 from ksana_jax.core.files import replacing
 from ksana_jax.core.private_folder import make_private, open_private
 from ksana_jax.devices.platforms import platform_of
-from ksana_jax.runner.program_key import Lowering, NotStored, Walk, bindings, digest_of, has_edits, traced_modules
+from ksana_jax.runner.program_key import Lowering, bindings, digest_of, has_edits, traced_modules
 from ksana_jax.runner.program_memory import bytes_of
 from ksana_jax.runner.stored_program import Entry, Program, StoredProgram, described, serialised
+from ksana_jax.runner.value_digest import NotStored, Walk
 
 logger = logging.getLogger("ksana_jax")
 

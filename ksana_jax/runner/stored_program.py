@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 from ksana_jax.core.compilation_cache import UNREAD, last_read
 from ksana_jax.native.compiler import CannotBuild
 from ksana_jax.native.target import register_targets
-from ksana_jax.runner.program_key import NotStored
+from ksana_jax.runner.value_digest import NotStored
 from ksana_jax.scheduler.step.types import StepArrays
 
 logger = logging.getLogger("ksana_jax")
