@@ -58,7 +58,7 @@ def serialised(compiled: Any, read: Any) -> bytes:
     Raises:
       NotStored: it cannot be serialised.
     """
-    if read is UNREAD and jax_cache.is_persistent_cache_enabled():
+    if read is UNREAD and jax.config.values["jax_compilation_cache_dir"]:
         raise NotStored("jax has compiled one before, and may have read it from its cache")
     executable = getattr(compiled._executable, "_unloaded_executable", None)
     if executable is None or compiled._params.const_args or executable.host_callbacks:
