@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,8 +28,8 @@ from ksana_jax.core.private_folder import make_private, open_private
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.runner.program_key import Lowering, bindings, digest_of, has_edits, traced_modules
 from ksana_jax.runner.program_memory import bytes_of
-from ksana_jax.runner.stored_program import Entry, Program, StoredProgram, described, serialised
-from ksana_jax.runner.value_digest import NotStored, Walk
+from ksana_jax.runner.stored_program import Program, StoredProgram, described, serialised
+from ksana_jax.runner.value_digest import NotStored, Walk, shape_of
 
 logger = logging.getLogger("ksana_jax")
 
@@ -90,8 +91,7 @@ def places(lowerings: Mapping[Any, Lowering]) -> dict[Any, Place]:
     walk, found, folder = Walk(), {}, store_folder()
     for key, lower in lowerings.items():
         try:
-            path, shapes = folder / digest_of(lower, walk), map(walk.abstract, lower.args)
-            found[key] = Place(path, type(lower)(lower.func, *shapes, **lower.keywords))
+            found[key] = Place(folder / digest_of(lower, walk), lower)
         except NotStored as error:
             _say(str(error))
     return found
@@ -101,11 +101,14 @@ class Place:
     """Where a program is in the store, or will be.
 
     Args:
-      path: of its entry. lower: its arguments are shapes, because they live as long as the program.
+      path: of its entry. lower: compiles it, if it cannot be loaded.
     """
 
     def __init__(self, path: Path, lower: Lowering):
-        self.path, self.lower = path, lower
+        # Arrays would live as long as the program.
+        self.path, shapes = path, jax.tree.map(shape_of, lower.args)
+        self.lower = type(lower)(lower.func, *shapes, **lower.keywords)
+        self._loaded, self._lock = None, threading.Lock()
 
     def read(self) -> Callable | None:
         """Returns the program, which is loaded when it is first called; None if there is no entry for this process.
@@ -127,8 +130,8 @@ class Place:
             os.utime(self.path)
         if os.environ.get(SWITCH) == "check" and header["texts"] != _texts(self.lower.parts(self.lower())):
             raise WrongProgram(f"{self.path}: {self.lower.func.__name__} lowers to another program today")
-        entry = Entry(functools.partial(self._load, header), self._compile)
-        return self.lower.assembled([StoredProgram(entry, *each) for each in enumerate(sizes)])
+        loads = (functools.partial(self._program, header, number) for number in range(len(sizes)))
+        return self.lower.assembled(list(map(StoredProgram, loads, sizes)))
 
     def write(self, lowered: Sequence[Any], compiled: Sequence[tuple[Any, Any]]) -> None:
         """Writes an entry, if that is possible, of programs (`jax.stages.Lowered`) and their `compile_to_keep`."""
@@ -160,8 +163,16 @@ class Place:
         each = zip(header["programs"], contents, strict=True)
         return [Program(content, about["devices"], about["results"]) for about, content in each]
 
-    def _compile(self) -> list[Any]:
-        return [each.compile() for each in self.lower.parts(self.lower())]
+    def _program(self, header: Mapping[str, Any], number: int) -> Any:
+        """Returns one of the programs, which are loaded together when one is called."""
+        with self._lock:
+            if self._loaded is None:
+                try:
+                    self._loaded = self._load(header)
+                except Exception as error:  # any of XLA's, too
+                    logger.warning("a stored program is compiled again: %s", error)
+                    self._loaded = [each.compile() for each in self.lower.parts(self.lower())]
+        return self._loaded[number]
 
 
 def _header(file: BinaryIO) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +17,6 @@ from ksana_jax.native.compiler import CannotBuild
 from ksana_jax.native.target import register_targets
 from ksana_jax.runner.value_digest import NotStored
 from ksana_jax.scheduler.step.types import StepArrays
-
-logger = logging.getLogger("ksana_jax")
 
 # Trees that programs return, besides those of their arguments: each made of its parts and, of a dict, its keys.
 _KINDS: dict[type, Callable[[list[Any], Any], Any]] = {
@@ -120,60 +116,36 @@ class Program:
         self._executable, self._results = executable.load(), results
 
     def of(self, *arguments: Any) -> jax.stages.Compiled:
-        """Returns the program for arguments, and results, of some trees."""
-        return self._compiled((arguments, {}), _unfolded(self._results, arguments))
+        """Returns the program for arguments of some trees."""
+        return self._compiled(arguments, _unfolded(self._results, arguments))
 
     def of_leaves(self) -> jax.stages.Compiled:
-        """Returns the program of the leaves of its arguments and results."""
-        return self._compiled((tuple(self._arguments), {}), [0] * len(self._executable.out_avals))
+        """Returns the program of the leaves of its arguments, which returns those of its results."""
+        return self._compiled(tuple(self._arguments), [0] * len(self._executable.out_avals))
 
-    def _compiled(self, arguments: Any, results: Any) -> jax.stages.Compiled:
-        given, returned = jax.tree.structure(arguments), jax.tree.structure(results)
-        information = given.unflatten(self._arguments)
-        return jax.stages.Compiled(self._executable, [], information, returned, no_kwargs=self._no_kwargs)
-
-
-class Entry:
-    """Programs that are loaded together when one is called.
-
-    Args:
-      load: loads them. compile: compiles them, should they not load.
-    """
-
-    def __init__(self, load: Callable[[], Sequence[Program]], compile: Callable[[], Sequence[Any]]):
-        self._load, self._compile, self._lock = load, compile, threading.Lock()
-        self._programs: Sequence[Any] | None = None
-
-    def programs(self) -> Sequence[Any]:
-        """Returns a `Program` or `jax.stages.Compiled` of each."""
-        with self._lock:
-            if self._programs is None:
-                try:
-                    self._programs = self._load()
-                except Exception as error:  # any of XLA's, too
-                    logger.warning("a stored program is compiled again: %s", error)
-                    self._programs = self._compile()
-        return self._programs
+    def _compiled(self, arguments: tuple[Any, ...], results: Any) -> jax.stages.Compiled:
+        described, results = jax.tree.structure((arguments, {})).unflatten(self._arguments), jax.tree.structure(results)
+        return jax.stages.Compiled(self._executable, [], described, results, no_kwargs=self._no_kwargs)
 
 
 class StoredProgram:
-    """A program of an entry, with the methods of `jax.stages.Compiled`.
+    """A program that is loaded when it is needed, with the methods of `jax.stages.Compiled`.
 
-    program_bytes: see `program_memory.bytes_of`.
+    Args:
+      load: returns a `Program`, or a `jax.stages.Compiled`. program_bytes: see `program_memory.bytes_of`.
     """
 
-    def __init__(self, entry: Entry, number: int, program_bytes: int | None):
-        self._entry, self._number, self.program_bytes = entry, number, program_bytes
-        self._run: Any = None
+    def __init__(self, load: Callable[[], Any], program_bytes: int | None):
+        self._load, self.program_bytes, self._run = load, program_bytes, None
 
     def __call__(self, *arguments: Any) -> Any:
         if self._run is None:
-            found = self._entry.programs()[self._number]
+            found = self._load()
             self._run = found.of(*arguments) if isinstance(found, Program) else found
         return self._run(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        found = self._run or self._entry.programs()[self._number]
+        found = self._run or self._load()
         return getattr(found.of_leaves() if isinstance(found, Program) else found, name)

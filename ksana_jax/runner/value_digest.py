@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,19 @@ LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "ml_dtypes", "opt_einsum", "scipy
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _BY_REPR = (np.dtype, np.ufunc, range, slice, pathlib.PurePath, re.Pattern, jax.P, TypeVar)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
+# What determines objects that have no other contents than this.
+_CONTENTS: dict[type, Callable[[Any], Sequence[Any]]] = {
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    types.MethodType: lambda x: (x.__func__, x.__self__),
+    property: lambda x: (x.fget, x.fset),
+    staticmethod: lambda x: (x.__func__,),
+    classmethod: lambda x: (x.__func__,),
+    jax.Device: lambda x: (x.platform, x.device_kind, x.id, x.process_index, x.client.platform_version),
+    jax.sharding.Mesh: lambda x: (x.axis_names, x.axis_types, x.devices.shape, list(x.devices.flat)),
+    jax.sharding.NamedSharding: lambda x: (x.mesh, x.spec, x.memory_kind),
+    jax.sharding.SingleDeviceSharding: lambda x: (list(x.device_set), x.memory_kind),
+    jax.tree_util.PyTreeDef: lambda x: (x.node_data(), x.num_leaves, x.children()),
+}
 
 
 class NotStored(Exception):
@@ -39,7 +52,6 @@ class Walk:
     def __init__(self):
         self._known: dict[int, tuple[Any, bytes | None]] = {}
         self._shapes: dict[int, tuple[Any, bytes]] = {}
-        self._abstract: dict[int, tuple[Any, Any]] = {}
 
     def shapes(self, tree: Any) -> bytes:
         """Digests a tree of arrays, or of their shapes, as far as a program depends on them."""
@@ -53,12 +65,6 @@ class Walk:
             raise NotStored(f"an argument is a {type(x).__name__}, no array")
         fixed = isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", None)
         return self((x.shape, str(x.dtype), getattr(x, "weak_type", False), fixed, getattr(x, "sharding", None)))
-
-    def abstract(self, tree: Any) -> Any:
-        """Returns a tree of arrays as one of their shapes, which lowers to the same program."""
-        if id(tree) not in self._abstract:
-            self._abstract[id(tree)] = tree, jax.tree.map(_shape, tree)
-        return self._abstract[id(tree)][1]
 
     def __call__(self, x: Any) -> bytes:
         if type(x) in _SCALARS:
@@ -123,24 +129,9 @@ class Walk:
 
 def _contents(x: Any) -> Sequence[Any]:
     """Returns the values that determine an object."""
-    if isinstance(x, functools.partial):
-        return x.func, x.args, x.keywords
-    if isinstance(x, types.MethodType):
-        return x.__func__, x.__self__
-    if isinstance(x, property):
-        return x.fget, x.fset
-    if isinstance(x, staticmethod | classmethod):
-        return (x.__func__,)
-    if isinstance(x, jax.Device):
-        return x.platform, x.device_kind, x.id, x.process_index, x.client.platform_version
-    if isinstance(x, jax.sharding.Mesh):
-        return x.axis_names, x.axis_types, x.devices.shape, list(x.devices.flat)
-    if isinstance(x, jax.sharding.NamedSharding):
-        return x.mesh, x.spec, x.memory_kind
-    if isinstance(x, jax.sharding.SingleDeviceSharding):
-        return list(x.device_set), x.memory_kind
-    if isinstance(x, jax.tree_util.PyTreeDef):
-        return x.node_data(), x.num_leaves, x.children()
+    for kind, contents in _CONTENTS.items():
+        if isinstance(x, kind):
+            return contents(x)
     if isinstance(x, jax.Array) or not hasattr(x, "__dict__"):
         raise NotStored(f"it contains a {type(x).__module__}.{type(x).__qualname__}")
     names = {*vars(x), *getattr(x, "__dataclass_fields__", ())}
@@ -148,10 +139,9 @@ def _contents(x: Any) -> Sequence[Any]:
     return [(name, getattr(x, name)) for name in sorted(names - derived)]
 
 
-def _shape(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    sharding = x.sharding if getattr(x, "committed", False) else None
+def shape_of(x: Any) -> Any:
+    """Returns the shape of an array, which lowers to the same program."""
+    sharding = x.sharding if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
