@@ -70,7 +70,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
 
 
 class _LastRead(threading.local):
-    """What this thread has last read from jax's cache: bytes, None if they were missing, UNREAD if it read nothing."""
+    """The entry that this thread has last read from jax's cache; None if it was missing, UNREAD without a read."""
 
     value: Any = UNREAD
 
