@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax._src import compilation_cache as jax_cache
-from jax._src.lib import _jax, xla_client
+from jax._src.lib import _jax, xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 
 from ksana_jax.core.compilation_cache import UNREAD, last_read

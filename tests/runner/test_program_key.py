@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from ksana_jax.core import processor
 from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.methods.eviction.h2o import H2O
-from ksana_jax.models import layers
+from ksana_jax.models import layers, mlp_forms
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.native import build
 from ksana_jax.runner import evicting, movers, program_key
@@ -31,21 +32,21 @@ from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from tests.engine.small import make_llm, model
 
 SHAPE = StepShape((TileGroup(4, 1),), 4, 4)
-EVICTING = {"kv_eviction": {"method": "h2o", "budget": 16}}
+EVICTING: Any = {"kv_eviction": {"method": "h2o", "budget": 16}}
 
 
 def digest(lowering: Lowering) -> str:
     return digest_of(lowering, Walk())
 
 
-def lowering(settings: dict | None = None, key=SHAPE, pattern=None) -> Lowering:
-    return make_llm(pattern=pattern, programs={}, **(settings or {})).runner._lowering(key)
+def lowering(settings: Any) -> Lowering:
+    return make_llm(programs={}, **settings).runner._lowering(SHAPE)
 
 
 @functools.cache
 def lowerings() -> dict[str, Lowering]:
     """One of each kind that an engine has."""
-    runner = make_llm(programs={}, **EVICTING).runner
+    runner: Any = make_llm(programs={}, **EVICTING).runner
     evictor, mover = runner.evictor, runner.mover
     keys = {
         "step": SHAPE,
@@ -64,7 +65,7 @@ def lowerings() -> dict[str, Lowering]:
     return found | dict(zip(("eviction", "move"), caught, strict=True))
 
 
-def mutations(x, depth=0):
+def mutations(x: Any):
     """Yields values that differ from x in one place."""
     if isinstance(x, bool):
         yield not x
@@ -195,7 +196,8 @@ def test_settings_that_give_other_programs_give_other_keys():
 def test_a_longer_context_that_changes_frequencies_changes_the_key():
     base = lowerings()["step"]
     network = base.keywords["network"]
-    config = dataclasses.replace(model()[0], rope=dataclasses.replace(model()[0].rope, theta=5e5))
+    rope: Any = model()[0].rope
+    config = dataclasses.replace(model()[0], rope=dataclasses.replace(rope, theta=5e5))
     changed = dataclasses.replace(network, ropes=layer_ropes(config, 64))
     assert digest(Lowering(base.func, *base.args, **base.keywords | {"network": changed})) != digest(base)
 
@@ -312,14 +314,14 @@ def test_another_process_finds_the_same_key():
 @dataclasses.dataclass(frozen=True)
 class Mine(EvictionMethod):
     def priority(self, cached, xp):
-        return cached.score
+        return cached.keys
 
 
 def test_code_outside_the_package_is_not_stored():
     base = lowerings()["eviction"]
     with pytest.raises(NotStored, match="test_program_key:Mine is code outside the package"):
         digest(Lowering(base.func, *base.args, method=Mine(budget=8)))
-    for code in (lambda x: x, digest, functools.partial(digest, 1)):
+    for code in (lambda x: x, digest, functools.partial(digest, base)):
         with pytest.raises(NotStored, match="outside the package"):
             digest(Lowering(base.func, method=code))
 
@@ -343,10 +345,9 @@ def test_attributes_beside_the_fields_of_a_dataclass_count():
 
 
 def test_closures_of_the_package_differ_by_what_they_close_over():
-    base = layers.normaliser
-    assert Walk()(base) == Walk()(base)
-    made = [functools.partial(base, x) for x in (1, 2)]
-    assert Walk()(made[0]) != Walk()(made[1])
+    gated: Any = mlp_forms.gated
+    one, same, other = (gated(function).apply for function in (jax.nn.silu, jax.nn.silu, jax.nn.relu))
+    assert Walk()(one) == Walk()(same) != Walk()(other)
 
 
 class TestReplaced:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from ksana_jax.sharding.placement import ONE_DEVICE
 from tests.engine import test_lora
 from tests.engine.small import complete, make_llm
 
-PROMPT = {"prompt_token_ids": [3, 5, 7, 3, 5, 7, 9, 3, 5, 7, 11, 3, 5, 7, 13, 15, 3, 5, 7, 17]}
+PROMPT: Any = {"prompt_token_ids": [3, 5, 7, 3, 5, 7, 9, 3, 5, 7, 11, 3, 5, 7, 13, 15, 3, 5, 7, 17]}
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_stored_step_has_the_facts_of_a_compiled_one(folder):
 
 @pytest.mark.cpu("programs of CPUs are stored")
 def test_an_engine_that_is_warmed_up_loads_no_program(folder, said, monkeypatch):
-    settings = {"max_num_seqs": 2, "max_model_len": 64, "num_blocks": 16, "host_cache_bytes": 2**20}
+    settings: Any = {"max_num_seqs": 2, "max_model_len": 64, "num_blocks": 16, "host_cache_bytes": 2**20}
     asked = SamplingParams(n=2, temperature=1.0, logprobs=2)
     LLM("ksana-tiny", **settings).warm_up(sampling_params=asked)
     compiled, _ = said()
@@ -132,8 +133,9 @@ LAYOUT = KVLayout((), 2, (Leaf("kv", (2, 2, 1, 2, 4), "float32"),))
 
 def gathered(size: int = 3, blocks: int = 5) -> np.ndarray:
     """Blocks of a pool by a small program."""
-    pool, ids = (make_cache(LAYOUT, blocks), jax.ShapeDtypeStruct((size,), np.int32))
-    settings = {"run": movers._gathered, "placement": ONE_DEVICE, "donated": None}
+    pool: Any = make_cache(LAYOUT, blocks)
+    ids = jax.ShapeDtypeStruct((size,), np.int32)
+    settings: Any = {"run": movers._gathered, "placement": ONE_DEVICE, "donated": None}
     run = compiled(("gather", size), Lowering(movers.lower_move, jax.eval_shape(lambda: pool), ids, **settings))
     numbers = np.arange(blocks, dtype=np.float32).reshape(-1, 1, 1, 1, 1, 1) + pool.leaves["kv"]
     return np.asarray(run(pool.replace(leaves={"kv": numbers}), np.arange(size)[::-1]).leaves["kv"])[:, 0, 0, 0, 0, 0]
