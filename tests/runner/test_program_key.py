@@ -82,7 +82,7 @@ def mutations(x: Any):
     elif isinstance(x, types.FunctionType):
         yield layers.linear
     elif isinstance(x, tuple):
-        make = type(x)._make if hasattr(x, "_make") else tuple
+        make: Any = getattr(type(x), "_make", tuple)
         for n, item in enumerate(x):
             yield from (make((*x[:n], other, *x[n + 1 :])) for other in mutations(item))
         if make is tuple:
