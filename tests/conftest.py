@@ -63,6 +63,9 @@ def pytest_configure(config):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if getattr(config, "cache", None) is not None:  # pytest -p no:cacheprovider
         keep_compiled_steps(Path(config.cache.mkdir("jax")))
+        os.environ.setdefault("KSANA_PROGRAMS_DIR", str(config.cache.mkdir("ksana") / "programs"))
+    else:
+        os.environ.setdefault("KSANA_PROGRAMS", "off")
     gc.disable()  # while tests are collected, of whose objects none is garbage: a quarter of the time it takes
 
 

@@ -100,6 +100,7 @@ def doctor(
     from ksana_jax.ops.implementations import EXAMPLE, example_needs
     from ksana_jax.ops.invariant import why_not_invariant
     from ksana_jax.ops.table import operator_table
+    from ksana_jax.runner.store import entries, store_folder, why_off
 
     console, found, needs, known = Console(highlight=False), environment(), example_needs(), verdicts_here()
     operators = operator_table(EXAMPLE, needs, "bfloat16")
@@ -114,6 +115,9 @@ def doctor(
     if names := hidden():
         console.print(f"hidden     {', '.join(names)} (KSANA_HIDE)")
     console.print(f"native     {escape(instructions())}")
+    folder, sizes = store_folder(), [size for _, size, _ in entries(store_folder())]
+    state = why_off() or f"{len(sizes)} entries, {sum(sizes) / 1e6:,.0f} MB; rm -r empties it"
+    console.print(f"programs   {escape(f'{folder}: {state}')}")
     _print_operators(console, operators)
     lacks = why_not_invariant(EXAMPLE, needs, "bfloat16")
     console.print(f"numerics: fast{f'; invariant {escape(lacks)}' if lacks else ', invariant'}")
@@ -128,6 +132,7 @@ def doctor(
     if as_json:
         rows = [row._asdict() for row in operators]
         more = {"invariant": lacks is None, "verdicts": verdicts}
+        more["programs"] = {"folder": str(folder), "entries": len(sizes), "bytes": sum(sizes), "off": why_off()}
         print(json.dumps({**found, "hidden": hidden(), "native": instructions(), "operators": rows, **more}))
 
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,9 @@ from ksana_jax.core.files import write_atomic
 from ksana_jax.core.processor import machine
 
 MAX_CACHE_BYTES = 2 * 2**30
+# When this process imported the package.
+started_s = time.time()
+UNREAD = object()
 
 # Everything is cached, however small or quick to compile: a step consists of a dozen small functions.
 WRITES_ALL = {
@@ -40,7 +45,7 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     """
     jax = sys.modules.get("jax")
     if jax is not None:
-        _write_whole_entries()
+        watch_cache()
     if _is_settled(jax):
         return
     try:
@@ -64,11 +69,27 @@ def keep_compiled_steps(folder: Path | None = None) -> None:
     compilation_cache.reset_cache()  # a compilation before this one may have found that there is no cache
 
 
-def _write_whole_entries() -> None:
-    """Has jax's cache in a local folder rename its entries into place."""
+class _LastRead(threading.local):
+    """The entry that this thread has last read from jax's cache; None if it was missing, UNREAD without a read."""
+
+    value: Any = UNREAD
+
+
+_last_read = _LastRead()
+
+
+def last_read() -> Any:
+    """Returns the entry that this thread has read from jax's cache since the last call, None if it is missing, and
+    UNREAD if the cache was not asked; see `watch_cache`."""
+    value, _last_read.value = _last_read.value, UNREAD
+    return value
+
+
+def watch_cache() -> None:
+    """Has jax's cache in a local folder rename its entries into place, and remember for `last_read` what it reads."""
     from jax._src.lru_cache import LRUCache
 
-    put = LRUCache.put
+    put, get = LRUCache.put, LRUCache.get
     if hasattr(put, "whole"):
         return
 
@@ -79,8 +100,12 @@ def _write_whole_entries() -> None:
         elif not entry.exists():
             write_atomic(Path(entry), value)
 
+    def get_noted(cache: Any, key: str) -> bytes | None:
+        _last_read.value = get(cache, key)
+        return _last_read.value
+
     put_whole.whole = put  # jax's own
-    LRUCache.put = put_whole  # pyright: ignore[reportAttributeAccessIssue]
+    LRUCache.put, LRUCache.get = put_whole, get_noted  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CacheUse:

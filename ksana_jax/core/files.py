@@ -80,15 +80,15 @@ def create(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise.
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces path if the block succeeds, and is removed otherwise; mode: see `create`.
 
     A reader sees the old or the new content, never a part. A link at path is replaced, its target is left alone. A
     process's first call for a folder removes what killed processes have left there.
     """
     _remove_once(path.parent.absolute())
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with create(temporary) as file:
+    with create(temporary, mode) as file:
         try:
             _hold(file)
             yield file

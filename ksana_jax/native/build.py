@@ -48,6 +48,11 @@ def why_missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def was_asked() -> bool:
+    """True if this process has asked for the library: nothing calls it otherwise."""
+    return _library.cache_info().currsize > 0
+
+
 def instructions() -> str:
     """Returns the instruction sets that the library's products use, for readers; or why the library is missing."""
     if reason := why_missing():

@@ -78,12 +78,12 @@ def report_of(reports: Fetched, step: int) -> Any:
 
 
 def lower_loop(
+    *arguments: Any,
     network: Network,
     key: LoopKey,
     alike: Sequence[int],
     packing: Packing,
     head: OutputHead,
-    *arguments: Any,
 ) -> Any:
     """Lowers a loop as one program.
 

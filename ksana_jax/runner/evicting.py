@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ksana_jax.models.rope import Rope
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache
 from ksana_jax.runner.compiling import compiled, lower
+from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.statistics_eviction import facts_of, with_state
 
 # Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
@@ -104,11 +106,16 @@ class Evictor:
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
             pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
-            run = jax.jit(functools.partial(with_state, evict, method=method), donate_argnums=0)
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
-            self._compiled[key] = compiled(("evict", *key), lambda: lower(run, pool, asked, self._shapes))
+            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method)
+            self._compiled[key] = compiled(("evict", *key), lowering)
         return self._compiled[key]
+
+
+def lower_evictions(*arguments: Any, method: EvictionMethod) -> Any:
+    """Lowers `evict` by a method, which donates the pool. arguments: its pool and rows, and the method's facts."""
+    return lower(jax.jit(functools.partial(with_state, evict, method=method), donate_argnums=0), *arguments)
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:

@@ -17,6 +17,7 @@ from ksana_jax.kv.moves import Moves
 from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import compiled, lower
+from ksana_jax.runner.program_key import Lowering
 from ksana_jax.sharding.placement import ONE_DEVICE, Placement
 from ksana_jax.sharding.specs import BY_HEAD
 
@@ -189,9 +190,14 @@ class BlockMover:
     def _function(self, name: str, size: int, run: Callable, *arguments: Any, donates: bool = True) -> Callable:
         key = (name, size)
         if key not in self._compiled:
-            jitted = self._placement.jit(run, returns=BY_HEAD, donated=0 if donates else None)
-            self._compiled[key] = compiled(key, lambda: lower(jitted, self._pool, *arguments))
+            settings = {"run": run, "placement": self._placement, "donated": 0 if donates else None}
+            self._compiled[key] = compiled(key, Lowering(lower_move, self._pool, *arguments, **settings))
         return self._compiled[key]
+
+
+def lower_move(*arguments: Any, run: Callable, placement: Placement, donated: int | None) -> Any:
+    """Lowers a function of a pool that returns a pool. arguments: of the function. donated: index of one of them."""
+    return lower(placement.jit(run, returns=BY_HEAD, donated=donated), *arguments)
 
 
 def _gathered(cache: KVCache, ids: jax.Array) -> KVCache:

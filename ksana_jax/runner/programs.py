@@ -30,10 +30,11 @@ from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
 from ksana_jax.runner.network import Network, pool_and
+from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.prompt_scores import lower_scores
 from ksana_jax.runner.step_program import lower_whole, step_whole
-from ksana_jax.runner.step_runs import lower_in_runs
-from ksana_jax.runner.token_programs import OutputHead, settings_packing
+from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
+from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
 from ksana_jax.scheduler.step.types import StepArrays, StepShape
@@ -215,7 +216,7 @@ class ModelPrograms:
           keys: of programs, such as `keys.keys_for` returns. workers: programs compiled at once.
           table_width: largest block table whose rows are evicted from. moves: True if blocks will move.
         """
-        new = {key: functools.partial(self.lower, key) for key in keys if key not in self._compiled}
+        new = {key: self._lowering(key) for key in keys if key not in self._compiled}
         self._compiled |= compile_all(new, workers)
         if self.evictor is not None:
             self.evictor.warm_up(min(table_width, self.evictor.table_width))
@@ -224,32 +225,41 @@ class ModelPrograms:
 
     def lower(self, key: Any) -> Any:
         """Lowers the program of a key, as it will run."""
+        return self._lowering(key)()
+
+    def _lowering(self, key: Any) -> Lowering:
+        params, head = self.params, self._head
         if isinstance(key, StepShape):
             if not self._tuning.layers_of_program:
-                return self.lower_step(key)
-            return lower_in_runs(self._network, key, self._packing_of(key), *self._packed_arguments(key))
+                return self._lowering_whole(key)
+            step = {"network": self._network, "shape": key, "packing": self._packing_of(key)}
+            return LoweringInRuns(lower_in_runs, *self._packed_arguments(key), **step)
         if isinstance(key, LoopKey):
-            packing, arguments = self._packing_of(key.shape), self._packed_arguments(key.shape)
-            return lower_loop(self._network, key, self._patterns.alike, packing, self._head, *arguments)
+            step = {"network": self._network, "packing": self._packing_of(key.shape), "alike": self._patterns.alike}
+            return Lowering(lower_loop, *self._packed_arguments(key.shape), key=key, head=head, **step)
         if isinstance(key, VerificationKey):
             if key.tree:
-                return lower_trees(self._head, self.params, self.cache, len(self.layout.groups), key)
-            return lower_verification(self._head, self.params, key)
+                groups = len(self.layout.groups)
+                return Lowering(lower_trees, params, self.cache, head=head, num_groups=groups, key=key)
+            return Lowering(lower_verification, params, head=head, key=key)
         kind, size, *rest = key
         if kind == "score":
-            return lower_scores(self._head, self.params, size, *rest)
-        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), self.params.final_norm.dtype)
-        return self._head.lower_choice(self.params, hidden, *rest)
+            return Lowering(lower_scores, params, head=head, num_tokens=size, num_top=rest[0])
+        hidden = jax.ShapeDtypeStruct((size, self.config.d_model), params.final_norm.dtype)
+        settings = dict(zip(("count", "samples", "dense", "num_top"), rest, strict=True))
+        return Lowering(lower_choice, params, hidden, head=head, **settings)
 
     def _compile(self, key: Any) -> Callable:
-        self._compiled[key] = compiled(key, functools.partial(self.lower, key))
+        self._compiled[key] = compiled(key, self._lowering(key))
         return self._compiled[key]
 
     def lower_step(self, shape: StepShape):
         """Lowers a step as one program without compiling it, for inspection."""
-        return lower_whole(
-            self._network, shape, self._patterns.alike, self._packing_of(shape), *self._packed_arguments(shape)
-        )
+        return self._lowering_whole(shape)()
+
+    def _lowering_whole(self, shape: StepShape) -> Lowering:
+        step = {"network": self._network, "alike": self._patterns.alike, "packing": self._packing_of(shape)}
+        return Lowering(lower_whole, *self._packed_arguments(shape), shape=shape, **step)
 
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:

@@ -25,7 +25,7 @@ def scores_packing(count: int, num_top: int) -> Packing:
     return Packing(score_shapes(count, num_top))
 
 
-def lower_scores(head: OutputHead, params: Params, num_tokens: int, num_top: int) -> Any:
+def lower_scores(params: Params, *, head: OutputHead, num_tokens: int, num_top: int) -> Any:
     """Lowers `score_tokens` for prompts of num_tokens tokens in a step."""
     hidden = jax.ShapeDtypeStruct((num_tokens, head.config.d_model), params.final_norm.dtype)
     targets = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)

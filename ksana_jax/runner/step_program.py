@@ -13,15 +13,15 @@ from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepShape
 
 
-def lower_whole(network: Network, shape: StepShape, alike: Sequence[int], packing: Packing, *arguments: Any) -> Any:
+def lower_whole(*arguments: Any, network: Network, shape: StepShape, alike: Sequence[int], packing: Packing) -> Any:
     """Lowers a step as one program: (params, cache, vector, given, patterns) -> (cache, hidden [T, D], hidden [J, D] of
     the sampled tokens, sampling settings).
 
     Args:
-      alike: for each layer the first one with the same pattern in the same group.
-      packing: of the vector: StepArrays, without tokens if the embedding is on the host, and sampling settings.
       arguments: of the program, or their shapes. given: tokens [J] that the previous step samples; with the
         embedding on the host, embedding rows of the step's tokens [T, D].
+      alike: for each layer the first one with the same pattern in the same group.
+      packing: of the vector: StepArrays, without tokens if the embedding is on the host, and sampling settings.
     """
     step = network.jit_donating(step_packed, 4, shape.num_tokens, shape=shape, alike=alike, packing=packing)
     return lower(step, *arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from ksana_jax.models.transformer import embedded
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.network import Network, step_last, through, unpacked
+from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.scheduler.step.types import StepShape
 
@@ -56,14 +58,15 @@ class _Run(NamedTuple):
 
 
 def lower_in_runs(
-    network: Network,
-    shape: StepShape,
-    packing: Packing,
     params: Params,
     cache: KVCache,
     vector: Any,
     given: Any,
     patterns: PatternArrays,
+    *,
+    network: Network,
+    shape: StepShape,
+    packing: Packing,
 ) -> LoweredRuns:
     """Lowers a step as programs that run in sequence and together equal `lower_whole`'s."""
     ends = params.replace(layers=())  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,23 +106,34 @@ class LoweredRuns:
         return (1, *map(called.count, self.runs), 1)
 
     def compile(self) -> StepInRuns:
-        compiled = {program: lowered.compile() for program, lowered in self.runs.items()}
-        return StepInRuns(self.network, self.first.compile(), compiled, self.last.compile())
+        return StepInRuns(self.network, [program.compile() for program in self.programs])
+
+
+class LoweringInRuns(Lowering):
+    """`lower_in_runs` and its arguments."""
+
+    def parts(self, lowered: LoweredRuns) -> Sequence[Any]:
+        return lowered.programs
+
+    def assembled(self, programs: Sequence[Callable]) -> StepInRuns:
+        return StepInRuns(self.keywords["network"], programs)
 
 
 class StepInRuns:
     """A compiled step: the embedding, each run of layers by its program, the final norm.
 
-    programs: all of them, once each.
+    programs: all of them, once each, in the order of `LoweredRuns.programs`.
     """
 
-    def __init__(self, network: Network, first: Any, runs: dict[tuple[int, int, int], Any], last: Any):
-        self.programs = (first, *runs.values(), last)
-        self._first, self._last = first, last
-        self._runs = [
-            (runs[run.program], run, network.placement.everywhere(jax.tree.map(np.int32, network.placed(run.layers))))
-            for run in _Run.all_of(network)
-        ]
+    def __init__(self, network: Network, programs: Sequence[Any]):
+        self.programs = tuple(programs)
+        self._first, *of_runs, self._last = programs
+        runs = _Run.all_of(network)
+        by_kind = dict(zip(dict.fromkeys(run.program for run in runs), of_runs, strict=True))
+        self._runs = []
+        for run in runs:
+            places = jax.tree.map(np.int32, network.placed(run.layers))
+            self._runs.append((by_kind[run.program], run, network.placement.everywhere(places)))
 
     def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""

@@ -84,12 +84,15 @@ class OutputHead:
         scores = logits(params, hidden, config=self.config, linear=self.operators.linear)
         return self.vocabulary.without_padding(scores)
 
-    def lower_choice(self, params: Params, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Any:
-        """Lowers `choose_tokens`; arguments as in `Runner.compile_sampler`."""
-        run = self.placement.jit(functools.partial(choose_tokens, head=self, count=count, num_top=num_top))
-        settings = jax.ShapeDtypeStruct((settings_packing(hidden.shape[0]).size,), jnp.int32) if samples else None
-        given = sampling_shapes(count, self.config.vocab_size)[-3:] if dense else None
-        return lower(run, params, hidden, settings, given)
+
+def lower_choice(
+    params: Params, hidden, *, head: OutputHead, count: int, samples: bool, dense: bool, num_top: int | None
+) -> Any:
+    """Lowers `choose_tokens`; arguments as in `Runner.compile_sampler`."""
+    run = head.placement.jit(functools.partial(choose_tokens, head=head, count=count, num_top=num_top))
+    settings = jax.ShapeDtypeStruct((settings_packing(hidden.shape[0]).size,), jnp.int32) if samples else None
+    given = sampling_shapes(count, head.config.vocab_size)[-3:] if dense else None
+    return lower(run, params, hidden, settings, given)
 
 
 def sampling_of(settings, dense, hidden, count: int, head: OutputHead) -> SamplingArrays | None:

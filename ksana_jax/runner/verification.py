@@ -100,7 +100,7 @@ def verified(report: Fetched, part: TileGroup) -> tuple[Any, ...]:
     return tokens[:used], accepted, sampled, scores
 
 
-def lower_verification(head: OutputHead, params: Params, key: VerificationKey) -> Any:
+def lower_verification(params: Params, *, head: OutputHead, key: VerificationKey) -> Any:
     """Lowers `verify_runs`."""
     run = head.placement.jit(functools.partial(verify_runs, head=head, key=key))
     return lower(run, *verification_arguments(head, params, key))
@@ -196,7 +196,7 @@ def _by_distribution(scores_SV, sampling, drafts: Drafts, head: OutputHead, key:
     return jnp.pad(tokens, (0, key.count - len(tokens))), number
 
 
-def lower_trees(head: OutputHead, params: Params, cache: Any, num_groups: int, key: VerificationKey) -> Any:
+def lower_trees(params: Params, cache: Any, *, head: OutputHead, num_groups: int, key: VerificationKey) -> Any:
     """Lowers `verify_trees` for a pool with some groups of layers."""
     assert key.part is not None
     run = head.placement.jit(

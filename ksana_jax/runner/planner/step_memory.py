@@ -26,10 +26,9 @@ from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.loading.load import abstract_params
-from ksana_jax.models.params import LayerParams, Params
-from ksana_jax.ops.pool import KVCache
 from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.keys import keys_for
+from ksana_jax.runner.program_memory import bytes_of
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.step_runs import compiled_programs
 from ksana_jax.scheduler.step.types import StepShape, TileGroup, most_tiles
@@ -118,33 +117,9 @@ def program_bytes(compiled: Any) -> int | None:
     A pool that cannot be donated is among the results of a step a second time, which is not counted here either. None
     if the device's compiler does not report them.
     """
-    found = [_program_bytes(program) for program in compiled_programs(compiled)]
+    found = [bytes_of(program) for program in compiled_programs(compiled)]
     known = [size for size in found if size is not None]
     return max(known) if len(known) == len(found) else None
-
-
-def _program_bytes(compiled: Any) -> int | None:
-    arguments, _ = compiled.args_info
-
-    def weights_or_pool(x: Any) -> bool:
-        return isinstance(x, Params | LayerParams | KVCache)
-
-    given = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=weights_or_pool) if not weights_or_pool(leaf)]
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    # The pool is among the results: as an alias if it was donated.
-    alias = memory.alias_size_in_bytes or _returned_pool_bytes(compiled)
-    new = memory.temp_size_in_bytes + memory.output_size_in_bytes - alias
-    return new + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in given)
-
-
-def _returned_pool_bytes(compiled: Any) -> int:
-    """Returns the bytes of the pools among a program's results."""
-    results = jax.tree.unflatten(compiled.out_tree, jax.tree.leaves(compiled.out_info))
-    pools = jax.tree.leaves(results, is_leaf=lambda x: isinstance(x, KVCache))
-    arrays = [leaf for pool in pools if isinstance(pool, KVCache) for leaf in jax.tree.leaves(pool)]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
 
 
 def step_bytes(

@@ -1,7 +1,6 @@
 """The server's lifetime: loading, draining, signals, failures of the engine."""
 
 import asyncio
-import functools
 import os
 import queue
 import re
@@ -20,6 +19,7 @@ from ksana_jax.cli.serving import _load, _with_cache
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.runner import compiling
+from ksana_jax.runner.program_key import Lowering
 from ksana_jax.serve.server.running import RunningServer, _memory, listen
 from ksana_jax.serve.server.settings import ServerSettings
 from tests.fakes import FULLY, reference_tokens
@@ -205,7 +205,7 @@ def test_a_server_says_what_it_does_until_it_serves(capfd):
             return jax.jit(lambda x: x + key).lower(1.0)
 
         assert may_end.wait(10)
-        compiling.compile_all({key: functools.partial(lower, key) for key in (1, 2, 3)}, workers=1)
+        compiling.compile_all({key: Lowering(lower, key) for key in (1, 2, 3)}, workers=1)
         return llm
 
     listener = listen(settings)

@@ -15,7 +15,7 @@ from ksana_jax.lab.trace.collectives import find_collectives
 from ksana_jax.loading import abstract_params
 from ksana_jax.models.int8_matrix import rounded_rows
 from ksana_jax.runner.step_runs import compiled_programs
-from ksana_jax.runner.token_programs import OutputHead
+from ksana_jax.runner.token_programs import OutputHead, lower_choice
 from ksana_jax.sampling.truncation import NUM_CANDIDATES
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.sharding.specs import AXIS
@@ -70,7 +70,9 @@ def test_sampling_gathers_candidates_and_not_scores(dense, num_top):
     head = OutputHead(model, runner.operators, runner.placement, runner.placement.vocabulary(model))
     params = runner.placement.params(model, abstract_params(model))
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), "float32")
-    found = collectives(head.lower_choice(params, hidden, rows, True, dense, num_top).compile())
+    found = collectives(
+        lower_choice(params, hidden, head=head, count=rows, samples=True, dense=dense, num_top=num_top).compile()
+    )
     assert {name for name, _ in found} == {"all-gather", "all-reduce"}
     assert max(size for name, size in found if name == "all-gather") == 4 * rows * n * NUM_CANDIDATES < rows * 8192
     assert max(size for name, size in found if name == "all-reduce") == 4 * rows
