@@ -131,23 +131,46 @@ def markdown(
 def latex(title: str, made: Grid, notes: Sequence[str], name: str = "") -> str:
     """Returns a LaTeX table environment, which needs only the booktabs package and LaTeX of 2020 or later.
 
+    Intervals are small. They stand below their numbers, or the table spans two columns of a page, if it is too wide.
+
     Args:
       name: name of the run; \\ref{tab:NAME} refers to the table.
     """
     heads, cells, bold, num_right = made
     num_left = len(heads) - num_right
-    lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
+    fitting = [(k, s) for k, chars in _WIDTHS.items() for s in (False, True) if _width(made, s) <= chars]
+    kind, stacked = (fitting or [("table*", True)])[0]
+    lines = [r"% \usepackage{booktabs}", rf"\begin{{{kind}}}", r"\centering", r"\small"]
     lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * num_right}}}", r"\toprule"]
     lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
     for texts, bolds in zip(cells, bold, strict=True):
-        marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
+        split = [text.partition(" [") if at >= num_left else (text, "", "") for at, text in enumerate(texts)]
+        small = [rf" {{\scriptsize [{_tex(interval)}}}" if opening else "" for _, opening, interval in split]
+        shown = [_tex(number) + part * (not stacked) for (number, _, _), part in zip(split, small, strict=True)]
+        marked = [rf"\textbf{{{text}}}" if b else text for text, b in zip(shown, bolds, strict=True)]
         lines.append(" & ".join(marked) + r" \\")
+        lines += [" &".join(small) + r" \\[2pt]"] * (stacked and any(small))
     caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
     # Characters that \label cannot contain, such as # and spaces, become hyphens.
-    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
+    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [rf"\end{{{kind}}}"]
     lines[1:1] = [macro for name, macro in _DEFINED.items() if any(name in line for line in lines)]
     return "\n".join(lines) + "\n"
+
+
+# Characters of \small in a column of 3.25 inches, and in two of them.
+_WIDTHS = {"table": 52, "table*": 108}
+
+
+def _width(made: Grid, stacked: bool) -> float:
+    """Returns the width of a table in characters of \\small. stacked: whether intervals stand below numbers."""
+
+    def width(text: str, at: int) -> float:
+        number, _, interval = text.partition(" [") if at >= len(made.heads) - made.num_right else (text, "", "")
+        return (max if stacked else lambda *both: sum(both))(len(number), 0.8 * len(interval))
+
+    columns = [max(width(line[at], at) for line in (made.heads, *made.cells)) for at in range(len(made.heads))]
+    return sum(columns) + 2.6 * len(columns)
 
 
 _TEX = {

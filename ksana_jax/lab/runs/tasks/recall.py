@@ -25,7 +25,7 @@ from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks import recall_figure
 from ksana_jax.lab.runs.tasks.base import AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.compression import best_and_full, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, percent
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,30 +147,24 @@ class Recall(AskingTask):
         return dict(parts)
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        earlier = any("live_kv_bytes" in m for m in of_metric(rows, "kv"))
+        held = "maximum held between steps, as earlier versions recorded it" if earlier else "held at its end"
         option, values = recall_figure.swept(rows)
         swept = [Column(f"accuracy_{value}", f"{option} {value}, %", _percent, "max") for value in values]
         return [
             *swept,
             Column("accuracy", "all, %" if swept else "correct, %", _percent, "max", change="change, points"),
-            Column("chance", "chance, %", _chance, exact=True),
-            Column("logprob", "nats per answer token", number(2), "max"),
+            Column("chance", "chance, %", _chance, exact=True, note=_CHANCE),
+            Column("logprob", "nats per answer token", number(2), "max", note=_NATS),
             Column("rank", "rank", number(1), "min"),
-            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=f"Live KV: of one request, {held}."),
         ]
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
         return next(column for column in self.columns(rows) if column.key == "accuracy")
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        earlier = any("live_kv_bytes" in m for row in rows for trial in row.trials for m in trial)
-        said = [
-            "Correct: greedy decoding gives exactly the answer's tokens. Chance: a guess among the values in the "
-            "prompt or, if it has only one, among all values.",
-            "Nats and rank: log-probability and rank of each answer token, given the prompt and the answer so far; "
-            "greedy decoding takes rank 1.",
-            "Live KV: of one request, "
-            + ("maximum held between steps, as earlier versions recorded it." if earlier else "held at its end."),
-        ]
+        said = ["Correct: greedy decoding gives exactly the answer's tokens."]
         option, values = recall_figure.swept(rows)
         if values and len({row.point.get("settings.num_tokens") for row in rows}) == 1:
             back = [
@@ -263,3 +257,8 @@ def _chance(value: float) -> str:
 
 
 _percent = percent(0)
+_CHANCE = "Chance: a guess among the values in the prompt or, if it has only one, among all values."
+_NATS = (
+    "Nats and rank: log-probability and rank of each answer token, given the prompt and the answer so far; greedy "
+    "decoding takes rank 1."
+)

@@ -21,6 +21,7 @@ class Column:
     exact: whether equal work gives equal values, as for counts: a deviation of 0 is not shown, and any displayed
     difference counts. Other columns are subject to noise, see `ksana_jax.lab.runs.significance`.
     change: title of a column of changes against each row's baseline, which follows this one; empty for none.
+    note: explains the column below the table.
     """
 
     key: str
@@ -29,6 +30,7 @@ class Column:
     best: Literal["min", "max"] | None = None
     exact: bool = False
     change: str = ""
+    note: str = ""
 
     def text(self, value: float) -> str:
         """Formats a value; infinity and NaN are written alike in all columns."""

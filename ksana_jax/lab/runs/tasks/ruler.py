@@ -132,21 +132,17 @@ class Ruler(AskingTask):
         return [
             Column("score", "all, %", _percent, "max", change="change, points"),
             *(Column(f"score_{task}", f"{task}, %", _percent, "max") for task in tasks if len(tasks) > 1),
-            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=_LIVE),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        said = [
+        found = {(statistics.fmean(s), len(s)) for row in rows for s in _scores(row.trials).values()}
+        return [
             "Score: the expected texts that greedy decoding gives, in upper or lower case, of all expected "
             "(RULER's string_match_all); all: mean over tasks.",
-            "Live KV: of one request, held at the end of its prompt and 8 tokens.",
+            *[f"Wilson's 95 % interval of a score: {'; '.join(_interval_said(*one) for one in sorted(found))}."]
+            * bool(found),
         ]
-        for row in rows:
-            if scores := _scores(row.trials):
-                said.append(
-                    f"95 % intervals of {row.name!r}: {'; '.join(map(_interval_said, scores, scores.values()))}."
-                )
-        return said
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
@@ -159,9 +155,9 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
 
 
-def _interval_said(task: str, scores: Sequence[float]) -> str:
-    low, high = wilson(statistics.fmean(scores), len(scores))
-    return f"{task} {_percent(low)} to {_percent(high)} (n = {len(scores)})"
+def _interval_said(score: float, count: int) -> str:
+    low, high = wilson(score, count)
+    return f"{_percent(score)} is {_percent(low)} to {_percent(high)} (n = {count})"
 
 
 def _reading(settings: RulerSettings) -> list[str]:
@@ -208,3 +204,4 @@ def _scores(trials: Sequence[Sequence[Measurement]]) -> dict[str, list[float]]:
 
 
 _percent = percent()
+_LIVE = "Live KV: of one request, held at the end of its prompt and 8 tokens."
