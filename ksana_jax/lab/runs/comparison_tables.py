@@ -1,4 +1,4 @@
-"""Formats a comparison of two runs as a table, in Markdown or on a terminal, and as JSON."""
+"""Formats a comparison of runs or rows as a table, in Markdown or on a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ def notes(made: Comparison) -> list[str]:
     said = [f"{made.b} differs from {made.a} in {_said(common)}."] if common else []
     if joined and not common and not any(row.differs for row in joined):
         said.append(f"{made.b} and {made.a} have the same settings.")
-    said += [f"{row.name}: also {_said(own)}." for row in joined if (own := _without(row.differs, common))]
+    names: dict[str, list[str]] = {}
+    for row in joined:
+        if own := _without(row.differs, common):
+            names.setdefault(_said(own), []).append(row.name)
+    said += [f"{'; '.join(found)}: {'also ' * bool(common)}{own}." for own, found in names.items()]
     for name, alone in (
         (made.a, [r for r in made.rows if r.b is None]),
         (made.b, [r for r in made.rows if r.a is None]),
