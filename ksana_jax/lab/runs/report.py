@@ -135,7 +135,8 @@ def report_of_rows(
     made = Report(name, title or name, task, rows, columns, [], conclusion, failed, starts, pivot)
     shown = columns if headline is None else [headline]
     said = [*notes, *_input_note(starts), *of_task, *(c.note for c in shown if c.note), *simulated_note(rows)]
-    if headline is not None and not (headline.change and any(row.baseline for row in rows)):
+    if headline is not None and not significance.shows_changes(rows, headline):
+        shown = [dataclasses.replace(headline, change="")]
         said.append(f"Cells: {headline.title}.")
     made.caption.extend([*said, *significance.notes(rows, shown, task.samples, any(map(any, made.grid.bold)))])
     made.notes.extend([*made.caption, *classes.notes(starts)])

@@ -220,6 +220,21 @@ def baseline_change(row: ResultRow, key: str) -> Change | None:
     return None if row.baseline is None else change(row, row.baseline, key)
 
 
+def shows_changes(rows: Sequence[ResultRow], column: Column) -> bool:
+    """True if one number of a row is best shown as its change in % against a baseline."""
+    return column.change.endswith("%") and any(baseline_change(row, column.key) for row in rows)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a mean of scores from 0 to 1.
+
+    Wilson's interval (1927) for scores of 0 or 1; others vary less, so the interval is too wide for them.
+    """
+    z = 1.959964
+    centre, spread = mean + z * z / (2 * count), z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
+
+
 def caveat(a: ResultRow, b: ResultRow, key: str) -> str:
     """Returns the caveat for a sentence that compares two rows; empty if they differ."""
     found = change(a, b, key)

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ksana_jax.lab.runs.significance import baseline_change, holm, leaders
+from ksana_jax.lab.runs.significance import baseline_change, holm, leaders, shows_changes
 from ksana_jax.lab.runs.tasks.results import MISSING, Column, ResultRow, deviation, mean
 
 
@@ -71,10 +71,10 @@ def change_text(row: ResultRow, column: Column) -> str:
 def pivoted(rows: Sequence[ResultRow], column: Column, key: str) -> Grid:
     """Returns the table of one number, with a column for each value of a key of the grid.
 
-    A cell is the change against the baseline where there is one, and the number otherwise. Rows outside the grid have
-    the same cell in all columns.
+    A cell is the change in % against the baseline where there is one, and the number otherwise. Rows outside the grid
+    have a cell in the column of the value that their settings give, or without one the same cell in all columns.
     """
-    changes = column.change and any(row.baseline for row in rows)
+    changes = shows_changes(rows, column)
     shown = [row for row in rows if not changes or row.baseline is not None]
     values = list(dict.fromkeys(row.point[key] for row in shown if row.point[key] is not None))
     others = [k for k in (shown[0].point if shown else ()) if k != key]
@@ -83,7 +83,7 @@ def pivoted(rows: Sequence[ResultRow], column: Column, key: str) -> Grid:
     lines: dict[tuple[str, ...], dict[Any, ResultRow]] = {}
     for row in shown:
         name = (row.label, *(MISSING if row.point[k] is None else str(row.point[k]) for k in others))
-        lines.setdefault(name, {})[row.point[key]] = row
+        lines.setdefault(name, {})[row.value(key)] = row
     cells, bold = [], []
     for name, found in lines.items():
         row_of = [found.get(value, found.get(None)) for value in values]

@@ -39,7 +39,7 @@ def test_rows_of_equal_settings_are_paired_by_seed(make_fake):
         ["x 1", "mean", "11.500 ± 1.000", "11.250 ± 1.000", "−0.250", "3", "0.500"],
         ["x 2", "mean", "21.500 ± 1.000", "21.250 ± 1.000", "−0.250", "3", "0.500"],
     ]
-    assert comparison_tables.notes(made)[0] == "b differs from a in settings.y 0.5 → 0.25."
+    assert comparison_tables.notes(made)[0] == "b against a: settings.y 0.5 → 0.25."
 
 
 def test_seeds_that_only_one_run_has_are_left_out(make_fake):
@@ -79,7 +79,7 @@ def test_a_single_row_is_the_baseline_of_all(make_fake):
 
 def test_rows_without_a_finished_trial_are_named(make_fake):
     made = compare(make_fake("a", grid={"settings.x": [1, 2]}), make_fake("b", grid={"settings.x": [1, 2]}))
-    assert comparison_tables.notes(made)[0] == "b and a have the same settings."
+    assert comparison_tables.notes(made)[0] == "b against a: the same settings."
     failing = make_fake("c", grid={"settings.x": [1, 2]}, settings={"fail_at": 2})
     made = compare(make_fake("d", grid={"settings.x": [1, 2]}), failing)
     assert "c has no finished trial of: x 2." in comparison_tables.notes(made)

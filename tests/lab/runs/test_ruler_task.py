@@ -15,7 +15,8 @@ from ksana_jax.lab.runs import text_files
 from ksana_jax.lab.runs.config import load, plan
 from ksana_jax.lab.runs.report import read_report
 from ksana_jax.lab.runs.run import run
-from ksana_jax.lab.runs.tasks.ruler import Ruler, wilson
+from ksana_jax.lab.runs.significance import wilson
+from ksana_jax.lab.runs.tasks.ruler import Ruler
 from tests.lab.runs.runs import Engines, reported
 
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 4096, "max_num_seqs": 8}
@@ -92,7 +93,7 @@ def test_a_needle_before_the_window_is_lost(tmp_path, model, make_llm):
         ("window", 0, 0),
         ("window", 1, 1),
     ]
-    assert [column.title for column in made.columns] == ["all, %", "live KV, KiB"]
+    assert [column.title for column in made.columns] == ["score, %", "live KV, KiB"]
 
 
 def test_records_have_the_answers_to_the_prompts_of_the_seed(tmp_path, model, make_llm):

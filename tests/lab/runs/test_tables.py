@@ -237,7 +237,7 @@ def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
     assert axes.get_ylabel() == "loss, %" and len(axes.containers) == 2
     many = [dataclasses.replace(r, label=f"{r.label}{i}") for i in range(5) for r in budgets() if r.point["kv.budget"]]
     axes = drawn(change_figure.draw_lines, many)
-    assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LINES
+    assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LABELS
     held = [
         dataclasses.replace(r, values={**r.values, "live_kv_bytes": [64.0 * i]}) for i, r in enumerate(budgets(), 1)
     ]

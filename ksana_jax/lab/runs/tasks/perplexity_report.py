@@ -86,11 +86,7 @@ class PerplexityResults(Results):
         if earlier:
             live = "maximum held of one text between steps, without its last chunk; of a text of one step, its peak KV"
             token = "of a block codec, its codes alone"
-        note = f"Live KV: {live}."
-        if best := front(rows):
-            names = ", ".join(repr(row.name) for row in best)
-            note += f" Lowest mean perplexity at the last positions for as little or less (Pareto front): {names}."
-        shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=note))
+        shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=f"Live KV: {live}."))
         note = "Peak KV: maximum held within a step, including its chunk."
         shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True, note=note))
         if any(row.simulated for row in rows):
@@ -231,24 +227,6 @@ def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
     rows = [row for row in rows if not row.point or any(value is not None for value in row.point.values())]
     streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
     return bool(rows) and streamed and against_numbers(rows)
-
-
-def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Returns the rows of a labelled grid that no row with as little live KV beats at the last positions, by live KV.
-
-    By means alone, as displayed; of rows that are equal in both, the first.
-    """
-    measured = [row for row in rows if row.trials and not row.simulated]
-    if not is_labelled_grid(measured) or not (found := spans(measured, "ppl_")):
-        return []
-    key = "ppl_{}_{}".format(*found[-1])
-    points = {id(r): (r.mean("live_kv_bytes") or 0.0, round(r.mean(key) or 0.0, 2)) for r in measured}
-    best, kept = math.inf, []
-    for row in sorted(measured, key=lambda r: points[id(r)]):
-        if points[id(row)][1] < best:
-            best = points[id(row)][1]
-            kept.append(row)
-    return kept
 
 
 def _places(row: ResultRow, subset: str) -> list[tuple]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.lab.runs.figures import legend
+from ksana_jax.lab.runs.figures import legend, style_indices
+from ksana_jax.lab.runs.tasks.change_figure import GREY, MAX_LABELS
 from ksana_jax.lab.runs.tasks.results import ResultRow, number, words
 from ksana_jax.lab.runs.tasks.row_figure import draw_means
 
@@ -90,12 +91,17 @@ def _write(panel: Axes, found: np.ndarray, middle: float, num_digits: int) -> No
 
 
 def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Sequence[Any]) -> None:
-    """Draws accuracy above and log-probability below, one line for each row."""
+    """Draws accuracy above and log-probability below, one line for each row. Seven have colours: the most accurate."""
     numbers = all(isinstance(value, (int, float)) for value in values)
     x = list(values) if numbers else list(range(len(values)))
     above, below = figure.subplots(2, 1, sharex=True)
+    ranks = np.argsort([-(row.mean("accuracy") or 0) for row in rows], kind="stable")
+    best = [rows[place] for place in sorted(ranks[:MAX_LABELS])]
     for axes, key, scale in ((above, "accuracy", 0.01), (below, "logprob", 1.0)):
-        for index, row in enumerate(rows):
+        for row in (rows[place] for place in ranks[MAX_LABELS:]):
+            y = [_mean(row, f"{key}_{value}") / scale for value in values]
+            axes.plot(x, y, color=GREY, linewidth=0.6, label="other rows")
+        for index, row in zip(style_indices([row.name for row in best]), best, strict=True):
             draw_means(axes, x, [(row, f"{key}_{value}") for value in values], index, row.name, scale)
     chance = [_mean(rows[0], f"chance_{value}") * 100 for value in values]
     above.plot(x, chance, color="#999999", linewidth=0.8, linestyle=":", label="chance")
