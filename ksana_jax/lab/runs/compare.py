@@ -144,31 +144,32 @@ class _Run:
         return cls(plan["task"], task, result_rows(records, task), configs, environment, starts)
 
 
+_METHOD = "engine.kv_eviction."
+
+
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    """Settings of a row by dotted key. defining: those other than the defaults; all: with defaults; method: those of
-    its eviction method, defaults included."""
+    """Settings of a row by dotted key. defining: those other than the defaults; all: with defaults, also of its
+    eviction method."""
 
     defining: dict[str, Any]
     all: dict[str, Any]
-    method: dict[str, Any]
 
     @classmethod
     def of(cls, start: Mapping[str, Any]) -> _Config:
         config = {**start["config"], "seed": None}
         settings = {**facts_of(config), **start}.get("eviction", {})
-        method = {f"engine.kv_eviction.{key}": value for key, value in settings.items()}
+        method = {f"{_METHOD}{key}": value for key, value in settings.items()}
         defining = dotted.flat(recorded_config({**start, "config": config}))
-        return cls(defining, {**method, **dotted.flat(start["config"])}, method)
+        return cls(defining, {**method, **dotted.flat(start["config"])})
 
     def differs(self, other: _Config) -> Differs:
         """Returns the settings that define other trials, and those that two methods share, with their values."""
-        found, methods = {}, [{k: x.method[k] for k in self.method if k in other.method} for x in (self, other)]
-        for key, values in (_differing(*methods) | _differing(self.defining, other.defining)).items():
-            a, b = (c.all.get(key, v) for c, v in zip((self, other), values, strict=True))
-            if a != b:  # otherwise it has no effect in one of them, such as the position of no sinks
-                found[key] = (a, b)
-        return found
+        keys = [key for key in self.all if key.startswith(_METHOD) and key in other.all]
+        keys = dict.fromkeys([*keys, *_differing(self.defining, other.defining)])
+        both = {key: tuple(c.all.get(key, c.defining.get(key)) for c in (self, other)) for key in keys}
+        # Others have no effect in one of them, such as the position of no sinks.
+        return {key: (a, b) for key, (a, b) in both.items() if a != b}
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:

@@ -92,11 +92,8 @@ def _test_notes(made: Comparison) -> list[str]:
 
 
 def _said(differs: Differs) -> str:
-    return ", ".join(f"{key} {_value(a)} → {_value(b)}" for key, (a, b) in differs.items())
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value)
+    texts = {key: ["none" if value is None else value for value in both] for key, both in differs.items()}
+    return ", ".join(f"{key} {a} → {b}" for key, (a, b) in texts.items())
 
 
 def markdown(made: Comparison) -> str:

@@ -32,7 +32,7 @@ COLOURS = (
 )
 MARKERS = "os^Dv>PX<*p"
 # Methods by their colour and marker, which are the same in all figures.
-_METHODS = "full, sinks + window, tova, h2o, snapkv, window, keydiff, kvzip, knorm, r-kv, random".split(", ")
+_METHODS = ["full", "sinks + window", "tova", "h2o", "snapkv", "window", "keydiff", "kvzip", "knorm", "r-kv", "random"]
 KINDS = ("png", "pdf")
 DASHES = ("-", "--", ":", "-.")
 
@@ -89,14 +89,6 @@ def byte_unit(largest: float) -> tuple[int, str]:
     return (2**20, "MiB") if largest >= 2**23 else (2**10, "KiB")
 
 
-def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
-    """Puts the x axis ticks at whole numbers if all values are whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    if all(isinstance(value, int) for value in values):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def log_ticks(*axes: Axis) -> None:
     """Labels a logarithmic axis with plain numbers at its powers of ten, and at 2 and 5 of each if there are few."""
     from matplotlib.ticker import LogLocator
@@ -123,6 +115,7 @@ _TITLES = {
     "rate": "requests/s",
     "num_speculative_tokens": "draft length (tokens)",
     "batch_size": "batch size (requests)",
+    "branch_length": "longest branch (tokens)",
 }
 
 

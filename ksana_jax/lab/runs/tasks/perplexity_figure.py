@@ -57,18 +57,17 @@ def draw(figure: Figure, rows: Sequence[ResultRow], headline: Column | None) -> 
 
 
 def _draw_groups(figure: Figure, rows: Sequence[ResultRow]) -> None:
-    """Draws perplexity over the position, in a panel for each group of at most eight rows in sequence that hold about
-    as much KV; the row that others are compared with is in all panels."""
+    """Draws perplexity over the position, at most eight rows in a panel, divided by KV if these are few groups; the
+    row that others are compared with is in all panels."""
     bases = {row.baseline.name: row.baseline for row in rows if row.baseline is not None}
     base = [*bases.values()] if len(bases) == 1 else []
-    groups: list[list[ResultRow]] = []
-    for row in (row for row in rows if row.name not in [other.name for other in base]):
-        last = (groups[-1][0].mean("live_kv_bytes") or 0) if groups else math.nan
-        same = abs((row.mean("live_kv_bytes") or 0) - last) < 0.2 * last
-        if same and len(groups[-1]) < 8:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    others = [row for row in rows if row.name not in bases or not base]
+    found: list[list[ResultRow]] = []
+    for row in others:
+        before = (found[-1][0].mean("live_kv_bytes") or 0) if found else math.inf
+        near = math.isclose(row.mean("live_kv_bytes") or 0, before, rel_tol=0.2)
+        found[-1:] = [[*found[-1], row]] if near else [*found[-1:], [row]]
+    groups = [part[at : at + 8] for part in (found if len(found) < 5 else [others]) for at in range(0, len(part), 8)]
     panels = figure.subplots(len(groups), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     figure.set_figheight(1.5 * len(groups))
     for axes, members in zip(panels, groups, strict=True):

@@ -14,7 +14,6 @@ from ksana_jax.lab.runs.figures import (
     COLOURS,
     axis_title,
     explain,
-    integer_ticks,
     legend,
     line_style,
     style_indices,
@@ -86,7 +85,8 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
     for index, (label, members) in zip(style_indices([*lines]), lines.items(), strict=True):
         members.sort(key=lambda row: row.point[last])
         draw_means(axes, [row.point[last] for row in members], [(row, key) for row in members], index, label, scale)
-    integer_ticks(axes, [row.point[last] for row in rows])
+    if all(isinstance(row.point[last], int) for row in rows):
+        axes.locator_params(axis="x", integer=True)
 
 
 def draw_means(

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LABELS = {
-    "num_speculative_tokens": "draft tokens K",
-    "batch_size": "requests at once",
-    "branch_length": "longest branch (tokens)",
-}
 _MARKS = "os^Dv*"
 
 
@@ -48,7 +43,6 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
     key = list(rows[0].point)[-1].rpartition(".")[2]
     above, below = draw_panels(figure, rows, [("per_forward", "tokens/forward", 1), ("gain", "speed-up (×)", 1)])
     below.axhline(1, color="0.2", linewidth=0.6)
-    below.set_xlabel(_LABELS.get(key, key))
     if key == "num_speculative_tokens":
         _draw_formula(above, below, rows)
     if key == "batch_size":
