@@ -244,11 +244,7 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
         ),
         default=(0, 0),
     )
-    if not most:
-        return []
-    if most == of - 1:
-        return [f"{of} seeds scored the same text: counted once."]
-    return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
+    return [f"{most} of {of} seeds scored a text that another had scored: counted once."] if most else []
 
 
 _two = number(2)

@@ -175,30 +175,26 @@ class Recall(AskingTask):
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Compares the best compressed row with the full cache; without one of them, it names the best row."""
-        if any((row.mean("accuracy") or 0.0) > 0 for row in rows):
-            said, key, unit = "", "accuracy", " % of answers are correct"
-        else:
-            said, key, unit = "No row answers anything correctly; ", "logprob", " nats per answer token"
-        measured = [row for row in rows if row.mean(key) is not None]
-        if not measured:
-            return ""
-
-        def shown(row: ResultRow) -> str:
-            value = row.mean(key) or 0.0
-            return number(2)(value) if key == "logprob" else _percent(value)
+        measured = [row for row in rows if row.mean("accuracy") is not None]
+        if not any(row.mean("accuracy") for row in measured):
+            return "No row answers anything correctly." if measured else ""
 
         def rank(row: ResultRow) -> tuple[bool, float, float]:
             """Orders rows from the best; among rows displayed equally, the one with the least KV is better."""
-            value = row.mean(key) or 0.0
+            value = row.mean("accuracy") or 0.0
             return math.isnan(value), -round(value, 2), row.mean("live_kv_bytes") or 0.0
 
         best, full = best_and_full(measured, rank)
-        said += f"{full.name!r}: {shown(full)}{unit}; " if full is not None else ""
-        said += f"{best.name!r}: {shown(best)}{unit}"
-        said += f" ({caveat})" if full is not None and (caveat := significance.caveat(best, full, key)) else ""
+        shown = [
+            f"{row.name!r}: {_percent(row.mean('accuracy') or 0.0)} % of answers are correct"
+            for row in (full, best)
+            if row
+        ]
+        if full is not None and (caveat := significance.caveat(best, full, "accuracy")):
+            shown[1] += f" ({caveat})"
         chance = best.mean("chance") or 0.0
-        above = "chance is" if key == "logprob" or (best.mean(key) or 0.0) > chance else "it does not exceed chance,"
-        return f"{said}{kv_said(best, full)}; {above} {_chance(chance)} %."
+        above = "chance is" if (best.mean("accuracy") or 0.0) > chance else "it does not exceed chance,"
+        return f"{'; '.join(shown)}{kv_said(best, full)}; {above} {_chance(chance)} %."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         if not recall_figure.draw(figure, [row for row in rows if row.trials]):
