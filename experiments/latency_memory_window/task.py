@@ -120,7 +120,6 @@ class WindowLatency(BaseTask):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=base)
             plain_numbers(axes.xaxis, axes.yaxis)
-        panels[-1].set_xlabel(f"{panels[-1].get_xlabel()} (tokens)")
         legend(figure, panels[0])
 
 

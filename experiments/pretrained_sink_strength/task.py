@@ -20,7 +20,7 @@ import numpy as np
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError
 from ksana_jax.lab.runs import texts
-from ksana_jax.lab.runs.figures import integer_ticks, legend
+from ksana_jax.lab.runs.figures import legend
 from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, float_field, int_field
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, ResultRow, number, of_metric, percent
@@ -168,7 +168,7 @@ class SinkStrength(BaseTask):
         above.set_ylabel("attention to position 1")
         below.set_ylabel("norm of its value / median")
         below.set_xlabel("layer")
-        integer_ticks(below, range(num_layers))
+        below.locator_params(axis="x", integer=True)
         for axes in (above, below):
             axes.set_ylim(bottom=0)
         legend(figure, above)

@@ -136,8 +136,11 @@ def compare(
     b: Annotated[
         Path | None, typer.Argument(help="the run or recording to compare with it", show_default=False)
     ] = None,
+    against: Annotated[
+        str, typer.Option(help="compare the rows of run A with this one: its name or label", show_default="none")
+    ] = "",
     row: Annotated[
-        list[str] | None, typer.Option(help="compare two rows of run A: give their names", show_default="none")
+        list[str] | None, typer.Option(help="only this row, by name or label; repeatable", show_default="all")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
@@ -145,9 +148,10 @@ def compare(
     as_json: AsJson = False,
     own_code: OwnCode = False,
 ) -> None:
-    """Compares two runs row by row, or two rows of one run, with a paired t-test for each number.
+    """Compares two runs row by row, or rows of one run with one of them, with a paired t-test for each number.
 
-    Two rows of one run: `ksana compare runs/keydiff --row SnapKV --row KeyDiff`.
+    Rows of one run: `ksana compare runs/keydiff --against SnapKV`, or only one with `--row KeyDiff`. Over a grid, a row
+    is compared with the one at the same point.
 
     Rows with the nearest settings are paired. Runs that scored different texts are refused. `ksana report A B`
     shows the same runs in one table and figure, without a test.
@@ -160,8 +164,8 @@ def compare(
     from ksana_jax.lab.runs.command import compare_and_show
     from ksana_jax.lab.trace.command import compare_recordings
 
-    if (b is None) == (row is None) or (row is not None and len(row) != 2):
-        raise ConfigError("give two runs, or one run and two rows of it: ksana compare RUN --row A --row B")
+    if (b is None) == (not against) or (row and not against):
+        raise ConfigError("give two runs, or one run and a row of it: ksana compare RUN --against ROW")
     if b is not None and is_recording(a) and is_recording(b):
         return compare_recordings(a, b, out, as_json)
-    compare_and_show(a, b, row or (), out, as_json, None if own_code else ())
+    compare_and_show(a, b, against, row or (), out, as_json, None if own_code else ())

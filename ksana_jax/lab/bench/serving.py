@@ -246,7 +246,8 @@ class ServingBench(Bench):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws TTFT above and TPOT below over the rate, a line per percentile."""
-        from ksana_jax.lab.runs.figures import legend, line_style
+        from ksana_jax.lab.runs.figures import legend
+        from ksana_jax.lab.runs.tasks.row_figure import draw_means
 
         measured = [row for row in rows if row.values]
         numeric = all(row.point["rate"] != AT_ONCE for row in measured)
@@ -254,9 +255,8 @@ class ServingBench(Bench):
         for axes, name in ((above, "ttft"), (below, "tpot")):
             for index, percent in enumerate((50, 90, 99)):
                 key, label = f"{name}_p{percent}_s", f"p{percent}"
-                points = [(row.point["rate"], ms * 1000) for row in measured if (ms := row.mean(key)) is not None]
-                x = [rate if numeric else str(rate) for rate, _ in points]
-                axes.plot(x, [ms for _, ms in points], marker="o", label=label, **line_style(index))
+                x = [row.point["rate"] if numeric else str(row.point["rate"]) for row in measured]
+                draw_means(axes, x, [(row, key) for row in measured], index, label, 1e-3)
             axes.set_ylabel(f"{name.upper()} (ms)")
         below.set_xlabel("requests/s")
         legend(figure, above, ncols=3)

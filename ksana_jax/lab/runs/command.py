@@ -1,4 +1,4 @@
-"""`ksana run`, `report` and `compare`: runs an experiment, writes and prints its report, and compares two runs."""
+"""`ksana run`, `report` and `compare`: runs an experiment, writes and prints its report, and compares results."""
 
 from __future__ import annotations
 
@@ -109,19 +109,20 @@ def report_and_show(folders: Sequence[Path], out: Path | None = None, trusted: C
 def compare_and_show(
     a: Path,
     b: Path | None,
+    against: str = "",
     rows: Sequence[str] = (),
     out: Path | None = None,
     as_json: bool = False,
     trusted: Collection[str] | None = (),
 ) -> None:
-    """Prints run B against run A, row by row; or, without B, the second of two rows of A against the first.
+    """Prints run B against run A, row by row; or, without B, rows of A, by default all, against one of them.
 
     Args:
       out: folder for compare.md and compare.json; None writes nothing.
       as_json: also print one line of JSON, with every number of the summaries.
       trusted: see `report`.
     """
-    made = compare_rows(a, *rows, trusted=trusted) if b is None else compare(a, b, trusted)
+    made = compare_rows(a, against, rows, trusted) if b is None else compare(a, b, trusted)
     line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

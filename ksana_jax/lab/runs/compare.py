@@ -1,4 +1,5 @@
-"""Compares two runs row by row, or two rows of one run, by the test of `significance`. Knows records, no engine.
+"""Compares two runs row by row, or rows of one run with one of them, by the test of `significance`. Knows records, no
+engine.
 
 A row of one run is joined with the row of the other whose trials differ from its own in the fewest settings, if each is
 the only such row of the other; a run with a single row is compared with every row of the other.
@@ -20,25 +21,23 @@ from ksana_jax.lab.runs.identity import recorded_config
 from ksana_jax.lab.runs.report import done_of, read_planned, result_rows, results_of
 from ksana_jax.lab.runs.significance import Change, change
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, Results
+from ksana_jax.lab.runs.tasks.compression import facts_of
 
 Differs = dict[str, tuple[Any, Any]]  # {dotted key: (value in A, value in B)}
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRow:
-    """A row of A and its partner in B; None without one. differs: their settings."""
+    """A row of A and its partner in B; None without one. differs: their settings, defaults of methods included."""
 
     a: ResultRow | None
     b: ResultRow | None
     differs: Differs
+    name: str
 
     def change(self, key: str) -> Change | None:
         """Returns the change of a number from A to B; None without a pair."""
         return None if self.a is None or self.b is None else change(self.b, self.a, key)
-
-    @property
-    def name(self) -> str:
-        return " | ".join(dict.fromkeys(row.name for row in (self.a, self.b) if row is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +78,43 @@ def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Compariso
     return Comparison(names[0], names[1], title, runs[0].name, joined, columns, environment, notes)
 
 
-def compare_rows(folder: Path, a: str, b: str, trusted: Collection[str] | None = ()) -> Comparison:
-    """Compares row B with row A of one run, by their names in the table. trusted: see `report`.
+def compare_rows(
+    folder: Path, against: str, names: Sequence[str] = (), trusted: Collection[str] | None = ()
+) -> Comparison:
+    """Compares rows of one run with the row `against`. Of several rows, the comparison has the headline alone.
+
+    Args:
+      against: name of a row, or label of a variant: of its rows, the one at the same point of the grid or, for a row
+        outside the grid, each. names: of the rows; none for all. trusted: see `report`.
 
     Raises:
       FileNotFoundError: the folder has no records.
-      ConfigError: the run has no row of that name with a finished trial.
+      ConfigError: the run has no row of such a name with a finished trial.
     """
     with trusting(trusted):
         run = _Run.read(folder)
-    at = [_place(run, name) for name in (a, b)]
-    joined, rows = _joined((run, run), *at), [run.rows[i] for i in at]
-    return Comparison(
-        a, b, f"{b} against {a}", run.name, [joined], _measured_columns(run.task, rows), {}, classes.notes(run.starts)
-    )
+    bases = _places(run, against)
+    found = [i for name in names for i in _places(run, name)] if names else _places(run, None)
+    joined = []
+    for j in (i for i in found if i not in bases):
+        same = [i for i in bases if run.rows[i].point == run.rows[j].point] or bases
+        joined += [_joined((run, run), i, j, named_both=len(same) > 1) for i in same]
+    columns = _measured_columns(run.task, run.rows)
+    if len(joined) > 1 and (headline := run.task.headline(run.rows)) is not None:
+        columns = [column for column in columns if column.key == headline.key]
+    title = f"{', '.join(names) or 'Each row'} against {against}"
+    b = names[0] if len(names) == 1 else "this row"
+    return Comparison(against, b, title, run.name, joined, columns, {}, classes.notes(run.starts))
 
 
-def _place(run: _Run, name: str) -> int:
-    names = [row.name for row, config in zip(run.rows, run.configs, strict=True) if config is not None]
-    if name not in names:
-        raise ConfigError(f"no finished row {name!r}, the nearest is {nearest(name, names, cutoff=0.0)!r}")
-    return [row.name for row in run.rows].index(name)
+def _places(run: _Run, name: str | None) -> list[int]:
+    """Returns the places of the finished rows of a name or label; None: of all."""
+    known = {i: (row.name, row.label) for i, row in enumerate(run.rows) if run.configs[i] is not None}
+    found = [i for i, names in known.items() if name is None or name in names]
+    if not found:
+        names = dict.fromkeys(name for both in known.values() for name in both if name)
+        raise ConfigError(f"no finished row {name!r}, the nearest is {nearest(str(name), [*names], cutoff=0.0)!r}")
+    return found
 
 
 def _measured_columns(task: Results, rows: Sequence[ResultRow]) -> list[Column]:
@@ -129,9 +144,13 @@ class _Run:
         return cls(plan["task"], task, result_rows(records, task), configs, environment, starts)
 
 
+_METHOD = "engine.kv_eviction."
+
+
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    """Settings of a row by dotted key. defining: those other than the defaults; all: with defaults."""
+    """Settings of a row by dotted key. defining: those other than the defaults; all: with defaults, also of its
+    eviction method."""
 
     defining: dict[str, Any]
     all: dict[str, Any]
@@ -139,16 +158,18 @@ class _Config:
     @classmethod
     def of(cls, start: Mapping[str, Any]) -> _Config:
         config = {**start["config"], "seed": None}
-        return cls(dotted.flat(recorded_config({**start, "config": config})), dotted.flat(start["config"]))
+        settings = {**facts_of(config), **start}.get("eviction", {})
+        method = {f"{_METHOD}{key}": value for key, value in settings.items()}
+        defining = dotted.flat(recorded_config({**start, "config": config}))
+        return cls(defining, {**method, **dotted.flat(start["config"])})
 
     def differs(self, other: _Config) -> Differs:
-        """Returns the settings that define other trials, with their values."""
-        found = {}
-        for key, values in _differing(self.defining, other.defining).items():
-            a, b = (c.all.get(key, v) for c, v in zip((self, other), values, strict=True))
-            if a != b:  # otherwise it has no effect in one of them, such as the position of no sinks
-                found[key] = (a, b)
-        return found
+        """Returns the settings that define other trials, and those that two methods share, with their values."""
+        keys = [key for key in self.all if key.startswith(_METHOD) and key in other.all]
+        keys = dict.fromkeys([*keys, *_differing(self.defining, other.defining)])
+        both = {key: tuple(c.all.get(key, c.defining.get(key)) for c in (self, other)) for key in keys}
+        # Others have no effect in one of them, such as the position of no sinks.
+        return {key: (a, b) for key, (a, b) in both.items() if a != b}
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:
@@ -179,8 +200,9 @@ def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tupl
     return [*pairs, *((None, j) for j in theirs if j not in taken)]
 
 
-def _joined(runs: Sequence[_Run], i: int | None, j: int | None) -> JoinedRow:
+def _joined(runs: Sequence[_Run], i: int | None, j: int | None, named_both: bool = True) -> JoinedRow:
     a, b = (
         (None, None) if at is None else (run.rows[at], run.configs[at]) for run, at in zip(runs, (i, j), strict=True)
     )
-    return JoinedRow(a[0], b[0], a[1].differs(b[1]) if a[1] and b[1] else {})
+    name = " | ".join(dict.fromkeys(row.name for row in (a[0] if named_both else None, b[0]) if row is not None))
+    return JoinedRow(a[0], b[0], a[1].differs(b[1]) if a[1] and b[1] else {}, name)

@@ -1,10 +1,9 @@
-"""Formats a comparison of two runs as a table, in Markdown or on a terminal, and as JSON."""
+"""Formats a comparison of runs or rows as a table, in Markdown or on a terminal, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from ksana_jax.lab.runs import tables
@@ -58,11 +57,13 @@ def _p(p: float | None) -> str:
 def notes(made: Comparison) -> list[str]:
     """Returns the differences of the runs, and how to read the table."""
     joined = [row for row in made.rows if row.a is not None and row.b is not None]
-    common = _common(joined)
-    said = [f"{made.b} differs from {made.a} in {_said(common)}."] if common else []
-    if joined and not common and not any(row.differs for row in joined):
-        said.append(f"{made.b} and {made.a} have the same settings.")
-    said += [f"{row.name}: also {_said(own)}." for row in joined if (own := _without(row.differs, common))]
+    names: dict[str, list[str]] = {}
+    for row in joined:
+        names.setdefault(_said(row.differs), []).append(row.name)
+    said = []
+    for differs, found in names.items():
+        which = "; ".join(found) if len(found) < len(joined) else f"{made.b} against {made.a}"
+        said.append(f"{which}: {differs or 'the same settings'}.")
     for name, alone in (
         (made.a, [r for r in made.rows if r.b is None]),
         (made.b, [r for r in made.rows if r.a is None]),
@@ -90,22 +91,9 @@ def _test_notes(made: Comparison) -> list[str]:
     return said
 
 
-def _common(rows: Sequence[JoinedRow]) -> Differs:
-    """Returns the differences that all rows have."""
-    first, *others = [row.differs for row in rows] or [{}]
-    return {key: both for key, both in first.items() if all(other.get(key) == both for other in others)}
-
-
-def _without(differs: Differs, common: Differs) -> Differs:
-    return {key: both for key, both in differs.items() if key not in common}
-
-
 def _said(differs: Differs) -> str:
-    return ", ".join(f"{key} {_value(a)} → {_value(b)}" for key, (a, b) in differs.items())
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value)
+    texts = {key: ["none" if value is None else value for value in both] for key, both in differs.items()}
+    return ", ".join(f"{key} {a} → {b}" for key, (a, b) in texts.items())
 
 
 def markdown(made: Comparison) -> str:

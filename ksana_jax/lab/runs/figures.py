@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ksana_jax.lab.runs import figure_fonts
-from ksana_jax.lab.runs.tasks.results import not_finite
+from ksana_jax.lab.runs.tasks.results import SIMULATED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +25,14 @@ _LEGEND_ROW_INCHES = 0.13
 _UNLABELLED = re.compile(r"(_nolegend_|_child\d+|_container\d+)?")  # matplotlib's own labels; others are a user's
 
 # Okabe and Ito's palette, "Color Universal Design" (2008), without its yellow, which is too pale for lines on white;
-# and wine and olive of Paul Tol's muted scheme ("Colour Schemes", 2021).
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
+# wine, olive and indigo of Paul Tol's muted scheme ("Colour Schemes", 2021), and a grey.
+COLOURS = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288"),
+    "#777777",
+)
+MARKERS = "os^Dv>PX<*p"
+# Methods by their colour and marker, which are the same in all figures.
+_METHODS = ["full", "sinks + window", "tova", "h2o", "snapkv", "window", "keydiff", "kvzip", "knorm", "r-kv", "random"]
 KINDS = ("png", "pdf")
 DASHES = ("-", "--", ":", "-.")
 
@@ -53,22 +60,33 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def style_indices(names: Sequence[str]) -> list[int]:
+    """Returns the index of each line's style: that of its method, or the next one that is free."""
+    known = [re.sub(r"^\d+ ", "", name.removesuffix(SIMULATED).lower()) for name in names]
+    first = [name in _METHODS and name not in known[:place] for place, name in enumerate(known)]
+    fixed = [_METHODS.index(name) if is_first else None for name, is_first in zip(known, first, strict=True)]
+    free = (index for index in itertools.count() if index not in fixed)
+    return [next(free) if index is None else index for index in fixed]
+
+
 def line_style(index: int) -> dict[str, Any]:
-    """Returns colour and dashes of the index-th line; both vary, so overlapping lines show and 36 lines differ."""
+    """Returns colour and dashes of the index-th line; both vary, so overlapping lines show and 44 lines differ."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+
+
+def marker_style(index: int) -> dict[str, Any]:
+    """Returns colour and marker of the index-th line or point."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def explain(axes: Axes, text: str) -> None:
+    """Says above an axes what its bars or dots are."""
+    axes.set_title(text, loc="left", fontsize=5.5, color="#555555")
 
 
 def byte_unit(largest: float) -> tuple[int, str]:
     """Returns the bytes and the name of the unit for an axis up to a number of bytes: MiB from 8 MiB on, else KiB."""
     return (2**20, "MiB") if largest >= 2**23 else (2**10, "KiB")
-
-
-def integer_ticks(axes: Axes, values: Iterable[Any]) -> None:
-    """Puts the x axis ticks at whole numbers if all values are whole numbers."""
-    from matplotlib.ticker import MaxNLocator
-
-    if all(isinstance(value, int) for value in values):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def log_ticks(*axes: Axis) -> None:
@@ -97,6 +115,7 @@ _TITLES = {
     "rate": "requests/s",
     "num_speculative_tokens": "draft length (tokens)",
     "batch_size": "batch size (requests)",
+    "branch_length": "longest branch (tokens)",
 }
 
 
@@ -117,7 +136,8 @@ def label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> Non
     Call it when limits and scales are set.
     """
     ends = [end for end in ends if math.isfinite(end[1] + end[2])]
-    given = {"textcoords": "offset points", "va": "center", "annotation_clip": False, "fontsize": 6}
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.2}
+    given = {"textcoords": "offset points", "va": "center", "annotation_clip": False, "fontsize": 6, "bbox": box}
     drawn = [axes.annotate(label, (x, y), (7, 0), color=colour, **given) for label, x, y, colour in ends]
     for _ in range(2):  # the layout gives labels room, which moves their points
         axes.figure.canvas.draw()
@@ -163,29 +183,6 @@ def legend(figure: Figure, *axes: Axes, ncols: int = 2) -> None:
             figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_INCHES * max(num_rows - 4, 0))
             return
         made.remove()
-
-
-def bars(
-    axes: Axes,
-    at: Sequence[float],
-    lengths: Sequence[float],
-    thickness: float,
-    spread: Sequence[float],
-    vertical: bool = False,
-    **style: Any,
-) -> None:
-    """Draws bars, with deviations if there are any; a length that is not finite is written in place of its bar."""
-    finite = [length if math.isfinite(length) else 0.0 for length in lengths]
-    error = [sd if math.isfinite(sd) else 0.0 for sd in spread] if any(spread) else None
-    if vertical:
-        axes.bar(at, finite, thickness, yerr=error, **style)
-    else:
-        axes.barh(at, finite, thickness, xerr=error, **style)
-    for place, length in zip(at, lengths, strict=True):
-        if not math.isfinite(length):
-            x, y = (place, 0) if vertical else (0, place)
-            ha, va = ("center", "bottom") if vertical else ("left", "center")
-            axes.text(x, y, f" {not_finite(length)}", fontsize=6, ha=ha, va=va)
 
 
 def finish(figure: Figure) -> None:

@@ -78,6 +78,7 @@ def table_of(task: Results, rows: Sequence[ResultRow]) -> dict[str, Any]:
                 "best": c.best,
                 "exact": c.exact,
                 "change": c.change,
+                "note": c.note,
                 "format": _format(c.write),
             }
             for c in columns
@@ -156,6 +157,7 @@ def _column(given: Mapping[str, Any]) -> Column:
         best if best in ("min", "max") else None,
         given.get("exact") is True,
         str(given.get("change", "")),
+        str(given.get("note", "")),
     )
 
 

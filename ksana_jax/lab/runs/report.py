@@ -30,7 +30,7 @@ FIGURE_INCHES = 3.9
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The report of one or more folders. failed: {trial id: error}."""
+    """The report of one or more folders. failed: {trial id: error}. caption: the notes on what the table shows."""
 
     name: str
     title: str
@@ -42,6 +42,7 @@ class Report:
     failed: dict[str, str]
     starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     pivot: str = ""
+    caption: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def grid(self) -> tables.Grid:
@@ -133,16 +134,37 @@ def report_of_rows(
     """
     try:
         columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
+        headline = task.headline(rows) if pivot else None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name}: task {type(task).__name__} cannot show these measurements: {why}") from error
     of_trials = dict.fromkeys(str(note) for start in starts for note in start.get("notes", ()))
-    said = [*notes, *of_trials, *of_task, *simulated_note(rows)]
-    said += [*significance.notes(rows, columns, task.samples), *classes.notes(starts)]
-    made = Report(name, title or name, task, rows, columns, said, conclusion, failed, starts, pivot)
-    if pivot and (headline := task.headline(rows)) is not None:
-        made.notes.insert(0, f"Cells: {headline.change or headline.title}.")
+    made = Report(name, title or name, task, rows, columns, [], conclusion, failed, starts, pivot)
+    shown = columns if headline is None else [headline]
+    said = [
+        *notes,
+        *_input_note(starts),
+        *of_trials,
+        *of_task,
+        *(c.note for c in shown if c.note),
+        *simulated_note(rows),
+    ]
+    if headline is not None and not significance.shows_changes(rows, headline):
+        shown = [dataclasses.replace(headline, change="")]
+        said.append(f"Cells: {headline.title}.")
+    made.caption.extend([*said, *significance.notes(rows, shown, task.samples, any(map(any, made.grid.bold)))])
+    made.notes.extend([*made.caption, *classes.notes(starts)])
     return made
+
+
+def _input_note(starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names the model, if it is one, and the texts of all trials."""
+    configs = [start["config"] for start in starts if isinstance(start.get("config"), dict)]
+    models = {str(config["model"]) for config in configs if config.get("model")}
+    texts = {Path(str(text)).name for c in configs for text in (c.get("settings") or {}).get("texts") or ()}
+    said = [f"Model: {Path(model).name}." for model in models if len(models) == 1]
+    said += [f"Texts: {', '.join(sorted(texts))}."] if 0 < len(texts) < 5 else []
+    return [" ".join(said)] if said else []
 
 
 def write_tables(made: Report, folder: Path) -> list[str]:
@@ -150,7 +172,7 @@ def write_tables(made: Report, folder: Path) -> list[str]:
     files = {
         "table.md": made.markdown,
         "table.csv": tables.comma_separated(made.rows, made.columns),
-        "table.tex": tables.latex(made.title, made.grid, made.notes, made.name),
+        "table.tex": tables.latex(made.title, made.grid, made.caption, made.name),
     }
     for name, content in files.items():
         write_atomic(folder / name, content)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ksana_jax.lab.runs.tasks.results import Column, Repeat, ResultRow, not_finite, ranked
 
@@ -37,14 +37,16 @@ class Change:
     def text(self, column: Column) -> str:
         """Formats it, in % or in the column's unit: "+3.2 [−1.0, +7.6]"."""
         numbers = [value for value in (self.mean, self.low, self.high) if value is not None]
-        shown = [_signed(value, self.relative, column) for value in numbers]
+        digits = 2 if max(map(abs, numbers)) < 0.01 else 1
+        write = (lambda x: f"{100 * x:,.{0 if abs(x) >= 10 else digits}f}") if self.relative else column.write
+        shown = [_signed(value, write) for value in numbers]
         return shown[0] if len(shown) == 1 else f"{shown[0]} [{shown[1]}, {shown[2]}]"
 
 
-def _signed(value: float, relative: bool, column: Column) -> str:
+def _signed(value: float, write: Callable[[float], str]) -> str:
     if not math.isfinite(value):
         return not_finite(value)
-    text = f"{100 * value:,.{0 if abs(value) >= 10 else 1}f}" if relative else column.write(value)
+    text = write(value)
     zero = not any(digit in "123456789" for digit in text)
     text = text.lstrip("+-")
     return text if zero else f"{'−' if value < 0 else '+'}{text}"
@@ -176,31 +178,37 @@ def _leader(rows: Sequence[ResultRow], column: Column) -> ResultRow | None:
     return None if tied(best, measured, column.key) else best
 
 
-def notes(rows: Sequence[ResultRow], columns: Iterable[Column], samples: str) -> list[str]:
-    """Explains changes, intervals and bold numbers. samples: what the samples are called, such as "texts"."""
-    columns, said = list(columns), []
+def notes(rows: Sequence[ResultRow], columns: Sequence[Column], samples: str, bold: bool) -> list[str]:
+    """Explains changes, intervals and bold numbers.
+
+    Args:
+      columns: of the table. samples: what the samples are called, such as "texts". bold: whether a number is.
+    """
+    said = []
     for column in columns:
         found = [c for row in rows if (c := baseline_change(row, column.key)) is not None] if column.change else []
         if not found:
             continue
-        names = dict.fromkeys(row.baseline.name for row in rows if row.baseline is not None)
-        against = f"{next(iter(names))!r}" if len(names) == 1 else "each row's full cache"
+        bases = list({id(row.baseline): row.baseline for row in rows if row.baseline is not None}.values())
+        against = "each row's full cache"
+        if len(bases) == 1 and (value := bases[0].mean(column.key)) is not None:
+            against = f"{bases[0].name!r} ({column.title.partition(' ')[0].rstrip(',')} {column.text(value)})"
         counts = sorted({c.num_pairs for c in found})
         count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         said.append(f"{column.change.capitalize()}: against {against} on the same {samples}")
         said[-1] += (
-            f", with its {PER_CENT} % confidence interval over {count} {samples} (paired t)."
+            f", with the {PER_CENT} % confidence interval over {count} {samples} in brackets (paired t)."
             if counts[-1] > 1
             else f"; an interval needs two {samples} or more."
         )
     compared = [c for c in columns if c.best and not c.exact and sum(r.mean(c.key) is not None for r in rows) > 1]
-    if not compared:
-        return said
-    if all(len(row.values.get(c.key, ())) < 2 for c in compared for row in rows):
-        return [*said, "Not resolved: one run each. Only exact counts are bold."]
+    if compared and all(len(row.values.get(c.key, ())) < 2 for c in compared for row in rows):
+        return [*said, "Not resolved: one run each." + " Only exact counts are bold." * bold]
     same = f" of the same {_keys(rows)}" if _compete_by_point(rows) else ""
-    test = f"paired t-test, p < {LEVEL:g} after Holm's correction; counts: any difference"
-    return [*said, f"Bold: better than every other row{same} ({test})."]
+    test = f"paired t-test, p < {LEVEL:g} after Holm's correction" + "; counts: any difference" * any(
+        column.exact for column in columns
+    )
+    return [*said, *[f"Bold: better than every other row{same} ({test})."] * (bold and bool(compared))]
 
 
 def _keys(rows: Sequence[ResultRow]) -> str:
@@ -210,6 +218,21 @@ def _keys(rows: Sequence[ResultRow]) -> str:
 def baseline_change(row: ResultRow, key: str) -> Change | None:
     """Returns the change of a row's number against its baseline; None without one."""
     return None if row.baseline is None else change(row, row.baseline, key)
+
+
+def shows_changes(rows: Sequence[ResultRow], column: Column) -> bool:
+    """True if one number of a row is best shown as its change in % against a baseline."""
+    return column.change.endswith("%") and any(baseline_change(row, column.key) for row in rows)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a mean of scores from 0 to 1.
+
+    Wilson's interval (1927) for scores of 0 or 1; others vary less, so the interval is too wide for them.
+    """
+    z = 1.959964
+    centre, spread = mean + z * z / (2 * count), z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
 
 
 def caveat(a: ResultRow, b: ResultRow, key: str) -> str:

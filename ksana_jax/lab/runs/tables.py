@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ksana_jax.lab.runs.significance import baseline_change, holm, leaders
+from ksana_jax.lab.runs.significance import baseline_change, holm, leaders, shows_changes
 from ksana_jax.lab.runs.tasks.results import MISSING, Column, ResultRow, deviation, mean
 
 
@@ -71,10 +71,10 @@ def change_text(row: ResultRow, column: Column) -> str:
 def pivoted(rows: Sequence[ResultRow], column: Column, key: str) -> Grid:
     """Returns the table of one number, with a column for each value of a key of the grid.
 
-    A cell is the change against the baseline where there is one, and the number otherwise. Rows outside the grid have
-    the same cell in all columns.
+    A cell is the change in % against the baseline where there is one, and the number otherwise. Rows outside the grid
+    have a cell in the column of the value that their settings give, or without one the same cell in all columns.
     """
-    changes = column.change and any(row.baseline for row in rows)
+    changes = shows_changes(rows, column)
     shown = [row for row in rows if not changes or row.baseline is not None]
     values = list(dict.fromkeys(row.point[key] for row in shown if row.point[key] is not None))
     others = [k for k in (shown[0].point if shown else ()) if k != key]
@@ -83,7 +83,7 @@ def pivoted(rows: Sequence[ResultRow], column: Column, key: str) -> Grid:
     lines: dict[tuple[str, ...], dict[Any, ResultRow]] = {}
     for row in shown:
         name = (row.label, *(MISSING if row.point[k] is None else str(row.point[k]) for k in others))
-        lines.setdefault(name, {})[row.point[key]] = row
+        lines.setdefault(name, {})[row.value(key)] = row
     cells, bold = [], []
     for name, found in lines.items():
         row_of = [found.get(value, found.get(None)) for value in values]
@@ -131,23 +131,46 @@ def markdown(
 def latex(title: str, made: Grid, notes: Sequence[str], name: str = "") -> str:
     """Returns a LaTeX table environment, which needs only the booktabs package and LaTeX of 2020 or later.
 
+    Intervals are small. They stand below their numbers, or the table spans two columns of a page, if it is too wide.
+
     Args:
       name: name of the run; \\ref{tab:NAME} refers to the table.
     """
     heads, cells, bold, num_right = made
     num_left = len(heads) - num_right
-    lines = [r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
+    fitting = [(k, s) for k, chars in _WIDTHS.items() for s in (False, True) if _width(made, s) <= chars]
+    kind, stacked = (fitting or [("table*", True)])[0]
+    lines = [r"% \usepackage{booktabs}", rf"\begin{{{kind}}}", r"\centering", r"\small"]
     lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * num_right}}}", r"\toprule"]
     lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
     for texts, bolds in zip(cells, bold, strict=True):
-        marked = [rf"\textbf{{{_tex(t)}}}" if b else _tex(t) for t, b in zip(texts, bolds, strict=True)]
+        split = [text.partition(" [") if at >= num_left else (text, "", "") for at, text in enumerate(texts)]
+        small = [rf" {{\scriptsize [{_tex(interval)}}}" if opening else "" for _, opening, interval in split]
+        shown = [_tex(number) + part * (not stacked) for (number, _, _), part in zip(split, small, strict=True)]
+        marked = [rf"\textbf{{{text}}}" if b else text for text, b in zip(shown, bolds, strict=True)]
         lines.append(" & ".join(marked) + r" \\")
+        lines += [" &".join(small) + r" \\[2pt]"] * (stacked and any(small))
     caption = " ".join([title.rstrip(".") + "."] * bool(title) + list(notes))
     lines += [r"\bottomrule", r"\end{tabular}", rf"\caption{{{_tex(_line(caption))}}}"]
     # Characters that \label cannot contain, such as # and spaces, become hyphens.
-    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [r"\end{table}"]
+    lines += [rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)}}}"] * bool(name) + [rf"\end{{{kind}}}"]
     lines[1:1] = [macro for name, macro in _DEFINED.items() if any(name in line for line in lines)]
     return "\n".join(lines) + "\n"
+
+
+# Characters of \small in a column of 3.25 inches, and in two of them.
+_WIDTHS = {"table": 52, "table*": 108}
+
+
+def _width(made: Grid, stacked: bool) -> float:
+    """Returns the width of a table in characters of \\small. stacked: whether intervals stand below numbers."""
+
+    def width(text: str, at: int) -> float:
+        number, _, interval = text.partition(" [") if at >= len(made.heads) - made.num_right else (text, "", "")
+        return (max if stacked else lambda *both: sum(both))(len(number), 0.8 * len(interval))
+
+    columns = [max(width(line[at], at) for line in (made.heads, *made.cells)) for at in range(len(made.heads))]
+    return sum(columns) + 2.6 * len(columns)
 
 
 _TEX = {

@@ -39,7 +39,7 @@ def test_rows_of_equal_settings_are_paired_by_seed(make_fake):
         ["x 1", "mean", "11.500 ± 1.000", "11.250 ± 1.000", "−0.250", "3", "0.500"],
         ["x 2", "mean", "21.500 ± 1.000", "21.250 ± 1.000", "−0.250", "3", "0.500"],
     ]
-    assert comparison_tables.notes(made)[0] == "b differs from a in settings.y 0.5 → 0.25."
+    assert comparison_tables.notes(made)[0] == "b against a: settings.y 0.5 → 0.25."
 
 
 def test_seeds_that_only_one_run_has_are_left_out(make_fake):
@@ -74,12 +74,12 @@ def test_a_single_row_is_the_baseline_of_all(make_fake):
     made = compare(make_fake("a", variants=[{"name": "base"}]), make_fake("b", grid={"settings.x": [2, 3]}))
     assert [row.name for row in made.rows] == ["base | x 2", "base | x 3"]
     assert [row.differs for row in made.rows] == [{"settings.x": (1, 2)}, {"settings.x": (1, 3)}]
-    assert "base | x 3: also settings.x 1 → 3." in comparison_tables.notes(made)
+    assert "base | x 3: settings.x 1 → 3." in comparison_tables.notes(made)
 
 
 def test_rows_without_a_finished_trial_are_named(make_fake):
     made = compare(make_fake("a", grid={"settings.x": [1, 2]}), make_fake("b", grid={"settings.x": [1, 2]}))
-    assert comparison_tables.notes(made)[0] == "b and a have the same settings."
+    assert comparison_tables.notes(made)[0] == "b against a: the same settings."
     failing = make_fake("c", grid={"settings.x": [1, 2]}, settings={"fail_at": 2})
     made = compare(make_fake("d", grid={"settings.x": [1, 2]}), failing)
     assert "c has no finished trial of: x 2." in comparison_tables.notes(made)
@@ -101,18 +101,37 @@ def test_texts_pair_perplexities_and_other_texts_are_refused(make_run, tmp_path,
         compare(a, other)
 
 
-def test_two_rows_of_one_run_are_compared_by_name(make_fake, run_ksana):
+def test_rows_of_one_run_are_compared_with_one_of_them(make_fake, run_ksana):
     folder = make_fake("a", grid={"settings.x": [1, 2]}, seeds=[*range(8)])
-    made = compare_rows(folder, "x 1", "x 2")
+    made = compare_rows(folder, "x 1", ["x 2"])
     assert lines(made)[0][2:] == ["*14.000 ± 2.449*", "24.000 ± 2.449", "+10.000", "8", "0.008"]
     assert made.rows[0].differs == {"settings.x": (1, 2)}
-    code, out, _ = run_ksana("compare", folder, "--row", "x 1", "--row", "x 2")
-    assert code == 0 and out.splitlines()[0] == "x 2 against x 1"
+    code, out, _ = run_ksana("compare", folder, "--against", "x 1")
+    assert code == 0 and out.splitlines()[0] == "Each row against x 1"
     with pytest.raises(ConfigError, match=r"no finished row 'x 3', the nearest is 'x [12]'"):
-        compare_rows(folder, "x 1", "x 3")
-    for given in ([folder], [folder, "--row", "x 1"], [folder, folder, "--row", "x 1", "--row", "x 2"]):
+        compare_rows(folder, "x 1", ["x 3"])
+    for given in ([folder], [folder, "--row", "x 1"], [folder, folder, "--against", "x 1"]):
         code, _, err = run_ksana("compare", *given)
-        assert code and "give two runs, or one run and two rows of it" in err
+        assert code and "give two runs, or one run and a row of it" in err
+
+
+def test_rows_over_a_grid_are_compared_at_the_same_point_with_defaults_of_methods(make_fake):
+    def variant(name, **fields):
+        return {"name": name, "engine.kv_eviction": {"method": name, "budget": 64}, **fields}
+
+    variants = [variant("snapkv"), variant("knorm", **{"settings.y": 0.25}), {"name": "full", "grid": False}]
+    folder = make_fake("a", variants=variants, grid={"settings.x": [1, 2]}, seeds=[*range(8)])
+    made = compare_rows(folder, "snapkv")
+    # The single row is compared with both; four tests are corrected together.
+    assert [(line[0], line[-1]) for line in lines(made)] == [
+        ("knorm, x 1", "0.031"),
+        ("knorm, x 2", "0.031"),
+        ("snapkv, x 1 | full", "1.000"),
+        ("snapkv, x 2 | full", "0.031"),
+    ]
+    name = "engine.kv_eviction"
+    said = f"knorm, x 1; knorm, x 2: {name}.recent 32 → 0, {name}.method snapkv → knorm, settings.y 0.5 → 0.25."
+    assert comparison_tables.notes(made)[0] == said
 
 
 def test_a_difference_in_all_of_many_seeds_is_better(make_fake):

@@ -27,6 +27,7 @@ from ksana_jax.lab.runs.report import read_report, report_of_rows
 from ksana_jax.lab.runs.tasks import TASKS, task_named
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, number
 from ksana_jax.lab.runs.tasks.results import deviation, mean
+from ksana_jax.lab.runs.tasks.row_figure import draw_bars
 from tests.lab.runs.runs import reported
 
 INF, NAN = math.inf, math.nan
@@ -180,11 +181,10 @@ def test_a_perplexity_beyond_the_largest_number_is_infinite():
 def test_bars_that_are_not_finite_are_written():
     from matplotlib.figure import Figure
 
-    for vertical in (False, True):
-        axes = Figure().subplots()
-        figures.bars(axes, [0, 1, 2], [1.0, INF, NAN], 0.7, [0.1, 0.0, NAN], vertical=vertical)
-        assert [text.get_text().strip() for text in axes.texts] == ["∞", "NaN"]
-        assert len(axes.patches) == 3
+    axes = Figure().subplots()
+    draw_bars(axes, [ResultRow("", {}, 1, [[]], {"a": [value]}) for value in (1.0, INF, NAN)], "a", "#000000")
+    assert [text.get_text().strip() for text in axes.texts] == ["∞", "NaN"]
+    assert len(axes.patches) == 3
 
 
 def of_a_study():

@@ -3,29 +3,22 @@
 from ksana_jax.lab.runs.report import report
 from ksana_jax.lab.runs.run import run
 from ksana_jax.lab.runs.tasks.perplexity import Perplexity
-from ksana_jax.lab.runs.tasks.perplexity_report import front
 from tests.lab.runs.perplexity_runs import experiment as experiment
 from tests.lab.runs.perplexity_runs import measured as measured
 from tests.lab.runs.runs import reported
 
 
-def test_named_variants_over_numbers_are_drawn_at_equal_bytes_with_their_pareto_front(experiment, make_llm, tmp_path):
+def test_named_variants_over_numbers_are_lines(experiment, make_llm, tmp_path):
     from matplotlib.figure import Figure
 
     variants = [{"name": "window"}, {"name": "dilated", "pattern.stride": 2}]
     given = {"variants": variants, "grid": {"pattern.window": [8, 16, 32]}}
     made = reported(experiment(**given), tmp_path / "out", make_llm=make_llm)
-    # A dilated window holds the same blocks and sees half of their tokens.
-    assert [row.name for row in front(made.rows)] == ["window, window 8", "window, window 16", "window, window 32"]
-    assert any(
-        note.endswith("(Pareto front): " + ", ".join(repr(r.name) for r in front(made.rows)) + ".")
-        for note in made.notes
-    )
     figure = Figure()
     Perplexity().draw(figure, made.rows)
-    above, below = figure.axes
-    assert [len(line.get_xdata()) for line in below.lines] == [3, 3, 3]
-    assert above.get_xlabel() == "window (tokens)" and list(below.lines[0].get_xdata()) == [2, 4, 8]
+    (axes,) = figure.axes
+    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) > 2] == [[8, 16, 32]] * 2
+    assert axes.get_xlabel() == "window (tokens)" and axes.get_ylabel() == "perplexity* at positions 16–127"
 
 
 def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, make_llm, tmp_path, text):
@@ -37,8 +30,8 @@ def test_named_variants_on_short_texts_are_drawn_over_their_bytes(experiment, ma
     figure = Figure()
     Perplexity().draw(figure, made.rows)
     (axes,) = figure.axes
-    drawn = [(line.get_label(), line.get_xdata()[0]) for line in axes.lines]
-    assert drawn == [("blocks of 4", 4), ("blocks of 8", 2)]  # the fake engine's blocks have 1 KiB each
+    drawn = [(text.get_text(), text.xy[0]) for text in axes.texts]
+    assert drawn == [("blocks of 4", 4096), ("blocks of 8", 2048)]  # the fake engine's blocks have 1 KiB each
     assert "KV bytes/token" in (tmp_path / "out/table.md").read_text()
     assert [row.mean("kv_token_bytes") for row in made.rows] == [256, 128]
 
@@ -52,7 +45,7 @@ def test_named_variants_of_weights_are_drawn_over_the_bytes_of_these(experiment,
     figure = Figure()
     Perplexity().draw(figure, made.rows)
     (axes,) = figure.axes
-    assert [(line.get_label(), line.get_xdata()[0]) for line in axes.lines] == [("f32", 8), ("int8", 2)]
+    assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [("f32", 8192), ("int8", 2048)]
     assert axes.get_xlabel() == "weights (KiB)" and "weights, KiB" in (tmp_path / "out/table.md").read_text()
 
 
@@ -68,7 +61,6 @@ def test_a_grid_of_numbers_is_drawn_against_its_last_key(experiment, make_llm, t
     run(made, tmp_path / "out", make_llm=make_llm)
     figure = Figure()
     Perplexity().draw(figure, report(tmp_path / "out").rows)
-    above, below = figure.axes
-    assert below.get_xlabel() == "attention sinks (tokens)"
-    assert above.get_ylabel() == "ppl, positions 64–127"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["window 4", "window 8"]
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "attention sinks (tokens)" and axes.get_ylabel() == "perplexity* at positions 16–127"
+    assert [text.get_text() for text in axes.texts] == ["window 8", "window 4"]

@@ -79,7 +79,7 @@ def test_a_run_of_an_own_task_is_shown_compared_and_exported_without_its_code(ma
     (tmp_path / "adding.py").unlink()  # as it is where the records were sent
     made = report(folder)
     shown = "Shown by its records, without the code of task adding:Task; --own-code draws the task's own figure."
-    assert made.notes == [shown, *own.notes] and made.conclusion == own.conclusion == "They are sums."
+    assert made.notes == [own.notes[0], shown, *own.notes[1:]] and made.conclusion == own.conclusion == "They are sums."
     assert [c.title for c in made.columns] == ["a value, ms", "a share"] and "| 750.0 ±" in table
     shown = (folder / "table.md").read_text()
     assert "750.0 ±" in shown and "0.025 |" in shown and "<" not in shown  # no `Scaled` writes a share

@@ -77,6 +77,7 @@ def test_changes_are_written_with_their_signs():
     assert said(-3.0, -4.0, 0.04) == "−3.0 [−4.0, 0.0]"
     assert said(12.5, 0.1, 30.0, relative=True) == "+1,250 [+10.0, +3,000]"
     assert said(math.inf) == "∞" and said(0.0) == "0.0"
+    assert said(0.0001, -0.0004, 0.0006, relative=True) == "+0.01 [−0.04, +0.06]"
 
 
 def test_pairs_are_found_by_sample_not_by_place_and_only_common_ones_count():
@@ -103,9 +104,9 @@ def test_one_run_each_resolves_nothing():
     rows = [row("a", speed=[1.0]), row("b", speed=[1000.0])]
     assert significance.leaders(rows, SPEED) == [] and significance.differ([(rows[0], rows[1])], "speed") == [False]
     assert significance.caveat(*rows, "speed") == "not resolved: one run each"
-    assert significance.notes(rows, [SPEED, BYTES], "seeds") == [
-        "Not resolved: one run each. Only exact counts are bold."
-    ]
+    said = "Not resolved: one run each. Only exact counts are bold."
+    assert significance.notes(rows, [SPEED, BYTES], "seeds", bold=True) == [said]
+    assert significance.notes(rows, [SPEED, BYTES], "seeds", bold=False) == ["Not resolved: one run each."]
 
 
 def test_bold_is_better_than_every_other_row_with_all_tests_counted():
@@ -133,24 +134,27 @@ def test_variants_over_a_grid_compete_at_each_point():
     rows[1].values["speed"][0] += 0.5
     rows[3].values["speed"][0] += 0.5
     assert significance.leaders(rows, SPEED) == [rows[1], rows[3]]
-    assert "of the same budget" in significance.notes(rows, [SPEED], "seeds")[-1]
+    assert "of the same budget" in significance.notes(rows, [SPEED], "seeds", True)[-1]
 
 
 def test_exact_counts_lead_alone_or_not_at_all():
     small, large = row("a", bytes=[512.0]), row("b", bytes=[513.0])
     assert significance.leaders([small, large], BYTES) == [small]
     assert significance.leaders([small, row("b", bytes=[512.2]), large], BYTES) == []
-    assert significance.notes([small, large], [BYTES], "seeds") == []
+    assert significance.notes([small, large], [BYTES], "seeds", True) == []
 
 
 def test_notes_say_against_what_and_over_how_many_texts():
     full = texts("full", [10.0, 20.0, 30.0])
     rows = [full, texts("window", [11.0, 25.0, 31.0], baseline=full)]
-    assert significance.notes(rows, [PPL], "texts") == [
-        "Loss, %: against 'full' on the same texts, with its 95 % confidence interval over 3 texts (paired t).",
+    against = "Loss, %: against 'full' (ppl 18.17) on the same texts"
+    found = significance.notes(rows, [PPL, BYTES], "texts", bold=True)
+    assert found == [
+        f"{against}, with the 95 % confidence interval over 3 texts in brackets (paired t).",
         "Bold: better than every other row (paired t-test, p < 0.05 after Holm's correction; counts: any difference).",
     ]
+    assert significance.notes(rows, [PPL], "texts", bold=False) == found[:1]
     one = texts("one", [11.0], baseline=full)
-    assert significance.notes([full, one], [PPL], "texts")[0] == (
-        "Loss, %: against 'full' on the same texts; an interval needs two texts or more."
+    assert significance.notes([full, one], [PPL], "texts", True)[0] == (
+        f"{against}; an interval needs two texts or more."
     )

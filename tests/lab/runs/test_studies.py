@@ -34,6 +34,8 @@ def test_the_table_of_a_study_follows_from_its_records(study, tmp_path):
     write_tables(read_report(study, trusted=None), tmp_path)
     assert (tmp_path / "table.md").read_text() == (study / "table.md").read_text()
     assert {"README.md", "figure.png", "run.json"} <= {path.name for path in study.iterdir()}
+    shown, caption = (tmp_path / "table.tex").read_text().split(r"\caption")
+    assert ("Live KV:" in caption) <= ("live KV" in shown) and ("Bold:" in caption) <= (r"\textbf" in shown)
 
 
 @pytest.fixture

@@ -204,10 +204,16 @@ def test_a_pivot_has_a_column_for_each_value_of_the_key():
     assert made.heads == ["row", "budget 2", "budget 4"] and made.num_right == 2
     assert [line[0] for line in made.cells] == ["A", "B", "int8"]
     first, _, outside = made.cells
-    assert first[1].startswith("+23.3 [") and outside[1] == outside[2] == "+0.2 [−0.5, +0.9]"
+    assert first[1].startswith("+23.3 [") and outside[1] == outside[2] == "+0.17 [−0.55, +0.89]"
     # Without a baseline, the numbers themselves.
     plain = [dataclasses.replace(row, baseline=None) for row in budgets()]
     assert tables.pivoted(plain, LOSS, "kv.budget").cells[0] == ["full", "4.00", "4.00"]
+    # Three columns fit a column of the page with their intervals below; more take the page.
+    beside, below = r"+23.3 {\scriptsize [", r" & {\scriptsize ["
+    for more, kind, expected in (([], "table", beside), (["c"], "table", below), (["c", "d"], "table*", beside)):
+        count = len(more) + 2
+        wide = tables.Grid([*made.heads, *more], *([[*r, *r[1:]][: count + 1] for r in x] for x in made[1:3]), count)
+        assert rf"\begin{{{kind}}}" in (text := tables.latex("", wide, [])) and expected in text
 
 
 def test_csv_has_changes_intervals_and_corrected_p_values():
@@ -231,7 +237,7 @@ def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
     assert axes.get_ylabel() == "loss, %" and len(axes.containers) == 2
     many = [dataclasses.replace(r, label=f"{r.label}{i}") for i in range(5) for r in budgets() if r.point["kv.budget"]]
     axes = drawn(change_figure.draw_lines, many)
-    assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LINES
+    assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LABELS
     held = [
         dataclasses.replace(r, values={**r.values, "live_kv_bytes": [64.0 * i]}) for i, r in enumerate(budgets(), 1)
     ]

@@ -9,10 +9,12 @@ from typing import Any
 
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.lab.runs import dotted
 from ksana_jax.lab.runs.tasks.results import SIMULATED, ResultRow, kib, ranked
 
 # Keys that must be equal for rows to differ by their cache alone; the engine's settings should differ little.
 _SAME = ("model", "load_format", "settings", "inputs")
+_PLAIN = (str, int, float, type(None))
 
 
 def is_compressed(row: ResultRow) -> bool:
@@ -33,13 +35,18 @@ def _evicts(setting: Mapping[str, Any] | None) -> bool:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the records of a trial say of its eviction method: "memory" is "simulated" if it hides evicted
-    tokens; "foresees" is true if it must know the text beforehand: an upper bound, not a usable cache."""
+    tokens; "foresees" is true if it must know the text beforehand: an upper bound, not a usable cache; "eviction" has
+    its settings by dotted key, defaults included."""
     try:
         method = read_eviction(config.get("engine", {}).get("kv_eviction"))
     except ValueError:  # a setting of an earlier version, or a class that is not here or not trusted
         method = None
-    simulated, foresees = method is not None and method.hides, method is not None and method.needs_full_text
-    return {**({"memory": "simulated"} if simulated else {}), **({"foresees": True} if foresees else {})}
+    if method is None:
+        return {}
+    settings = dotted.flat(dataclasses.asdict(method))
+    facts: dict[str, Any] = {"eviction": {k: v for k, v in settings.items() if isinstance(v, _PLAIN)}}
+    facts |= {"memory": "simulated"} if method.hides else {}
+    return facts | ({"foresees": True} if method.needs_full_text else {})
 
 
 def marked(row: ResultRow, start: Mapping[str, Any]) -> ResultRow:

@@ -1,9 +1,8 @@
-"""Generation under load: time to first token, time per token, throughput, and KV blocks in use over time."""
+"""Generation under load: time to first token, time per token, throughput, and KV memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, run_warm
-from ksana_jax.lab.runs.figures import byte_unit, legend, line_style
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
 from ksana_jax.lab.runs.tasks.results import (
     Column,
@@ -25,13 +23,10 @@ from ksana_jax.lab.runs.tasks.results import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from ksana_jax import LLM
     from ksana_jax.core.outputs import RequestOutput
 
 # Maximum points of a curve in a record; a long run has more steps than a figure has pixels.
-_MAX_POINTS = 500
 
 
 @dataclasses.dataclass
@@ -156,23 +151,6 @@ class Generate(BaseTask):
             *preemption_note(rows, "num_preemptions"),
         ]
 
-    def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws live KV over time above and running requests below; one line per row."""
-        above, below = figure.subplots(2, 1, sharex=True)
-        size, unit = byte_unit(max((r.mean("live_kv_bytes") or 0 for r in rows), default=0))
-        for index, row in enumerate(r for r in rows if r.trials):
-            kv = next(m for m in row.trials[0] if m["metric"] == "kv")
-            scale = kv["block_bytes"] / size
-            held = [math.nan if row.simulated else b * scale for b in kv["live_blocks"]]
-            above.step(kv["time_s"], held, where="post", label=row.name, **line_style(index))
-            below.step(kv["time_s"], kv["num_running"], where="post", **line_style(index))
-        above.set_ylabel(f"live KV ({unit})")
-        below.set_ylabel("requests running")
-        below.set_xlabel("time (s)")
-        for axes in (above, below):
-            axes.set_ylim(bottom=0)
-        legend(figure, above)
-
 
 def _prompts(settings: GenerateSettings, llm: LLM, seed: int) -> list[list[int]]:
     """Returns the token ids of each prompt."""
@@ -195,8 +173,6 @@ def _request(output: RequestOutput) -> Measurement:
 
 def _blocks_over_time(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     records = list(llm.records)
-    start = records[0].ended_s
-    kept = records[:: -(-len(records) // _MAX_POINTS)]
     return {
         "block_bytes": llm.block_bytes,
         "num_blocks": llm.num_blocks,
@@ -205,7 +181,4 @@ def _blocks_over_time(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, A
         "max_running": max(int(r.num_running) for r in records),
         "num_preemptions": sum(o.metrics.num_preemptions for o in outputs),
         "num_steps": len(records),
-        "time_s": [r.ended_s - start for r in kept],
-        "live_blocks": [int(r.blocks_in_use) for r in kept],
-        "num_running": [int(r.num_running) for r in kept],
     }

@@ -80,14 +80,24 @@ class PerplexityResults(Results):
             positions = f"{sampled[0][0]:,}–{sampled[-1][1] - 1:,}"
             change = f"loss* {positions}, %"
             shown.append(Column("sampled_ppl", f"ppl* {positions}", digits, "min", change=change))
-        shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True))
-        shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True))
+        # As versions before held_blocks recorded them.
+        earlier = any(m["method"] == "stream" and "held_blocks" not in m for m in of_metric(rows, "kv"))
+        live, token = "held of one text after its last token", "of a block codec, exact tokens included"
+        if earlier:
+            live = "maximum held of one text between steps, without its last chunk; of a text of one step, its peak KV"
+            token = "of a block codec, its codes alone"
+        shown.append(Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=f"Live KV: {live}."))
+        note = "Peak KV: maximum held within a step, including its chunk."
+        shown.append(Column("peak_kv_bytes", "peak KV, KiB", kib, "min", exact=True, note=note))
         if any(row.simulated for row in rows):
-            shown.append(Column("simulated_kv_bytes", "simulated KV, KiB", kib, exact=True))
+            note = "Simulated KV: of a text after its last token, if the memory of hidden tokens were freed."
+            shown.append(Column("simulated_kv_bytes", "simulated KV, KiB", kib, exact=True, note=note))
         if any(row.config.get("engine", {}).get("kv_selection") for row in rows):
-            shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True))
+            note = "KV read/token: by a query after a text's last token; with kv_selection, summaries included."
+            shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True, note=note))
         if differ(rows, "kv_token_bytes"):
-            shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True))
+            note = f"KV bytes/token: at the length of a text; {token}."
+            shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True, note=note))
         if differ(rows, "weight_bytes"):
             shown.append(Column("weight_bytes", "weights, KiB", kib, "min", exact=True))
         return shown
@@ -101,14 +111,15 @@ class PerplexityResults(Results):
         if not found:
             return []
         num_texts = len(set(map(_text, found)))
-        count, num_sampled = (max(sum(r.weights.get(key, ())) for r in rows) for key in ("ppl", "sampled_ppl"))
+        lengths = sorted({m["text_tokens"] for m in found})
+        num_sampled = max(sum(row.weights.get("sampled_ppl", ())) for row in rows)
         seeds = max(len(r.trials) for r in rows)
         # Earlier versions began each text with BOS, and did not record it.
-        bos = "; position 0 is BOS" if all(m.get("bos", True) for m in found) else ""
+        bos = ", BOS first" if all(m.get("bos", True) for m in found) else ""
+        of = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
         said = [
-            f"Perplexity by position in the text{bos}. Columns ppl score every position of the texts "
-            f"({count:,.0f} tokens, {num_texts} text{'s' * (num_texts > 1)}), the same in every row, and "
-            "average the log-likelihoods of their tokens."
+            f"{num_texts} text{'s' * (num_texts > 1)} of {of} tokens{bos}, the same in every row. Perplexity: "
+            "exponential of the mean negative log-likelihood of all tokens at these positions."
         ]
         if num_sampled:
             said.append(
@@ -121,12 +132,6 @@ class PerplexityResults(Results):
                     "on the sample."
                 )
         said += _repeats(rows)
-        said += _memory_notes(rows, self.columns(rows))
-        if equal_bytes := front(rows):
-            names = ", ".join(repr(row.name) for row in equal_bytes)
-            said.append(
-                f"Lowest mean perplexity at the last positions for their live KV or less (Pareto front): {names}."
-            )
         for subset in ("all", "sampled"):
             by_seed = zip(
                 *(_places(r, subset) for r in rows if len(r.trials) == seeds and _places(r, subset)), strict=False
@@ -211,30 +216,6 @@ def spans(rows: Sequence[ResultRow], prefix: str) -> list[tuple[int, int]]:
     return sorted(tuple(int(n) for n in k.removeprefix(prefix).split("_")) for k in keys)  # pyright: ignore
 
 
-def _memory_notes(rows: Sequence[ResultRow], shown: Sequence[Column]) -> list[str]:
-    """Explains the columns of KV."""
-    kv = of_metric(rows, "kv")
-    earlier = any(m["method"] == "stream" and "held_blocks" not in m for m in kv)
-    said = ["Live KV: held of one text after its last token; peak KV: maximum held within a step, including its chunk."]
-    if earlier:
-        said = [
-            "Live KV: maximum held of one text between steps, without its last chunk, as earlier versions recorded it; "
-            "of a text of one step, its peak KV. Peak KV: maximum held within a step, including its chunk."
-        ]
-    if any(c.key == "simulated_kv_bytes" for c in shown):
-        said.append(
-            "Simulated KV: what a text would hold after its last token if the memory of hidden tokens were freed."
-        )
-    if any(c.key == "kv_read_bytes" for c in shown):
-        said.append("KV read/token: by a query after a text's last token; with kv_selection, summaries included.")
-    if any(c.key == "kv_token_bytes" for c in shown):
-        exact = "exact tokens included"
-        if earlier:
-            exact = "its codes alone, as earlier versions recorded it"
-        said.append(f"KV bytes/token: at the length of a text; of a block codec, {exact}.")
-    return said
-
-
 def differ(rows: Sequence[ResultRow], key: str) -> bool:
     """True if rows that have a value differ in it."""
     return len({row.mean(key) for row in rows} - {None}) > 1
@@ -246,24 +227,6 @@ def is_labelled_grid(rows: Sequence[ResultRow]) -> bool:
     rows = [row for row in rows if not row.point or any(value is not None for value in row.point.values())]
     streamed = all(row.label and len(row.point) == 1 and method(row) == "stream" for row in rows)
     return bool(rows) and streamed and against_numbers(rows)
-
-
-def front(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Returns the rows of a labelled grid that no row with as little live KV beats at the last positions, by live KV.
-
-    By means alone, as displayed; of rows that are equal in both, the first.
-    """
-    measured = [row for row in rows if row.trials and not row.simulated]
-    if not is_labelled_grid(measured) or not (found := spans(measured, "ppl_")):
-        return []
-    key = "ppl_{}_{}".format(*found[-1])
-    points = {id(r): (r.mean("live_kv_bytes") or 0.0, round(r.mean(key) or 0.0, 2)) for r in measured}
-    best, kept = math.inf, []
-    for row in sorted(measured, key=lambda r: points[id(r)]):
-        if points[id(row)][1] < best:
-            best = points[id(row)][1]
-            kept.append(row)
-    return kept
 
 
 def _places(row: ResultRow, subset: str) -> list[tuple]:
@@ -281,11 +244,7 @@ def _repeats(rows: Sequence[ResultRow]) -> list[str]:
         ),
         default=(0, 0),
     )
-    if not most:
-        return []
-    if most == of - 1:
-        return [f"{of} seeds scored the same text: counted once."]
-    return [f"{most} of {of} seeds scored a text that another had scored: counted once."]
+    return [f"{most} of {of} seeds scored a text that another had scored: counted once."] if most else []
 
 
 _two = number(2)

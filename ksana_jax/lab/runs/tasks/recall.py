@@ -25,7 +25,7 @@ from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.tasks import recall_figure
 from ksana_jax.lab.runs.tasks.base import AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.compression import best_and_full, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, percent
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,30 +147,24 @@ class Recall(AskingTask):
         return dict(parts)
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
+        earlier = any("live_kv_bytes" in m for m in of_metric(rows, "kv"))
+        held = "maximum held between steps, as earlier versions recorded it" if earlier else "held at its end"
         option, values = recall_figure.swept(rows)
         swept = [Column(f"accuracy_{value}", f"{option} {value}, %", _percent, "max") for value in values]
         return [
             *swept,
             Column("accuracy", "all, %" if swept else "correct, %", _percent, "max", change="change, points"),
-            Column("chance", "chance, %", _chance, exact=True),
-            Column("logprob", "nats per answer token", number(2), "max"),
+            Column("chance", "chance, %", _chance, exact=True, note=_CHANCE),
+            Column("logprob", "nats per answer token", number(2), "max", note=_NATS),
             Column("rank", "rank", number(1), "min"),
-            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=f"Live KV: of one request, {held}."),
         ]
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
         return next(column for column in self.columns(rows) if column.key == "accuracy")
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        earlier = any("live_kv_bytes" in m for row in rows for trial in row.trials for m in trial)
-        said = [
-            "Correct: greedy decoding gives exactly the answer's tokens. Chance: a guess among the values in the "
-            "prompt or, if it has only one, among all values.",
-            "Nats and rank: log-probability and rank of each answer token, given the prompt and the answer so far; "
-            "greedy decoding takes rank 1.",
-            "Live KV: of one request, "
-            + ("maximum held between steps, as earlier versions recorded it." if earlier else "held at its end."),
-        ]
+        said = ["Correct: greedy decoding gives exactly the answer's tokens."]
         option, values = recall_figure.swept(rows)
         if values and len({row.point.get("settings.num_tokens") for row in rows}) == 1:
             back = [
@@ -181,30 +175,26 @@ class Recall(AskingTask):
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Compares the best compressed row with the full cache; without one of them, it names the best row."""
-        if any((row.mean("accuracy") or 0.0) > 0 for row in rows):
-            said, key, unit = "", "accuracy", " % of answers are correct"
-        else:
-            said, key, unit = "No row answers anything correctly; ", "logprob", " nats per answer token"
-        measured = [row for row in rows if row.mean(key) is not None]
-        if not measured:
-            return ""
-
-        def shown(row: ResultRow) -> str:
-            value = row.mean(key) or 0.0
-            return number(2)(value) if key == "logprob" else _percent(value)
+        measured = [row for row in rows if row.mean("accuracy") is not None]
+        if not any(row.mean("accuracy") for row in measured):
+            return "No row answers anything correctly." if measured else ""
 
         def rank(row: ResultRow) -> tuple[bool, float, float]:
             """Orders rows from the best; among rows displayed equally, the one with the least KV is better."""
-            value = row.mean(key) or 0.0
+            value = row.mean("accuracy") or 0.0
             return math.isnan(value), -round(value, 2), row.mean("live_kv_bytes") or 0.0
 
         best, full = best_and_full(measured, rank)
-        said += f"{full.name!r}: {shown(full)}{unit}; " if full is not None else ""
-        said += f"{best.name!r}: {shown(best)}{unit}"
-        said += f" ({caveat})" if full is not None and (caveat := significance.caveat(best, full, key)) else ""
+        shown = [
+            f"{row.name!r}: {_percent(row.mean('accuracy') or 0.0)} % of answers are correct"
+            for row in (full, best)
+            if row
+        ]
+        if full is not None and (caveat := significance.caveat(best, full, "accuracy")):
+            shown[1] += f" ({caveat})"
         chance = best.mean("chance") or 0.0
-        above = "chance is" if key == "logprob" or (best.mean(key) or 0.0) > chance else "it does not exceed chance,"
-        return f"{said}{kv_said(best, full)}; {above} {_chance(chance)} %."
+        above = "chance is" if (best.mean("accuracy") or 0.0) > chance else "it does not exceed chance,"
+        return f"{'; '.join(shown)}{kv_said(best, full)}; {above} {_chance(chance)} %."
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         if not recall_figure.draw(figure, [row for row in rows if row.trials]):
@@ -263,3 +253,8 @@ def _chance(value: float) -> str:
 
 
 _percent = percent(0)
+_CHANCE = "Chance: a guess among the values in the prompt or, if it has only one, among all values."
+_NATS = (
+    "Nats and rank: log-probability and rank of each answer token, given the prompt and the answer so far; greedy "
+    "decoding takes rank 1."
+)

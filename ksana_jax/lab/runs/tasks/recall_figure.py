@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ksana_jax.lab.runs.figures import legend
-from ksana_jax.lab.runs.tasks.results import ResultRow, number, words
+from ksana_jax.lab.runs.figures import legend, style_indices
+from ksana_jax.lab.runs.tasks.change_figure import GREY, MAX_LABELS
+from ksana_jax.lab.runs.tasks.results import ResultRow, words
 from ksana_jax.lab.runs.tasks.row_figure import draw_means
 
 if TYPE_CHECKING:
@@ -43,16 +44,8 @@ def draw(figure: Figure, rows: Sequence[ResultRow]) -> bool:
     return True
 
 
-def _measure(rows: Sequence[ResultRow]) -> tuple[str, str, float]:
-    """Returns the summary key to draw, its label and its scale: accuracy, unless no row answers anything correctly."""
-    if any((row.mean("accuracy") or 0.0) > 0 for row in rows):
-        return "accuracy", "correct (%)", 100.0
-    return "logprob", "nats per answer token", 1.0
-
-
 def _heat_maps(figure: Figure, rows: Sequence[ResultRow], option: str, values: Sequence[Any]) -> None:
-    """Draws one panel for each row without its length: lengths from left to right, values from top to bottom."""
-    key, label, scale = _measure(rows)
+    """Draws accuracy, one panel for each row without its length: lengths from left to right, values downwards."""
     panels: dict[str, dict[Any, ResultRow]] = defaultdict(dict)
     for row in rows:
         others = words({k: v for k, v in row.point.items() if k != LENGTH})
@@ -60,42 +53,45 @@ def _heat_maps(figure: Figure, rows: Sequence[ResultRow], option: str, values: S
         panels[name][row.point[LENGTH]] = row
     lengths = sorted({row.point[LENGTH] for row in rows})
     drawn = {
-        name: np.array([[_mean(by_length.get(n), f"{key}_{value}") for n in lengths] for value in values]) * scale
+        name: np.array([[_mean(by_length.get(n), f"accuracy_{value}") for n in lengths] for value in values]) * 100
         for name, by_length in panels.items()
     }
-    low, high = (0.0, 100.0) if key == "accuracy" else _extremes(drawn)
     axes = figure.subplots(-(-len(panels) // 3), min(len(panels), 3), sharex=True, sharey=True, squeeze=False)
     image = None
     for panel, (name, found) in zip(axes.flat, drawn.items(), strict=False):
-        image = panel.imshow(found, vmin=low, vmax=high, cmap="cividis", aspect="auto")
+        image = panel.imshow(found, vmin=0, vmax=100, cmap="cividis", aspect="auto")
         panel.set_title(name)
         panel.grid(visible=False)
         panel.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
         panel.set_yticks(range(len(values)), [str(value) for value in values])
-        _write(panel, found, (low + high) / 2, 0 if key == "accuracy" else 1)
+        _write(panel, found)
     for panel in axes.flat[len(panels) :]:
         panel.set_axis_off()
     figure.supxlabel("tokens", fontsize=7)
     figure.supylabel(option, fontsize=7)
     if image is not None:
-        figure.colorbar(image, ax=axes, label=label)
+        figure.colorbar(image, ax=axes, label="correct (%)")
 
 
-def _write(panel: Axes, found: np.ndarray, middle: float, num_digits: int) -> None:
+def _write(panel: Axes, found: np.ndarray) -> None:
     for (row, column), value in np.ndenumerate(found):
         if not np.isnan(value):
-            colour = "white" if value < middle else "black"
-            written = number(num_digits)(float(value))
-            panel.text(column, row, written, ha="center", va="center", fontsize=6, color=colour)
+            colour = "white" if value < 50 else "black"
+            panel.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=6, color=colour)
 
 
 def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Sequence[Any]) -> None:
-    """Draws accuracy above and log-probability below, one line for each row."""
+    """Draws accuracy above and log-probability below, one line for each row. Seven have colours: the most accurate."""
     numbers = all(isinstance(value, (int, float)) for value in values)
     x = list(values) if numbers else list(range(len(values)))
     above, below = figure.subplots(2, 1, sharex=True)
+    ranks = np.argsort([-(row.mean("accuracy") or 0) for row in rows], kind="stable")
+    best = [rows[place] for place in sorted(ranks[:MAX_LABELS])]
     for axes, key, scale in ((above, "accuracy", 0.01), (below, "logprob", 1.0)):
-        for index, row in enumerate(rows):
+        for row in (rows[place] for place in ranks[MAX_LABELS:]):
+            y = [_mean(row, f"{key}_{value}") / scale for value in values]
+            axes.plot(x, y, color=GREY, linewidth=0.6, label="other rows")
+        for index, row in zip(style_indices([row.name for row in best]), best, strict=True):
             draw_means(axes, x, [(row, f"{key}_{value}") for value in values], index, row.name, scale)
     chance = [_mean(rows[0], f"chance_{value}") * 100 for value in values]
     above.plot(x, chance, color="#999999", linewidth=0.8, linestyle=":", label="chance")
@@ -110,10 +106,3 @@ def _lines(figure: Figure, rows: Sequence[ResultRow], option: str, values: Seque
 def _mean(row: ResultRow | None, key: str) -> float:
     value = None if row is None else row.mean(key)
     return float("nan") if value is None else value
-
-
-def _extremes(drawn: dict[str, np.ndarray]) -> tuple[float, float]:
-    """Returns the least and the largest finite value; 0 and 1 without any."""
-    found = np.concatenate([values.ravel() for values in drawn.values()])
-    found = found[np.isfinite(found)]
-    return (float(found.min()), float(found.max())) if len(found) else (0.0, 1.0)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ksana_jax.lab.runs import dotted
+
 Measurement = dict[str, Any]
 MISSING = "—"
 SIMULATED = " (simulated memory)"  # ends the label of a row of simulated memory
@@ -21,6 +23,7 @@ class Column:
     exact: whether equal work gives equal values, as for counts: a deviation of 0 is not shown, and any displayed
     difference counts. Other columns are subject to noise, see `ksana_jax.lab.runs.significance`.
     change: title of a column of changes against each row's baseline, which follows this one; empty for none.
+    note: explains the column below the table.
     """
 
     key: str
@@ -29,6 +32,7 @@ class Column:
     best: Literal["min", "max"] | None = None
     exact: bool = False
     change: str = ""
+    note: str = ""
 
     def text(self, value: float) -> str:
         """Formats a value; infinity and NaN are written alike in all columns."""
@@ -152,6 +156,10 @@ class ResultRow:
         outside = bool(self.label) and all(value is None for value in self.point.values())  # of the grid
         parts = [self.label] * bool(self.label) + ([] if outside else words(self.point))
         return ", ".join(parts) or "this configuration"
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a key of the grid; of a row outside it, the one that its settings give, or None."""
+        return self.point[key] if self.point.get(key) is not None else dotted.flat(self.config).get(key)
 
     def mean(self, key: str) -> float | None:
         """Returns the mean over samples, by their weights; None without measurements."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ksana_jax.lab.runs.figures import COLOURS, legend, log_ticks
+from ksana_jax.lab.runs.figures import COLOURS, log_ticks
 from ksana_jax.lab.runs.tasks.base import float_field, int_field
 from ksana_jax.lab.runs.tasks.results import Column, ResultRow, number, words
 from ksana_jax.lab.runs.tasks.simulated import LATENCIES, LOADS, SimulatedSettings, SimulatedTask
@@ -18,9 +18,6 @@ from ksana_jax.lab.simulator.fleet import NETWORK_S
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# One for each of 14 policies.
-_MARKS = [{"color": COLOURS[i % 7], "marker": "os^vDPX<>*hp8d"[i]} for i in range(14)]
 
 
 @dataclasses.dataclass
@@ -52,27 +49,25 @@ class Route(SimulatedTask):
         ]
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
-        """Draws TTFT p50 over hit rate, one marker for each policy and one panel for each of the other settings:
-        medians over seeds, and the range of TTFT."""
+        """Draws TTFT p50 of each policy, its median and range over seeds; a panel for each of the other settings."""
         groups = {label: [r for r in members if r.trials] for label, members in _groups(rows).items()}
-        shape = (len(groups), 1) if len(groups) < 4 else (-(-len(groups) // 2), 2)
-        panels = figure.subplots(*shape, squeeze=False).reshape(-1)
-        for axes in panels[len(groups) :]:
-            axes.set_axis_off()
         names = list(dict.fromkeys(_policy(row) for members in groups.values() for row in members))
-        for axes, (label, members) in zip(panels, groups.items(), strict=False):
+        num_columns = 2 if len(groups) > 3 else 1
+        panels = figure.subplots(-(-len(groups) // num_columns), num_columns, sharey=True, squeeze=False)
+        figure.set_figheight(len(panels) * (0.5 + 0.1 * len(names)))
+        for axes in panels.flat[len(groups) :]:
+            axes.set_axis_off()
+        for axes, (label, members) in zip(panels.flat, groups.items(), strict=False):
             for row in members:
-                index = names.index(_policy(row))
-                mark, ttft_ms = _MARKS[index % len(_MARKS)], [1000 * s for s in row.values["ttft_p50_s"]]
-                x = 100 * statistics.median(row.values.get("hit_rate", [0]))
-                axes.plot([x, x], [min(ttft_ms), max(ttft_ms)], color=mark["color"], linewidth=0.8)  # over seeds
-                axes.plot(x, statistics.median(ttft_ms), **mark, linestyle="", label=_policy(row))
-            axes.set_yscale("log")
-            log_ticks(axes.yaxis)
+                y, ttft_ms = names.index(_policy(row)), [1000 * s for s in row.values["ttft_p50_s"]]
+                axes.plot([min(ttft_ms), max(ttft_ms)], [y, y], color=COLOURS[1], linewidth=0.8)
+                axes.plot(statistics.median(ttft_ms), y, "o", color=COLOURS[1])
+            axes.set_xscale("log")
+            log_ticks(axes.xaxis)
+            axes.set_yticks(range(len(names)), names)
+            axes.set_ylim(len(names) - 0.5, -0.5)
             axes.set_title(label, fontsize=6)
-        figure.supylabel("TTFT p50 (ms)", fontsize=7)
-        figure.supxlabel("hit rate (%)", fontsize=7)
-        legend(figure, *panels, ncols=3)
+        figure.supxlabel("TTFT p50 (ms), median and range over seeds", fontsize=7)
 
 
 def _policy(row: ResultRow) -> str:

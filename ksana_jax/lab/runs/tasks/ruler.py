@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from ksana_jax.lab.recall.question import QuestionSpec
 from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, RulerPrompt, check_prompt, make_prompt, score
 from ksana_jax.lab.runs.asking import forced
 from ksana_jax.lab.runs.models import tokenizer_of
+from ksana_jax.lab.runs.significance import wilson
 from ksana_jax.lab.runs.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, percent
 from ksana_jax.lab.runs.text_files import candidates, digest
@@ -130,38 +130,24 @@ class Ruler(AskingTask):
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         tasks = list(dict.fromkeys(task for row in rows for task in _scores(row.trials)))
         return [
-            Column("score", "all, %", _percent, "max", change="change, points"),
+            Column("score", "all, %" if len(tasks) > 1 else "score, %", _percent, "max", change="change, points"),
             *(Column(f"score_{task}", f"{task}, %", _percent, "max") for task in tasks if len(tasks) > 1),
-            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True),
+            Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=_LIVE),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
-        said = [
+        found = {(statistics.fmean(s), len(s)) for row in rows for s in _scores(row.trials).values()}
+        return [
             "Score: the expected texts that greedy decoding gives, in upper or lower case, of all expected "
             "(RULER's string_match_all); all: mean over tasks.",
-            "Live KV: of one request, held at the end of its prompt and 8 tokens.",
+            *[f"Wilson's 95 % interval of a score: {'; '.join(_interval_said(*one) for one in sorted(found))}."]
+            * bool(found),
         ]
-        for row in rows:
-            if scores := _scores(row.trials):
-                said.append(
-                    f"95 % intervals of {row.name!r}: {'; '.join(map(_interval_said, scores, scores.values()))}."
-                )
-        return said
 
 
-def wilson(mean: float, count: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a mean of scores from 0 to 1.
-
-    Wilson's interval (1927) for scores of 0 or 1; others vary less, so the interval is too wide for them.
-    """
-    z = 1.959964
-    centre, spread = mean + z * z / (2 * count), z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
-
-
-def _interval_said(task: str, scores: Sequence[float]) -> str:
-    low, high = wilson(statistics.fmean(scores), len(scores))
-    return f"{task} {_percent(low)} to {_percent(high)} (n = {len(scores)})"
+def _interval_said(score: float, count: int) -> str:
+    low, high = wilson(score, count)
+    return f"{_percent(score)} is {_percent(low)} to {_percent(high)} (n = {count})"
 
 
 def _reading(settings: RulerSettings) -> list[str]:
@@ -208,3 +194,4 @@ def _scores(trials: Sequence[Sequence[Measurement]]) -> dict[str, list[float]]:
 
 
 _percent = percent()
+_LIVE = "Live KV: of one request, held at the end of its prompt and 8 tokens."

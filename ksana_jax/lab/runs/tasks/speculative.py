@@ -184,9 +184,12 @@ class Speculative(PairedTask):
 
     def draw(self, figure: Figure, rows: Sequence[ResultRow]) -> None:
         """Draws tokens per forward and the speed-up; see `speculative_figure`."""
+        from ksana_jax.lab.runs.tasks.row_figure import draw_columns
         from ksana_jax.lab.runs.tasks.speculative_figure import draw
 
-        draw(figure, [row for row in rows if row.trials])
+        if not draw(figure, [row for row in rows if row.trials]):
+            shown = [c for c in self.columns(rows) if c.key in ("per_forward", "gain")]
+            draw_columns(figure, rows, [dataclasses.replace(column, best="max") for column in shown])
 
 
 _COUNTS = ("num_output_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "proposer_s", "num_steps")

@@ -6,19 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ksana_jax.lab.runs.figures import COLOURS, legend, line_style
+from ksana_jax.lab.runs.figures import legend, line_style
 from ksana_jax.lab.runs.tasks.results import ResultRow, words
-from ksana_jax.lab.runs.tasks.row_figure import against_numbers, draw_bars, draw_panels
+from ksana_jax.lab.runs.tasks.row_figure import against_numbers, draw_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LABELS = {
-    "num_speculative_tokens": "draft tokens K",
-    "batch_size": "requests at once",
-    "branch_length": "longest branch (tokens)",
-}
 _MARKS = "os^Dv*"
 
 
@@ -28,33 +23,24 @@ def expected_length(alpha: float, num_drafts: int) -> float:
     return sum(alpha**place for place in range(num_drafts + 1))
 
 
-def draw(figure: Figure, rows: Sequence[ResultRow]) -> None:
-    """Draws lines over the last key of the grid if it has numbers, with the formula's as dots; bars otherwise."""
-    if not rows:
-        return
-    if all(row.mean("nll_with") is not None for row in rows):
+def draw(figure: Figure, rows: Sequence[ResultRow]) -> bool:
+    """Draws lines over the last key of the grid, with the formula's as dots; returns False, and draws nothing, where
+    it has no numbers."""
+    if rows and all(row.mean("nll_with") is not None for row in rows):
         _draw_quality(figure, rows)
-        return
+        return True
     if not against_numbers(rows):
-        left, right = figure.subplots(1, 2, sharey=True)
-        for axes, key, title, colour in (
-            (left, "per_forward", "tokens/forward", 1),
-            (right, "gain", "speed-up (×)", 3),
-        ):
-            draw_bars(axes, rows, key, COLOURS[colour])
-            axes.set_xlabel(title)
-        right.axvline(1, color="0.2", linewidth=0.6)
-        return
+        return False
     key = list(rows[0].point)[-1].rpartition(".")[2]
     above, below = draw_panels(figure, rows, [("per_forward", "tokens/forward", 1), ("gain", "speed-up (×)", 1)])
     below.axhline(1, color="0.2", linewidth=0.6)
-    below.set_xlabel(_LABELS.get(key, key))
     if key == "num_speculative_tokens":
         _draw_formula(above, below, rows)
     if key == "batch_size":
         below.set_xscale("log", base=2)
         below.xaxis.set_major_formatter("{x:g}")
     legend(figure, above)
+    return True
 
 
 def _draw_quality(figure: Figure, rows: Sequence[ResultRow]) -> None:
