@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.plugins import name_of
+from ksana_jax.core.plugins import name_of, nearest
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 
 # What a class needs for the fields of `Cached` that are None by default.
@@ -39,11 +40,20 @@ def check_priority(method: EvictionMethod) -> None:
         fields["output_norms"] = ones.repeat(2, axis=2)  # of 2 query heads for each KV head
     if (state := method.state_shape(2, 8)) is not None:
         fields["state"] = np.ones((*shape[:3], *state), np.float32)
-    name = f"kv_eviction {name_of(type(method))}: priority"
+    name, cached = f"kv_eviction {name_of(type(method))}: priority", cached._replace(**fields)
     try:
         with np.errstate(all="ignore"):
-            found = np.asarray(method.priority(cached._replace(**fields), np))
+            found = np.asarray(method.priority(cached, np))
+    except NotImplementedError:
+        raise ConfigError(f"{name} is not defined by the class") from None
     except Exception as error:
+        if isinstance(error, AttributeError) and error.obj is cached:
+            frame, close = (
+                traceback.extract_tb(error.__traceback__)[-2],
+                nearest(error.name, Cached._fields, cutoff=0.0),
+            )
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            raise ConfigError(f"{name} reads cached.{error.name} ({place}); the nearest field is {close!r}") from None
         if not read or "NoneType" not in str(error):
             return
         found = np.asarray(None)

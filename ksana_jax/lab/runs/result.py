@@ -108,9 +108,9 @@ class Result:
         figures.render(draw, FIGURE_INCHES)
         return found[0]
 
-    def compare(self, a: str, b: str) -> Markdown:
-        """Compares row b with row a, by their names in the table, as `ksana compare` does."""
-        return Markdown(comparison_tables.markdown(compare_rows(self.folder, a, b)))
+    def compare(self, against: str, *rows: str) -> Markdown:
+        """Compares rows, or all, with one by their names in the table, as `ksana compare --against` does."""
+        return Markdown(comparison_tables.markdown(compare_rows(self.folder, against, rows)))
 
     def __repr__(self) -> str:
         return self.report.markdown + "".join(f"\nfailed: {label}: {why}\n" for label, why in self.failed.items())

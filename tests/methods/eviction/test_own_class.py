@@ -30,6 +30,13 @@ def test_a_field_that_the_class_did_not_ask_for_is_named_with_what_it_lacks(fiel
     check(lambda cached, xp: getattr(cached, field).sum() + cached.keys[..., 0], **ASKED[field])
 
 
+def test_a_misspelt_field_or_method_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"reads cached.value \(test_own_class.py, line \d+\); .* field is 'values'"):
+        check(lambda cached, xp: cached.value[..., 0])
+    with pytest.raises(ConfigError, match=r"Misspelt: priority is not defined by the class"):
+        check_priority(type("Misspelt", (EvictionMethod,), {"priorities": lambda self, *given: 0})())
+
+
 def test_a_priority_has_a_number_for_each_token():
     for found, got in ((lambda keys: keys.mean(axis=(2, 4)), r"shape \(2, 3, 12\)"), (lambda keys: None, "None")):
         with pytest.raises(ConfigError, match=rf"priority returns {got}, must be \(2, 3, 5, 12\)"):
