@@ -48,10 +48,8 @@ def check_priority(method: EvictionMethod) -> None:
         raise ConfigError(f"{name} is not defined by the class") from None
     except Exception as error:
         if isinstance(error, AttributeError) and error.obj is cached:
-            frame, close = (
-                traceback.extract_tb(error.__traceback__)[-2],
-                nearest(error.name, Cached._fields, cutoff=0.0),
-            )
+            frame = traceback.extract_tb(error.__traceback__)[-2]
+            close = nearest(str(error.name), Cached._fields, cutoff=0.0)
             place = f"{Path(frame.filename).name}, line {frame.lineno}"
             raise ConfigError(f"{name} reads cached.{error.name} ({place}); the nearest field is {close!r}") from None
         if not read or "NoneType" not in str(error):
