@@ -309,10 +309,10 @@ def test_a_dynamic_rope_beyond_the_trained_positions_warns_that_short_texts_chan
 def test_a_yarn_rope_is_warned_of_beyond_the_positions_to_which_it_stretches():
     config = dataclasses.replace(model()[0], rope=RopeConfig("yarn", 1e4, 4.0, original_max_len=48))
     assert config.max_position == 64 and beyond_training(config, 193) is None
-    said = "max_model_len is 194, the model was trained for 64 positions, which its YaRN rope stretches to 192: beyond"
+    said = "max_model_len is 194, the model was trained for 64 positions, which its YaRN rope stretches to 192: past"
     assert str(beyond_training(config, 194)).startswith(said)
     config = dataclasses.replace(config, max_position=192)  # as other files say it
-    assert "trained for 192 positions: beyond" in str(beyond_training(config, 194))
+    assert "trained for 192 positions: past" in str(beyond_training(config, 194))
 
 
 def test_the_pattern_changes_only_while_nothing_runs(llm):

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import types
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ksana_jax
+import pallas_kernels
 from ksana_jax.core import processor
 from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod
@@ -386,3 +390,11 @@ class TestReplaced:
             monkeypatch.setitem(mlp.MLPS, "mine", mlp.MLPS["swiglu"]._replace(apply=lambda *_: None))
         with pytest.raises(NotStored, match=r"was replaced: tests\.runner\.test_program_key"):
             bindings(self.modules)
+
+
+def test_every_module_that_programs_may_be_traced_through_can_be_in_the_key():
+    for package in (ksana_jax, pallas_kernels):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if found.name.split(".")[1] not in program_key.UNTRACED:
+                importlib.import_module(found.name)
+                assert len(bindings([found.name])) == 64

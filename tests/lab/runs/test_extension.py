@@ -103,9 +103,10 @@ def test_the_default_figure_of_a_grid_of_numbers_is_lines_against_its_last_key()
     ]
     (axes,) = drawn(rows)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("n", "value")
-    first, second = axes.containers
-    assert first.get_label() == "kind x" and second.get_label() == "kind y"
-    assert first.lines[0].get_xydata().tolist() == [[1, 1.5], [2, 2.5], [3, 3.5]]
+    first, of_seeds, second, _ = axes.lines
+    assert (first.get_label(), second.get_label()) == ("kind x", "kind y")
+    assert first.get_xydata().tolist() == [[1, 1.5], [2, 2.5], [3, 3.5]]
+    assert of_seeds.get_xydata().tolist() == [[1, 1], [1, 2], [2, 2], [2, 3], [3, 3], [3, 4]]
     # n is counted: no ticks at halves.
     assert all(tick == int(tick) for tick in axes.get_xticks())
 

@@ -73,5 +73,5 @@ def test_live_kv_of_earlier_records_is_said_to_lack_the_last_chunk(measured):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = report(folder)
     assert row(made, "full").mean("live_kv_bytes") == 28 * 1024
-    assert any("between steps, without its last chunk, as earlier versions recorded it" in note for note in made.notes)
+    assert any("between steps, without its last chunk; of a text of one step" in note for note in made.notes)
     assert (folder / "figure.pdf").stat().st_size > 0
