@@ -1,4 +1,4 @@
-"""CPU seconds and memory of a start, each in a process of its own; `make speed` compares those of two commits.
+"""Measures CPU seconds and memory of starts, each in its own process; `make speed` compares two commits.
 
     python experiments/benches/start.py [MODEL]     smollm2 by default
 

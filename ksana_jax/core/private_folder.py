@@ -1,4 +1,4 @@
-"""Folders whose files this process executes: nobody else may be able to write there. Standard library only."""
+"""Folders whose files this process executes: only this user may write there. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ksana_jax.core.files import UnsafeFile
 
 
 def make_private(folder: Path) -> None:
-    """Creates a folder of mode 0700, or checks that nobody but this user can write to it or replace it.
+    """Creates a folder of mode 0700, or checks that only this user can write to it or replace it.
 
     Raises:
       UnsafeFile: somebody else can; the message says where.

@@ -61,7 +61,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def style_indices(names: Sequence[str]) -> list[int]:
-    """Returns the index of each line's style: that of its method, or the next one that is free."""
+    """Returns the index of each line's style: that of its method, or the next free one."""
     known = [re.sub(r"^\d+ ", "", name.removesuffix(SIMULATED).lower()) for name in names]
     first = [name in _METHODS and name not in known[:place] for place, name in enumerate(known)]
     fixed = [_METHODS.index(name) if is_first else None for name, is_first in zip(known, first, strict=True)]

@@ -32,7 +32,7 @@ _BAR_INCHES = 0.17
 
 def draw_columns(figure: Figure, rows: Sequence[ResultRow], columns: Sequence[Column]) -> None:
     """Draws a headline with a baseline over a grid of numbers, see `change_figure`. Otherwise draws the columns that
-    have a best value, or else the first columns; at most three, and none whose rows are all equal beside others."""
+    have a best value, or else the first columns; at most three, those whose rows are all equal only if all are."""
     measured = [row for row in rows if row.trials]
     shown = ([c for c in columns if c.best] or list(columns))[:_MAX_PANELS]
     if not shown or not measured:
