@@ -236,17 +236,6 @@ def test_csv_has_changes_intervals_and_corrected_p_values():
     assert float(lines[5]["a_p"]) >= single
 
 
-def test_rows_that_hold_the_same_bytes_are_drawn_as_a_list():
-    rows = [r for r in budgets() if r.label != "B"]
-    rows = [dataclasses.replace(r, values={**r.values, "live_kv_bytes": [64.0]}, point={}) for r in rows]
-    rows = [dataclasses.replace(r, baseline=r.baseline and rows[0]) for r in rows]
-    kept = []
-    figures.render(lambda figure: (change_figure.draw_points(figure, rows, LOSS), kept.append(figure)), 3.9)
-    (axes,) = kept[0].axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == list(dict.fromkeys(r.name for r in rows[1:]))
-    assert axes.get_xlabel() == "loss, %"
-
-
 def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
     def drawn(draw, rows):
         kept = []

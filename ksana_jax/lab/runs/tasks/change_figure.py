@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,15 +97,12 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
 
 
 def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws a point for each variant over its live KV, or over its weights where they alone differ, in % of its
-    baseline's; or a list if rows hold the same bytes. Of more than seven, those have colours and labels that no other
-    beats at their bytes or fewer."""
-    changes, held = shows_changes(rows, column), {_held(row) for row in rows}
-    of_weights = len({row.mean("weight_bytes") for row in rows}) > 1 and len(held) <= 2
-    if changes and not of_weights and len(held - {None}) <= 2:
-        return draw_list(figure, rows, column)
+    """Draws a point for each variant over its live KV, or over its weights if more of these differ, in % of its
+    baseline's. Of more than seven, those have colours and labels that no other beats at their bytes or fewer."""
     figure.set_figheight(HEIGHT_INCHES)
     axes = figure.subplots()
+    changes = shows_changes(rows, column)
+    of_weights = len({row.mean("weight_bytes") for row in rows}) > len({_held(row, relative=False) for row in rows})
     key, shown = "weight_bytes" if of_weights else "live_kv_bytes", {}
     for row in rows:
         size = _held(row, key, changes)
@@ -123,29 +119,6 @@ def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> No
         axes.set_xscale("log", base=2)
     _label_held(axes, "weights" if of_weights else "KV held", rows if not changes else (), key)
     label_ends(axes, [(name, *shown[name][:2], styles[name]["color"]) for name in front])
-
-
-def draw_list(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws the change of each row on a line of its own, for rows that hold the same bytes."""
-    found = {row.name: change for row in rows if (change := baseline_change(row, column.key)) is not None}
-    figure.set_figheight(0.6 + 0.2 * len(found))
-    axes = figure.subplots()
-    for place, change in enumerate(found.values()):
-        low, high = (100 * (change.mean if end is None else end) for end in (change.low, change.high))
-        axes.plot([low, high], [place] * 2, color="#000000", linewidth=0.6)
-        axes.plot(100 * change.mean, place, "o", color="#000000")
-    axes.set_yticks(range(len(found)), [textwrap.fill(name, 28) for name in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.axvline(0, color="#000000", linewidth=0.4)
-    axes.set_xlabel(_title(column))
-    explain(
-        axes, f"bars: {PER_CENT} % interval of the paired difference, n = {max(c.num_pairs for c in found.values())}"
-    )
-
-
-def _title(column: Column) -> str:
-    """Returns the title of an axis of changes."""
-    return re.sub(r"^(\S+) (\S+), (\S+)$", r"\1 at positions \2 (\3)", column.change)
 
 
 def _point(x: float, row: ResultRow, column: Column, changes: bool) -> Point | None:
@@ -229,7 +202,8 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
             counts = {len(row.values.get(column.key, ())) for row in rows}
             explain(axes, f"bars: {PER_CENT} % interval (Wilson), n = {max(counts)}")
         return
-    axes.set_ylabel(title := _title(column))
+    title = re.sub(r"^(\S+) (\S+), (\S+)$", r"\1 at positions \2 (\3)", column.change)
+    axes.set_ylabel(title)
     pairs = max(change.num_pairs for row in rows if (change := baseline_change(row, column.key)) is not None)
     if pairs > 1:
         explain(axes, f"bars: {PER_CENT} % interval of the paired difference, n = {pairs}")
