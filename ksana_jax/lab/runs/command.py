@@ -58,7 +58,7 @@ def run_and_report(
     try:
         outcome = execute(plan, folder, part, debug, on_ray, yes)
     except progress.Declined:
-        errors.print("stopped; the same command goes on from here")
+        errors.print("stopped; the same command continues from here")
         return 1
     report_and_show([folder], trusted=own_names(plan))
     for label, error in outcome.failed.items():

@@ -1,6 +1,6 @@
 """Generates tables, a figure and a summary sentence from the records of a folder alone.
 
-Records are data, perhaps somebody else's: own code that they name is imported only if the caller trusts it, and an own
+Records are data, perhaps of another user: own code that they name is imported only if the caller trusts it, and an own
 task is otherwise shown by what its records say of its table.
 """
 
