@@ -130,7 +130,7 @@ def test_commands_in_pages_exist_and_take_the_options_shown():
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Studies of many minutes: of most only the plan.
-SHORTER = {name: ["--dry-run"] for name in ("eviction_budget", "ruler", "pretrained_streamed")}
+SHORTER = {name: ["--dry-run"] for name in ("eviction_budget", "ruler", "equal_recent")}
 SHORTER["examples/keydiff/keydiff.yaml"] = ["seeds=[0]"]
 
 

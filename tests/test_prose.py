@@ -16,6 +16,12 @@ HABITS = {
     r"\bafresh\b": "again",
     r"\bas ever\b": "as usual",
     r"\bcan(not)? be had\b": "is available, is supported",
+    r"\bbeside\b": "next to, besides, compared with",
+    r"\b[Ii]n place of\b": "instead of",
+    r"\bgo(es)? on\b": "continues",
+    r"\bby turns\b": "alternately, round-robin",
+    r"\b(no|some)body\b": "no request, another user",
+    r'help="(of|whose|its) ': "a noun",
     r'"""(Of|What|Whether|Which)\b|# (Of|Whether) ': "a noun or a verb; True if",
 }
 PLACES = ("ksana_jax/*.py", "pallas_kernels/*.py", "experiments/*.py", "docs/*.md", "README.md", "CONTRIBUTING.md")

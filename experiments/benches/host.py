@@ -34,8 +34,8 @@ OURS, EVICTING, VLLM = "ksana_jax", "ksana_jax, evicting", "vLLM"
 class Host(Bench):
     """Measures the host loop: CPU time per decode step and per new request, with a device that takes no time.
 
-    With --kv-eviction, the same steps with and without evictions by turns. With --peers, vLLM's scheduler too, if the
-    environment has vLLM."""
+    With --kv-eviction, the same steps alternately with and without evictions. With --peers, vLLM's scheduler too, if
+    the environment has vLLM."""
 
     REPEATS = 1
     WARM_TURN = False

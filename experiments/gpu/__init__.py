@@ -1,4 +1,4 @@
-"""Kernels and engine measured on one Hopper GPU, beside what else is installed there: `python -m experiments.gpu`.
+"""Kernels and engine measured on one Hopper GPU, next to what else is installed there: `python -m experiments.gpu`.
 
 Reading order: `plan` (the sections and their deadlines), `driver` (runs each in a process of its own and merges),
 `marks` (which case a process died at), then `context` (what a section gets), `timing` (the only stopwatch), `cases` and

@@ -1,6 +1,6 @@
 """python -m experiments.gpu [--out DIR] [--only SECTION,...] [--tiny]
 
-Measures ceilings, checks and times every kernel of `pallas_kernels` beside its peers, then the engine. One Hopper GPU,
+Measures ceilings, checks and times every kernel of `pallas_kernels` next to its peers, then the engine. One Hopper GPU,
 jax 0.11 and torch; nothing is downloaded. At most 9 minutes. Writes DIR/results.json after every section, and last
 prints the table, which is also DIR/table.txt, and writes DIR/gpu-DEVICE-TIME.json for `experiments.gpu.importing`.
 """

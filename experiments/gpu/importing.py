@@ -125,7 +125,7 @@ def import_bundle(path: Path, folder: Path | None = None) -> Path:
     """
     folder = path.with_suffix("") if folder is None else folder
     if folder == path:
-        raise ConfigError(f"{path} has no suffix, and the records need a folder beside it: name a folder")
+        raise ConfigError(f"{path} has no suffix, and the records need a folder next to it: name a folder")
     text, records = _text_of(_read(path)), folder / "records.jsonl"
     if records.exists() and read_bytes(records) != text.encode():
         raise ConfigError(f"{folder} has records of another run than {path.name}: name a folder, or remove them")

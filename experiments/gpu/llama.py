@@ -29,7 +29,7 @@ SMALL = ModelConfig(
 
 
 def random_params(config: ModelConfig, seed: int = 0, dtype=jnp.bfloat16) -> Params:
-    """Normal weights of deviation 0.02, norms one; each matrix drawn at once, which needs a few GB beside it."""
+    """Normal weights of deviation 0.02, norms one; each matrix drawn at once, which needs a few GB more."""
     paths, tree = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
     leaves = []
     for index, (path, shape) in enumerate(paths):

@@ -53,7 +53,7 @@ def stored() -> list[dict[str, Any]]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown of the records of one GPU: ours beside the fastest peers, whole steps, and the engine if it ran."""
+    """Markdown of the records of one GPU: ours next to the fastest peers, whole steps, and the engine if it ran."""
     copy = {r["run"]: r["value"] for r in records if r.get("metric") == "copy bandwidth"}
     lines = [
         "| microseconds | measured | % of copy | fastest peer with blocks | fastest peer |",

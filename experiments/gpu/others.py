@@ -1,4 +1,4 @@
-"""Kernels that others have timed on the same chips and shapes, beside ours: where ours is behind. No jax."""
+"""Kernels that others have timed on the same chips and shapes, next to ours: where ours is behind. No jax."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Section:
 
     module: in `experiments.gpu.sections`, with `run(context)`. most_s: seconds after which it is ended. least_s:
     seconds that sections before it must leave to it. memory: part of the device's memory that jax takes at once; the
-    rest is for torch in the process beside it.
+    rest is for torch in the process next to it.
     """
 
     name: str

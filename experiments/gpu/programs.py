@@ -15,7 +15,7 @@ from experiments.gpu.context import Context
 from experiments.gpu.timing import chain
 from pallas_kernels.patterns import Pattern
 
-# Programs of a case itself, in place of a candidate's name.
+# Programs of a case itself, instead of a candidate's name.
 DATA, REFERENCE = "data", "reference"
 
 

@@ -62,7 +62,7 @@ def _cases(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str
 
 
 def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool) -> tuple[str, ...]:
-    """One line for a case: our fastest beside the fastest peer, both without what the host needs."""
+    """One line for a case: our fastest next to the fastest peer, both without what the host needs."""
     of_device = [r for r in group if r["mode"] != "dispatched"]
     mine = min((r for r in of_device if r["ours"]), key=_rank, default=None)
     peer = min((r for r in of_device if not r["ours"] and r["right"] is not False), key=_rank, default=None)
@@ -94,7 +94,7 @@ def _row(group: list[dict[str, Any]], copy: float | None, tiny: bool) -> tuple[s
 
 
 def _spread(r: dict[str, Any]) -> str:
-    return f"{r['us_low']:.1f}-{r['us_high']:.1f}" + " beside compilers" * bool(r.get("compiling"))
+    return f"{r['us_low']:.1f}-{r['us_high']:.1f}" + " next to compilers" * bool(r.get("compiling"))
 
 
 def _clocks(r: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--paced",
-        help="costs of a device that waits in place of computing: a file of `ksana simulate fit`, or as in YAML: "
+        help="costs of a device that waits instead of computing: a file of `ksana simulate fit`, or as in YAML: "
         "'{level: affine, step_s: 0.004, token_s: 2e-5}'",
     )
     given = vars(parser.parse_args())

@@ -1,7 +1,7 @@
 """A device that only takes its time: a real engine in real time, whose steps last as long as in a cost model.
 
-Scheduler, builder of arrays, server and clients are real and run at the machine's speed; in place of computing, the
-device waits, and the processors are free meanwhile, as beside a GPU. This shows two
+Scheduler, builder of arrays, server and clients are real and run at the machine's speed; instead of computing, the
+device waits, and the processors are free meanwhile, as with a GPU. This shows two
 things that a CPU device hides: how well a simulation predicts a device of steady speed, and a server's cost. No jax.
 """
 
@@ -73,7 +73,7 @@ class AnyTokens:
 
 
 def pace(engine: Engine, cost: Cost, seed: Seed = None) -> None:
-    """Lets the steps of an engine take their time in place of being computed; its answers are then any tokens.
+    """Lets the steps of an engine take their time instead of being computed; its answers are then any tokens.
 
     Requests must ask for a number of tokens and nothing that depends on them, such as log-probabilities.
 

@@ -1,4 +1,4 @@
-"""Training of an adapter: two small matrices beside each target matrix of a model whose own weights stay as they are.
+"""Training of an adapter: two small matrices next to each target matrix of a model whose own weights stay as they are.
 
 Source: LoRA, arXiv:2106.09685, section 4.1. A starts as PEFT's does, and B as zeros.
 """

@@ -143,7 +143,7 @@ def compare(
         list[str] | None, typer.Option(help="only this row, by name or label; repeatable", show_default="all")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder for compare.md and compare.json", show_default="none")
+        Path | None, typer.Option(help="folder for compare.md, compare.tex and compare.json", show_default="none")
     ] = None,
     as_json: AsJson = False,
     own_code: OwnCode = False,

@@ -256,7 +256,7 @@ class EngineConfig:
       enable_lora: let requests name adapters (`LoRARequest`), LoRA or DoRA, as PEFT has saved them.
       max_loras: adapters on the device at once; requests with others wait for a slot.
       max_lora_rank: maximum rank of an adapter.
-      max_cpu_loras: adapters kept in host memory, beside the adapters of unfinished requests; None keeps max_loras.
+      max_cpu_loras: adapters kept in host memory, besides the adapters of unfinished requests; None keeps max_loras.
       seed: seed for requests without a seed.
       device: the device of the whole process: a platform of jax, such as "cpu", "cuda" or an installed PJRT plugin's
         "npu"; or {"platform": "npu", "plugin": "installed" | PATH.so | "package.module:function", "options": {},

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -147,6 +148,13 @@ def name_of(spec: Any) -> Any:
     return f"{named.__module__}:{named.__qualname__}"
 
 
+def line_of(error: BaseException, module: str) -> str:
+    """Returns the line of a user's module, or its package, that led to an error: " (mine.py, line 3)"; or ""."""
+    frames, top = traceback.walk_tb(error.__traceback__), module.partition(".")[0]
+    own = [at for at in frames if at[0].f_globals.get("__name__", "").partition(".")[0] == top]
+    return f" ({os.path.basename(own[-1][0].f_code.co_filename)}, line {own[-1][1]})" if own else ""
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the most similar name; None if none is similar enough. A cutoff of 0 always finds one."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
@@ -185,7 +193,8 @@ def _module(spec: str, name: str, what: str) -> Any:
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             where = "on the Python path, next to the experiment's file or in the working directory"
             raise ConfigError(f"{what} is {spec!r}, but there is no module {missing!r} {where}") from None
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}{line_of(error, name)}"
+        reason += f"; it needs {_DATACLASS}" * ("non-frozen" in reason)
         raise ConfigError(f"{what} is {spec!r}, but importing {name!r} failed: {reason}") from error
     taken = getattr(sys.modules.get(top), "__file__", None) or ""
     for folder in _folders[:1] if taken and top != __name__.partition(".")[0] else ():

@@ -15,7 +15,7 @@ def make_private(folder: Path) -> None:
     """Creates a folder of mode 0700, or checks that only this user can write to it or replace it.
 
     Raises:
-      UnsafeFile: somebody else can; the message says where.
+      UnsafeFile: another user can; the message says where.
       OSError: it cannot be created.
     """
     folder = folder.absolute()

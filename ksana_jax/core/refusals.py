@@ -119,7 +119,7 @@ def check(used: Mapping[str, object], error: type[ValueError] = ConfigError) -> 
     """Checks that settings are compatible.
 
     Args:
-      used: names of `REFUSALS` and whether each is in use; a string is shown in place of the name.
+      used: names of `REFUSALS` and whether each is in use; a string is shown instead of the name.
 
     Raises:
       ConfigError: or the type given as `error`: some are not, and why.

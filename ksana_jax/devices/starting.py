@@ -27,7 +27,7 @@ def started() -> DeviceTarget | None:
 def use_device(setting: Any) -> None:
     """Starts jax on a device, or checks that it has started on it. None leaves the choice to jax.
 
-    The device is jax's first and default one from then on; a process has one. jax's CPU stays available beside it.
+    The device is jax's first and default one from then on; a process has one. jax's CPU stays available next to it.
 
     Args:
       setting: see `DeviceTarget.read`.

@@ -64,7 +64,7 @@ def build_engine(
       params: weights of the model, or a function that reads them; unused where an executor is given.
       config: its open fields are filled in: `EngineConfig.for_model`, and the planner's number of blocks.
       patterns: the layers' attention patterns, in a form that `read_patterns` takes; None takes the model's own.
-      executor: computes the steps in place of a `Runner`: a simulator, or a test's fake. It needs
+      executor: computes the steps instead of a `Runner`: a simulator, or a test's fake. It needs
         no jax, and a config with num_blocks.
       tokenizer: makes text; None serves requests with detokenize=False only.
       clock: seconds, rising.

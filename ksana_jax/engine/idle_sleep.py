@@ -118,7 +118,7 @@ class IdleSleep:
                 return self._llm.is_sleeping
             try:
                 await self._timed("sleeps", lambda: self._llm.sleep(self._level))
-            except RuntimeError:  # somebody else uses it, in a thread
+            except RuntimeError:  # another thread uses it
                 self.start()
             return self._llm.is_sleeping
 

@@ -52,7 +52,7 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
     ends = ending_files(path, config, tokenizer)
     facts += [Fact("ends a text", _token(i, config, tokenizer), ", ".join(files)) for i, files in ends.items()]
     if not ends:
-        facts.append(Fact("ends a text", "nothing: answers go on to max_tokens", "no file"))
+        facts.append(Fact("ends a text", "nothing: answers continue to max_tokens", "no file"))
     if tokenizer is None:
         facts.append(Fact("tokenizer", "none: prompts are token ids", "no file"))
     else:
@@ -66,10 +66,10 @@ def model_facts(model: str | os.PathLike[str]) -> list[Fact]:
         shared = [f"layer {n} reads layer {of}" for n, of in enumerate(config.kv_layers) if n != of]
         facts.append(Fact("shared keys and values", ", ".join(shared) or "none", source))
     if (experts := config.experts) is not None:
-        beside = " and a shared MLP" if experts.shared_d_ff else ""
+        extra = " and a shared MLP" if experts.shared_d_ff else ""
         if experts.plain_layers:
-            beside += f"; none in layers {', '.join(map(str, experts.plain_layers))}"
-        facts.append(Fact("experts", f"{experts.num_chosen} of {experts.num_experts} for each token{beside}", source))
+            extra += f"; none in layers {', '.join(map(str, experts.plain_layers))}"
+        facts.append(Fact("experts", f"{experts.num_chosen} of {experts.num_experts} for each token{extra}", source))
     if scores := _scores(config):
         facts.append(Fact("scores", ", ".join(scores), source))
     return facts + _dtypes(path, config)

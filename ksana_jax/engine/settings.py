@@ -46,7 +46,7 @@ def with_dtype(config: EngineConfig, params: Any) -> EngineConfig:
 
 
 def with_token_ids(config: EngineConfig, tokenizer: Any, vocab_size: int) -> EngineConfig:
-    """Returns a configuration whose eviction method has token ids in place of texts.
+    """Returns a configuration whose eviction method has token ids instead of texts.
 
     Raises:
       ConfigError: it has a text and there is no tokenizer, or the model has no such ids.

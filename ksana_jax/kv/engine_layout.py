@@ -44,7 +44,7 @@ def make_layout(
 
 
 def _with_exact_layers(layout: KVLayout, layers: Sequence[int], kv: Leaf) -> KVLayout:
-    """Returns a layout with some layers in full precision, beside the other layers' codes in the same blocks.
+    """Returns a layout with some layers in full precision, next to the other layers' codes in the same blocks.
 
     Those layers come first in their groups. All blocks have the same size, so every group has equally many of them.
 

@@ -14,7 +14,7 @@ class KVGroup(NamedTuple):
     """Layers that share a block table. Where the kv heads of a layer have different patterns, each counts as a layer.
 
     live: positions that later queries of at least one of them attend to. share: of an eviction method's budget, see
-    `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens beside the codes
+    `EvictionMethod.shares`; None if they evict nothing. residual: if its blocks hold exact tokens next to the codes
     in blocks of other groups (`kv.codecs.sealing`), the side, "k" or "v", of each entry of layers; else ().
     """
 
@@ -62,7 +62,7 @@ def group_layers(
 def residual_groups(
     patterns: Sequence[AttentionPattern], layers: Iterable[int], sealing: Sealing, sides_of_block: int
 ) -> tuple[KVGroup, ...]:
-    """Returns the groups of exact tokens beside a block codec's codes, with as many sides of layers, "k" or "v", as a
+    """Returns the groups of exact tokens next to a block codec's codes, with as many sides of layers, "k" or "v", as a
     block holds."""
     kinds: dict[VisibleRange, list[tuple[int, str]]] = {}
     for layer in layers:

@@ -105,7 +105,7 @@ class KVLayout:
 
     @functools.cached_property
     def residual_places(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
-        """Returns for each layer the places, as in `places`, of its exact keys and of its exact values beside a block
+        """Returns for each layer the places, as in `places`, of its exact keys and of its exact values next to a block
         codec's codes; empty without one."""
         found = {
             (layer, side): (g, at)
@@ -170,7 +170,7 @@ class KVLayout:
 
     def bytes_per_token(self, num_tokens: int) -> float:
         """Returns `token_bytes`; with a block codec, the mean over the tokens that a sequence of num_tokens holds, as
-        codes and as exact tokens beside them."""
+        codes and as exact tokens next to them."""
         if self.sealed is None:
             return float(self.token_bytes)
         held = [group.live.num_live_blocks(self.block_size, num_tokens) for group in self.groups]

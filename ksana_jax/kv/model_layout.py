@@ -38,7 +38,7 @@ def layout_of(
       dtype: how keys and values are stored: "f32", "bf16", "f16" or another codec, see `EngineConfig`.
       as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
       eviction, selection: how full-attention layers evict tokens, and how their queries select blocks.
-      exact_dtype: dtype of the exact tokens beside a block codec's codes: "f32", "bf16" or "f16".
+      exact_dtype: dtype of the exact tokens next to a block codec's codes: "f32", "bf16" or "f16".
 
     Raises:
       ConfigError: no layer can evict or select, or see `EvictionSchedule`.

@@ -59,7 +59,7 @@ LAYER_NAMES = {
 }
 # Names of the MLP that each token passes through, where there are experts as well.
 SHARED_NAMES = {f"w_{part}": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")}
-# Names that families have in place of these.
+# Names that families have instead of these.
 FALCON_PARALLEL = {"attn_norm": "attn_norm_2.weight", "mlp_norm": "attn_norm.weight"}
 GPT_OSS_NAMES = {"mlp_norm": "post_attention_norm.weight", "sink_logits": "attn_sinks.weight"}
 GPT_OSS_NAMES |= {"post_attn_norm": "", "b_router": "ffn_gate_inp.bias"}

@@ -40,7 +40,7 @@ LayerAdapter = Mapping[str, AdapterWeights]
 
 @flax.struct.dataclass
 class Adapted(Matrix):
-    """A matrix [out, in], or several of one input stacked, with S slots of adapters of rank R or less beside it.
+    """A matrix [out, in], or several of one input stacked, with S slots of adapters of rank R or less next to it.
 
     linear: multiplies by base. rank: R. slots: int32 [...] of the tokens of a step, -1 for none; None outside a step,
     where products use base alone.
@@ -124,7 +124,7 @@ def with_slots(
     place: Callable[[Any], Any],
     form: Callable[[Any], type[Adapted]] = lambda base: Adapted,
 ) -> Params:
-    """Returns weights with empty slots beside each matrix that adapters may change.
+    """Returns weights with empty slots next to each matrix that adapters may change.
 
     Args:
       params: in the form that products read. linear: these products. place: puts arrays on the device.

@@ -83,7 +83,7 @@ class Weights(NamedTuple):
     """A packed matrix [out, in] of x's type, or of codes with scales [out], and a bias [out].
 
     sums: int32 [out], of a row's codes; with them, x is rounded to codes too. So it is with codes in blocks, see
-      `native.blocks`, which have minima in place of sums.
+      `native.blocks`, which have minima instead of sums.
     """
 
     words: jax.Array

@@ -31,7 +31,7 @@ class PagedLayer(NamedTuple):
     observer: None where nothing is evicted. selection: None where queries read all blocks.
     at: index in the group of the keys that it reads, see `kv.layout.KVLayout.places`. batch: the step's arrays of the
       group, on the device.
-    residual: the same of exact keys and of exact values beside codes, or None; see `KVLayout.residual_places`.
+    residual: the same of exact keys and of exact values next to codes, or None; see `KVLayout.residual_places`.
     schedule: layers with the same number, pattern and group share what the implementation schedules.
     """
 

@@ -73,7 +73,7 @@ class Requirements(NamedTuple):
             patterns.PatternArrays._fields,
             config.soft_cap is not None,
             config.sinks is not None,
-            f"{layout.codec} beside full precision" if mixed else layout.codec,
+            f"{layout.codec} next to full precision" if mixed else layout.codec,
             query_dtype,
             None if layout.eviction is None else layout.eviction.method,
             config.alibi is not None,

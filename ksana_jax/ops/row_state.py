@@ -1,4 +1,4 @@
-"""Data that an eviction method stores beside keys and values as a step's tokens enter their blocks."""
+"""Data that an eviction method stores next to keys and values as a step's tokens enter their blocks."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def unpacked(params: Params) -> Params:
 
 
 def _changed(weights: Any, change: Callable[[Any], Any], apart: Container[str] = ()) -> Any:
-    """Returns the weights of a layer, or of Params beside its layers, with those changed that may be packed.
+    """Returns the weights of a layer, or of Params without its layers, with those changed that may be packed.
 
     Args:
       apart: fields that stay as they are.

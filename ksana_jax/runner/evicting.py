@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import name_of
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
@@ -70,17 +72,31 @@ class Evictor:
             for size in self._sizes(width):
                 self._function(size, width)
 
-    def start(self, cache: KVCache, evictions: Sequence[Evictions]) -> KVCache:
-        """Starts evictions on the device, in their order; returns the pool."""
-        for asked in evictions:
-            width = self._width(asked.tables.shape[1])
-            most = self._sizes(width)[-1]
-            for first in range(0, len(asked.tables), most):
-                some = (None if x is None else x[first : first + most] for x in asked)
-                cache = self._start(cache, Evictions(*some), width)
-        return cache
+    def start(self, cache: KVCache, asked: Evictions) -> tuple[KVCache, Callable[[], None]]:
+        """Starts evictions on the device; returns the pool, and a check for the host, see `_check`."""
+        width, is_nan = self._width(asked.tables.shape[1]), []
+        most = self._sizes(width)[-1]
+        for first in range(0, len(asked.tables), most):
+            some = Evictions(*(None if x is None else x[first : first + most] for x in asked))
+            cache, found = self._start(cache, some, width)
+            is_nan.append(found)
+        return cache, functools.partial(self._check, asked, is_nan)
 
-    def _start(self, cache: KVCache, asked: Evictions, width: int) -> KVCache:
+    def _check(self, asked: Evictions, is_nan: Sequence[jax.Array]) -> None:
+        """Waits for evictions. is_nan: [n, Lg] of each call.
+
+        Raises:
+          ConfigError: the priority of a token that may go was NaN.
+        """
+        assert self._layout.eviction is not None
+        for row, place in np.argwhere(np.concatenate(is_nan)):
+            layers = self._layout.groups[asked.group[row]].layers
+            if place < len(layers):  # the last groups of a kind may have fewer
+                name = name_of(type(self._layout.eviction.method))
+                at = f"in layer {layers[place]} when a sequence has {asked.length[row]:,} tokens"
+                raise ConfigError(f"kv_eviction {name}: priority is NaN {at}")
+
+    def _start(self, cache: KVCache, asked: Evictions, width: int) -> tuple[KVCache, jax.Array]:
         tables, targets, *columns, given = asked
         count, used = tables.shape
         size = next(s for s in self._sizes(width) if s >= count)

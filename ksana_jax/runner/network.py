@@ -38,7 +38,7 @@ class Network:
     config: of each device's model. placement: on devices.
     ropes: of each layer.
     places: see `kv.layout.KVLayout.places`; of layers in order.
-    residual_places: for each of them the places of exact keys and values beside codes, or empty.
+    residual_places: for each of them the places of exact keys and values next to codes, or empty.
     attention: functions of the chosen implementation. tree_attention: those for steps with trees of drafts.
     observers, selections: for each layer the eviction method and the selection method, None without.
     operators: implementations of products with weights and of norms.

@@ -137,13 +137,20 @@ class Runner(ModelPrograms):
         if the host waited, and whether a program was compiled for them."""
         if moves is None:
             return None, 0.0, False
-        before, early, num_saved = self.num_compilations, [], 0
+        before, early, num_saved, checks = self.num_compilations, [], 0, []
         if self.evictor is not None:
-            for evictions, until in zip(moves.evictions, moves.num_early, strict=True):
-                early += self.mover.save(self.cache, moves.saves[num_saved:until])
-                self.cache, num_saved = self.evictor.start(self.cache, [evictions]), until
+            for evictions, num_early in zip(moves.evictions, moves.num_early, strict=True):
+                early += self.mover.save(self.cache, moves.saves[num_saved:num_early])
+                self.cache, check = self.evictor.start(self.cache, evictions)
+                checks, num_saved = [*checks, check], num_early
         self.cache, saved, move_s = self.mover.start(self.cache, moves, early, num_saved)
-        return functools.partial(self.mover.finish, saved), move_s, self.num_compilations > before
+
+        def finish() -> None:
+            self.mover.finish(saved)
+            for check in checks:
+                check()
+
+        return finish, move_s, self.num_compilations > before
 
     def _program(self, key: Any) -> Callable:
         return self._compiled[key] if key in self._compiled else self._compile(key)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.core.errors import ConfigError
+from ksana_jax.core.plugins import line_of, name_of
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 from ksana_jax.kv.layout import STATE, KVLayout
 from ksana_jax.kv.moves import Evictions
@@ -61,7 +62,10 @@ class StatisticsEviction:
     """An eviction method whose `priority` also reads facts about the layers, and the states of rows.
 
     state: [n, Lg, K, *state_shape], or None.
+    is_nan: [n, Lg] after `priority`, whether that of a token that may go is NaN.
     """
+
+    is_nan: jax.Array
 
     def __init__(self, method: EvictionMethod, facts: Facts, state: jax.Array | None):
         self._method, self._facts, self._state = method, facts, state
@@ -72,7 +76,20 @@ class StatisticsEviction:
     def priority(self, cached: Cached, xp: Any) -> Array:
         constants = {name: x[cached.group] for name, x in self._facts.constants.items()}
         norms = None if self._facts.outputs is None else output_norms(cached, self._facts.outputs)
-        return self._method.priority(cached._replace(constants=constants, state=self._state, output_norms=norms), xp)
+        cached = cached._replace(constants=constants, state=self._state, output_norms=norms)
+        try:
+            found = self._method.priority(cached, xp)
+        except Exception as error:  # whatever a user's method may raise
+            name, (said, *_) = name_of(type(self._method)), str(error).splitlines() or [""]
+            if isinstance(error, jax.errors.JAXTypeError):
+                said = "it needs numbers that a compiled program has not yet: use xp, not NumPy, and xp.where, not if"
+            place = line_of(error, type(self._method).__module__)
+            raise ConfigError(f"kv_eviction {name}: priority{place}: {type(error).__name__}: {said}") from None
+        slots = xp.arange(cached.keys.shape[3])
+        first, end = (x[:, None, None, None] for x in (cached.num_sinks, cached.num_tokens - cached.num_recent))
+        is_nan = xp.isnan(found) & (first <= slots) & (slots < end)
+        self.is_nan = xp.broadcast_to(is_nan.any(axis=(2, 3)), cached.keys.shape[:2])
+        return found
 
 
 def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
@@ -90,20 +107,28 @@ def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
     return jax.lax.map(norms, indices).reshape(n, num_layers, heads, num_slots)
 
 
-def with_state(evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod) -> KVCache:
-    """Makes evictions by `evict`, whose method is told the facts and the states of the rows."""
+def with_state(
+    evict: Any, cache: KVCache, asked: Evictions, facts: Facts, *, method: EvictionMethod
+) -> tuple[KVCache, jax.Array]:
+    """Makes evictions by `evict`, whose method is told the facts and the states of the rows.
+
+    Returns:
+      The pool, and `StatisticsEviction.is_nan`.
+    """
     leaves = dict(cache.leaves)
     leaf = leaves.pop(STATE, None)
     if leaf is None:
-        return evict(cache, asked, method=StatisticsEviction(method, facts, None))
+        told = StatisticsEviction(method, facts, None)
+        return evict(cache, asked, method=told), told.is_nan
     parts = leaf[asked.tables][:, :, :, 0]
     starts = jnp.arange(parts.shape[1]) * cache.block_size
     num_before, num_after = (asked.length,) * 2 if method.hides else (asked.num_tokens, asked.num_kept)
     used = starts < num_before[:, None]
     state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
-    moved = evict(KVCache(leaves, cache.codec), asked, method=StatisticsEviction(method, facts, state))
+    told = StatisticsEviction(method, facts, state)
+    moved = evict(KVCache(leaves, cache.codec), asked, method=told)
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
     leaf = leaf.at[targets[:, 0], :, 0].set(state * (not method.resets_scores), mode="drop")
-    return KVCache(moved.leaves | {STATE: leaf}, cache.codec)
+    return KVCache(moved.leaves | {STATE: leaf}, cache.codec), told.is_nan

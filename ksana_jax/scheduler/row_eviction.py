@@ -202,7 +202,7 @@ class RowEviction:
 def compact(row_blocks: RowBlocks, rows: np.ndarray, kept: np.ndarray) -> None:
     """Records that the tokens which rows keep have moved to their first slots, and releases the blocks after them.
 
-    The next tokens are stored in the slots that follow, while sequence positions go on. The rows' blocks no longer
+    The next tokens are stored in the slots that follow, while sequence positions continue. The rows' blocks no longer
     enter the prefix index.
 
     Args:

@@ -18,7 +18,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 _CHAT_KEYWORDS = {"messages", "sampling_params", "use_tqdm", "chat_template", "chat_template_kwargs", "tools"}
 _CHAT_KEYWORDS |= {"add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that is continued; a template that trims contents takes its last space.
-_OPEN_END = "<|ksana: goes on here|> "
+_OPEN_END = "<|ksana: continues here|> "
 
 
 class ChatTemplateError(ValueError):

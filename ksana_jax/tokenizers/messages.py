@@ -17,7 +17,7 @@ MAX_DEPTH = 32
 def read_messages(messages: Any) -> list[dict[str, Any]]:
     """Returns messages as chat templates take them.
 
-    Contents become texts, see `content_text`; beside tool_calls, content may be None or absent. As in vLLM, an empty
+    Contents become texts, see `content_text`; with tool_calls, content may be None or absent. As in vLLM, an empty
     list of tool_calls is dropped, and arguments, which OpenAI's API has as text, become the JSON object of that text.
 
     Raises:

@@ -151,7 +151,7 @@ def test_a_disk_that_fails_is_turned_off_and_requests_go_on(tmp_path, point):
             assert tokens_of(llm, PROMPTS, GREEDY) == cold()
         disk_of(llm).flush()
         assert not disk_of(llm).enabled
-    assert sum("requests go on without it" in str(w.message) for w in told) == 1
+    assert sum("requests continue without it" in str(w.message) for w in told) == 1
 
 
 def test_two_engines_do_not_share_a_folder(tmp_path):

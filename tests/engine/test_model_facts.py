@@ -143,7 +143,7 @@ def test_ropes_and_windows_are_shown_with_their_layers():
         ("full in layers 0, 2", "config.json"),
         ("window=12 in layers 1", "config.json"),
     ]
-    assert found(model, "ends a text") == [("nothing: answers go on to max_tokens", "no file")]
+    assert found(model, "ends a text") == [("nothing: answers continue to max_tokens", "no file")]
     assert found(model, "tokenizer") == [("none: prompts are token ids", "no file")]
 
 

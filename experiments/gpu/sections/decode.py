@@ -1,4 +1,4 @@
-"""Decode, the seven shapes with blocks of 64: ours beside all peers in the same rounds, in parts, and tuned."""
+"""Decode, the seven shapes with blocks of 64: ours next to all peers in the same rounds, in parts, and tuned."""
 
 from __future__ import annotations
 

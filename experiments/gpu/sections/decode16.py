@@ -1,4 +1,4 @@
-"""Decode with blocks of 16: ours beside jax's kernel and cuDNN's."""
+"""Decode with blocks of 16: ours next to jax's kernel and cuDNN's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of 64 decodes beside a chunk of 512 tokens, as the engine runs it: one kernel after the other.
+"""A step of 64 decodes next to a chunk of 512 tokens, as the engine runs it: one kernel after the other.
 
 The floor of the decodes is their bytes at the copy bandwidth, that of the chunk its operations at the matmul's rate.
 """

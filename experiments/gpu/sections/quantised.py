@@ -1,7 +1,7 @@
 """Decode over keys and values of 8 and 4 bits against the same in bfloat16, for kernels that support `scales`.
 
-`scales` is [M, L, 2, K, B] float32 beside a pool of codes, int8 or float8_e4m3fn: one for each token and kv head. Those
-of int4 are `pallas_kernels.int4`'s.
+`scales` is [M, L, 2, K, B] float32 next to a pool of codes, int8 or float8_e4m3fn: one for each token and kv head.
+Those of int4 are `pallas_kernels.int4`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.contract import Kernel
 
 BAR = 0.6  # of the time with bfloat16, for int8
 INT8, INT4 = "int8", "int4"
-# (stages, workers) of the Hopper kernel that fit a multiprocessor of 132, beside the default of 2 stages and as many
+# (stages, workers) of the Hopper kernel that fit a multiprocessor of 132, next to the default of 2 stages and as many
 # workers as `Plan.of` has.
 TUNING = {INT8: ((2, 528), (3, 396)), "e4m3": ((3, 396),), INT4: ((3, 528),)}
 KINDS = {INT8: jnp.int8, "e4m3": jnp.float8_e4m3fn, INT4: jnp.int4}

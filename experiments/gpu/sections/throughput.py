@@ -77,7 +77,7 @@ def _one_request(context: Context, llm: LLM, prompt: Any) -> None:
 
 
 def _make_llm(context: Context, config: ModelConfig, requests: int) -> LLM:
-    """An engine for some requests at once, with few shapes of steps in place of a ladder: each costs a compilation,
+    """An engine for some requests at once, with few shapes of steps instead of a ladder: each costs a compilation,
     and idle rows cost little beyond the weights."""
     from ksana_jax.engine.llm import LLM
 

@@ -168,7 +168,7 @@ class DriverRunner(Runner):
             return [self._watched(output) for output in outputs], drawn_from
 
     def _watched(self, output: StepOutput) -> StepOutput:
-        """Has a step raise JobError when the job has failed, in place of errors of its collectives."""
+        """Has a step raise JobError when the job has failed, instead of errors of its collectives."""
         fetch, job = output.fetch, self.workers.job
 
         def together(output: StepOutput) -> None:

@@ -150,7 +150,7 @@ class Job:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds waits for other processes: this process ends if the job fails and the wait goes on.
+        """Surrounds waits for other processes: this process ends if the job fails and the wait continues.
 
         Raises:
           JobError: the job has failed.

@@ -5,7 +5,7 @@ before it. No error is raised into the engine, and only `flush` and `close` wait
 
     a damaged or incomplete block                      is a miss, and is removed with a warning
     a disk error (full, broken, folder removed), a link
-    or FIFO in place of a file, or a lost lock         turns the tier off with one warning
+    or FIFO instead of a file, or a lost lock         turns the tier off with one warning
     a file with another name                           is left alone
     more writes than the disk can take                 are dropped and counted
 
@@ -367,7 +367,7 @@ class DiskTier:
             self._files = BlockFiles()
         if was_enabled:
             self._tell(
-                f"the disk cache in {self.folder} is off, requests go on without it: {type(error).__name__}: {error}"
+                f"the disk cache in {self.folder} is off, requests continue without it: {type(error).__name__}: {error}"
             )
 
     def _tell(self, message: str) -> None:

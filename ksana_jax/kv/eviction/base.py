@@ -109,7 +109,7 @@ class EvictionMethod:
 
     # True if `Cached.scores` sums the attention weights of queries.
     observes: ClassVar[bool] = False
-    # "max" if `Cached.scores` has the largest weight of any query in place of the sum.
+    # "max" if `Cached.scores` has the largest weight of any query instead of the sum.
     score_reduction: ClassVar[Literal["sum", "max"]] = "sum"
     # True if a row computes the tokens of `probe` before it evicts.
     probes: ClassVar[bool] = False
@@ -275,8 +275,8 @@ class EvictionMethod:
     def probe(self, context: np.ndarray) -> np.ndarray:
         """Returns the token ids that a row computes after its context and before it evicts; only with `probes`.
 
-        Their keys and values are dropped, and the text goes on after the context. A prompt without a question ends its
-        context one token early, so that a token follows.
+        Their keys and values are dropped, and the text continues after the context. A prompt without a question ends
+        its context one token early, so that a token follows.
 
         Args:
           context: [n] token ids.
@@ -284,7 +284,7 @@ class EvictionMethod:
         raise NotImplementedError
 
     def encoded(self, tokenizer: Any) -> EvictionMethod:
-        """Returns the method with token ids in place of texts.
+        """Returns the method with token ids instead of texts.
 
         Args:
           tokenizer: the engine's; None without one.

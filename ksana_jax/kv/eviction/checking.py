@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ksana_jax.core.errors import ConfigError
-from ksana_jax.core.plugins import name_of, nearest
+from ksana_jax.core.plugins import line_of, name_of, nearest
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 
 # What a class needs for the fields of `Cached` that are None by default.
@@ -23,7 +23,7 @@ def check_priority(method: EvictionMethod) -> None:
 
     Other errors are the compiled step's to raise: jax.numpy may do what NumPy cannot.
     """
-    shape, read = (2, 3, 5, 12), {}  # rows, layers, KV heads, tokens
+    shape, read = (13, 3, 5, 12), {}  # rows, layers, KV heads, tokens
 
     class Watched(Cached):
         def __getattribute__(self, name: str) -> Any:
@@ -32,10 +32,14 @@ def check_priority(method: EvictionMethod) -> None:
                 read[name] = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             return value
 
-    keys, ones, count = np.ones((*shape, 8), np.float32), np.ones(shape, np.float32), np.full(shape[0], shape[-1])
-    cached = Watched(keys, keys, None, None, count, count // 4, count, 0 * count, None, count // 2, 0 * count, count)
+    rng, ones, count = np.random.default_rng(0), np.ones(shape, np.float32), np.full(shape[0], shape[-1])
+    keys, values = rng.normal(size=(2, *shape, 8)).astype(np.float32)
+    cached = Watched(keys, values, None, None, count, count // 4, count, 0 * count, None, count // 2, 0 * count, count)
+    positions = np.broadcast_to(np.arange(shape[-1]), shape)
+    # Attention weights underflow to 0, as the first token's here.
+    given = {"scores": positions / np.float32(12), "text_positions": positions, "given": ones}
     asked = {"scores": method.observes, "text_positions": method.needs_text_positions, "given": method.needs_full_text}
-    fields: dict[str, Any] = {name: ones for name, wanted in asked.items() if wanted}
+    fields: dict[str, Any] = {name: given[name] for name, wanted in asked.items() if wanted}
     if method.reads_outputs:
         fields["output_norms"] = ones.repeat(2, axis=2)  # of 2 query heads for each KV head
     if (state := method.state_shape(2, 8)) is not None:
@@ -47,18 +51,23 @@ def check_priority(method: EvictionMethod) -> None:
     except NotImplementedError:
         raise ConfigError(f"{name} is not defined by the class") from None
     except Exception as error:
+        place = line_of(error, type(method).__module__)
         if isinstance(error, AttributeError) and error.obj is cached:
-            frame = traceback.extract_tb(error.__traceback__)[-2]
             close = nearest(str(error.name), Cached._fields, cutoff=0.0)
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            raise ConfigError(f"{name} reads cached.{error.name} ({place}); the nearest field is {close!r}") from None
+            raise ConfigError(f"{name} reads cached.{error.name}{place}; the nearest field is {close!r}") from None
+        if f"{count.shape}" in str(error):
+            hint = "cached.num_tokens and other numbers of rows need [:, None, None, None]"
+            raise ConfigError(f"{name}{place}: {str(error).strip()}; {hint}") from None
         if not read or "NoneType" not in str(error):
             return
         found = np.asarray(None)
     if found.dtype == object and read:
         field, place = read.popitem()
         raise ConfigError(f"{name} reads cached.{field} ({place}), which is None: the class needs {_ASKED_BY[field]}")
-    fits = all(size in (1, other) for size, other in zip(found.shape[::-1], shape[::-1], strict=False))
-    if found.dtype == object or found.ndim > len(shape) or not fits:
+    if found.shape not in itertools.product(shape[:1], (1, shape[1]), (1, shape[2]), shape[3:]):
         wanted = f"must be {shape} (rows, layers, KV heads, tokens) for keys of {keys.shape}"
         raise ConfigError(f"{name} returns {f'shape {found.shape}' if found.shape else found}, {wanted}")
+    if np.isnan(found[..., : -count[0] // 4]).any():
+        raise ConfigError(
+            f"{name} is NaN for some of the made-up tokens, such as 0 / 0 or 0 * log(0): they have no rank"
+        )

@@ -31,7 +31,7 @@ from ksana_jax.models.dense import dense_logits
 from ksana_jax.models.params import Params
 from ksana_jax.tokenizers import find_tokenizer
 
-# Runs of each implementation, by turns, after one that compiles.
+# Alternating runs of each implementation, after one that compiles.
 NUM_TIMED = 3
 # Settings of the engines that are measured: all texts at once, recomputed each time.
 FOR_MEASURING = {

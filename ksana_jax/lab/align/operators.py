@@ -158,7 +158,7 @@ class _Probe:
         self.inputs[name] = inputs
         if self._recorded is None:
             return inputs
-        # A layer without keys and values of its own has None in place of both.
+        # A layer without keys and values of its own has None instead of both.
         pairs = zip(self._recorded.inputs[name], inputs, strict=True)
         return tuple(None if x is None else jnp.asarray(r, x.dtype) for r, x in pairs)
 

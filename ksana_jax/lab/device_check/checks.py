@@ -144,7 +144,7 @@ def programs() -> Iterator[Finding]:
             jax.jit(lambda x: x @ x + 1).lower(jnp.ones((8, 8))).compile()
             assert any(Path(folder).iterdir()), "nothing was written"
 
-    yield tried("memory_analysis", sized, "num_blocks or memory_bytes, in place of memory_fraction")
+    yield tried("memory_analysis", sized, "num_blocks or memory_bytes, instead of memory_fraction")
     yield tried("cost_analysis", cost, "traces lack the operations of programs")
     yield tried("as_text", lambda: f"{len(compiled.as_text() or ''):,} characters", "traces lack the programs' text")
     yield tried("serialisation", kept, "each start compiles")
@@ -185,12 +185,12 @@ def running() -> Iterator[Finding]:
 def devices() -> Iterator[Finding]:
     first = jax.devices()[0]
 
-    def beside() -> None:
+    def has_cpu() -> None:
         values = np.arange(6, dtype=np.float32)
         there = jax.device_put(jax.device_put(values, jax.devices("cpu")[0]), first)
         np.testing.assert_array_equal(np.asarray(there), values)
 
-    yield tried("jax's CPU beside it", beside)
+    yield tried("jax's CPU next to it", has_cpu)
     if jax.device_count() < 2:
         yield Finding("a second device", None, "there is one device")
         return

@@ -58,7 +58,7 @@ def run_and_report(
     try:
         outcome = execute(plan, folder, part, debug, on_ray, yes)
     except progress.Declined:
-        errors.print("stopped; the same command goes on from here")
+        errors.print("stopped; the same command continues from here")
         return 1
     report_and_show([folder], trusted=own_names(plan))
     for label, error in outcome.failed.items():
@@ -81,7 +81,8 @@ def execute(
     with elsewhere as executor, cache_use() as use, progress.shown(errors, yes) as callbacks:
         outcome = run(plan, folder, part, debug=debug, executor=executor, **callbacks)
     if use.asked:
-        errors.print(f"compiled {use.compiled} of {use.asked} functions; the others came from the cache")
+        cached = "; the others came from the cache" * (use.compiled < use.asked)
+        errors.print(f"compiled {use.compiled} of {use.asked} functions{cached}")
     return outcome
 
 
@@ -118,7 +119,7 @@ def compare_and_show(
     """Prints run B against run A, row by row; or, without B, rows of A, by default all, against one of them.
 
     Args:
-      out: folder for compare.md and compare.json; None writes nothing.
+      out: folder for compare.md, compare.tex and compare.json; None writes nothing.
       as_json: also print one line of JSON, with every number of the summaries.
       trusted: see `report`.
     """
@@ -127,10 +128,11 @@ def compare_and_show(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "compare.md", comparison_tables.markdown(made))
+        write_atomic(out / "compare.tex", comparison_tables.latex(made, out.resolve().name))
         write_atomic(out / "compare.json", line + "\n")
     _print(made.title, comparison_tables.terminal(made), "", comparison_tables.notes(made))
     if out is not None:
-        Console(highlight=False).print(f"{escape(str(out))}: compare.md, compare.json")
+        Console(highlight=False).print(f"{escape(str(out))}: compare.md, compare.tex, compare.json")
     if as_json:
         print(line)
 

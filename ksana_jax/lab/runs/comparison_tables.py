@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ksana_jax.lab.runs import tables
 from ksana_jax.lab.runs.compare import Comparison, Differs, JoinedRow
+from ksana_jax.lab.runs.report import kind_of
 from ksana_jax.lab.runs.significance import LEVEL, PER_CENT, Change, holm
 from ksana_jax.lab.runs.tables import Grid, number_text
 from ksana_jax.lab.runs.tasks.results import MISSING, Column
@@ -98,6 +99,12 @@ def _said(differs: Differs) -> str:
 
 def markdown(made: Comparison) -> str:
     return tables.markdown(made.title, *grid(made), notes(made))
+
+
+def latex(made: Comparison, name: str) -> str:
+    """Returns a LaTeX table; name: of the run, see `tables.latex`."""
+    kind = kind_of([side for row in made.rows for side in (row.a, row.b) if side is not None])
+    return tables.latex(made.title, grid(made), notes(made), name, kind)
 
 
 def terminal(made: Comparison):

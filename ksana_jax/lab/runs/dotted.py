@@ -97,8 +97,8 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value at a dotted key; None if a mapping on the way is missing."""
+    """Returns the value at a dotted key; None if a part of it is missing."""
     value: Any = config
     for part in key.split("."):
-        value = value[part] if isinstance(value, Mapping) else None
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value

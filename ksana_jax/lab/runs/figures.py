@@ -153,8 +153,8 @@ def stacked(labels: Sequence[tuple[float, float, float]]) -> list[float]:
     for index in sorted(range(len(labels)), key=heights.__getitem__):
         left, height, width = labels[index]
         for other_left, other, other_width in placed:  # from the lowest up
-            beside = left < other_left + other_width and other_left < left + width
-            if beside and abs(other - height) < _LABEL_POINTS[0]:
+            overlap = left < other_left + other_width and other_left < left + width
+            if overlap and abs(other - height) < _LABEL_POINTS[0]:
                 height = other + _LABEL_POINTS[0]
         heights[index] = height
         placed = sorted([*placed, (left, height, width)], key=lambda label: label[1])

@@ -10,6 +10,7 @@ from pathlib import Path
 from ksana_jax.core.errors import ConfigError, LoadError
 from ksana_jax.core.plugins import trusting
 from ksana_jax.core.units import byte_size
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.runs.config import Plan, Trial
 from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.progress import duration
@@ -18,6 +19,7 @@ from ksana_jax.lab.runs.run import own_names
 from ksana_jax.lab.runs.significance import half_width
 from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.lab.runs.trials import planned_bytes
+from ksana_jax.methods.eviction.window import Window
 
 
 def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
@@ -41,10 +43,12 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
         lines[0] += f"; {len(mine) - len(todo)} others are done"
         lines.append(f"to run: {'; '.join(f'{label} ({count})' for label, count in rows.items())}")
     timed = [trial for trial in mine if (cost := done.costs.get(trial.id)) and cost.seconds]
-    if tokens and (known := _tokens(timed)):
+    if known := tokens and _tokens(timed):
         seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
         lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
-    return [*lines, *reader_notes(trial.config for trial in todo), *_resolution(plan)]
+    elif tokens:
+        lines.append("no estimate of the time yet: it needs the speed of a finished trial in this folder")
+    return [*lines, *reader_notes(trial.config for trial in todo), *_defaults(plan), *_resolution(plan)]
 
 
 def memory(plan: Plan, shard: Shard) -> list[str]:
@@ -63,6 +67,23 @@ def _tokens(trials: Sequence[Trial]) -> int:
     """Returns about how many tokens trials compute; 0 if that is unknown."""
     counts = [task_named(trial.config["task"]).num_tokens(trial.config) for trial in trials]
     return sum(count or 0 for count in counts) if None not in counts else 0
+
+
+def _defaults(plan: Plan) -> list[str]:
+    """Returns a line for each setting that eviction methods leave to different defaults: tokens that always stay."""
+    given = {row.label: row.trials[0].config["engine"]["kv_eviction"] for row in plan.rows}
+    methods = {label: method for label, setting in given.items() if (method := read_eviction(setting)) is not None}
+    lines = []
+    for name in ("sinks", "recent"):
+        # The newest tokens of a window stay anyway.
+        read = {label: m for label, m in methods.items() if name == "sinks" or not isinstance(m, Window)}
+        values = {label: str(getattr(method, name)) for label, method in read.items()}
+        if len(set(values.values())) > 1 and any(name not in given[label] for label in values):
+            shown = "; ".join(
+                f"{v} ({', '.join(x for x in values if values[x] == v)})" for v in dict.fromkeys(values.values())
+            )
+            lines.append(f"rows have different {name}, some by default: {shown}")
+    return lines
 
 
 def _resolution(plan: Plan) -> list[str]:

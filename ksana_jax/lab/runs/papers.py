@@ -1,4 +1,4 @@
-"""Published results beside ours: `ksana reproduce`. A paper is a YAML file in configs/papers, see `Paper`."""
+"""Published results next to ours: `ksana reproduce`. A paper is a YAML file in configs/papers, see `Paper`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def show_papers() -> None:
 
 
 def reproduce(name: str, full: bool = False, out: Path | None = None) -> int:
-    """Runs the study of a paper, prints its report, then the published numbers beside ours.
+    """Runs the study of a paper, prints its report, then the published numbers next to ours.
 
     Args:
       out: output folder; None takes runs/papers/NAME, or NAME-full.

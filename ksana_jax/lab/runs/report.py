@@ -1,6 +1,6 @@
 """Generates tables, a figure and a summary sentence from the records of a folder alone.
 
-Records are data, perhaps somebody else's: own code that they name is imported only if the caller trusts it, and an own
+Records are data, perhaps of another user: own code that they name is imported only if the caller trusts it, and an own
 task is otherwise shown by what its records say of its table.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.core.plugins import trusting
-from ksana_jax.lab.runs import classes, figures, significance, tables
+from ksana_jax.lab.runs import classes, dotted, figures, significance, tables
 from ksana_jax.lab.runs.identity import recorded_config
 from ksana_jax.lab.runs.recorded_results import RecordedResults, Summary, summary_of, table_of
 from ksana_jax.lab.runs.records import Records, read, record_line
@@ -172,11 +172,22 @@ def write_tables(made: Report, folder: Path) -> list[str]:
     files = {
         "table.md": made.markdown,
         "table.csv": tables.comma_separated(made.rows, made.columns),
-        "table.tex": tables.latex(made.title, made.grid, made.caption, made.name),
+        "table.tex": tables.latex(made.title, made.grid, made.caption, made.name, kind_of(made.rows)),
     }
     for name, content in files.items():
         write_atomic(folder / name, content)
     return list(files)
+
+
+_KINDS = {"engine.kv_eviction": "method", "engine.kv_selection": "method", "engine.kv_cache_dtype": "codec"}
+_KINDS |= {"pattern": "pattern", "layer_patterns": "pattern", "model": "model"}
+
+
+def kind_of(rows: Sequence[ResultRow]) -> str:
+    """Returns what the rows of a table are, by the first setting in which they differ."""
+    configs = [row.config for row in rows if row.config]
+    differ = (kind for key, kind in _KINDS.items() if len({repr(dotted.at(config, key)) for config in configs}) > 1)
+    return next(differ, "variant")
 
 
 def draw(made: Report, folder: Path) -> list[str]:

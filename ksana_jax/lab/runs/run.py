@@ -140,7 +140,7 @@ def run(
       executor: runs the trials; None is this process.
 
     Raises:
-      ConfigError: another run uses the folder, or it has a link or FIFO in place of a file.
+      ConfigError: another run uses the folder, or it has a link or FIFO instead of a file.
     """
     executor = executor or LocalTrials(plan, make_llm, debug)
     about = executor.environment()

@@ -192,7 +192,7 @@ def notes(rows: Sequence[ResultRow], columns: Sequence[Column], samples: str, bo
         bases = list({id(row.baseline): row.baseline for row in rows if row.baseline is not None}.values())
         against = "each row's full cache"
         if len(bases) == 1 and (value := bases[0].mean(column.key)) is not None:
-            against = f"{bases[0].name!r} ({column.title.partition(' ')[0].rstrip(',')} {column.text(value)})"
+            against = f"{bases[0].name} ({column.title.partition(' ')[0].rstrip(',')} {column.text(value)})"
         counts = sorted({c.num_pairs for c in found})
         count = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         said.append(f"{column.change.capitalize()}: against {against} on the same {samples}")

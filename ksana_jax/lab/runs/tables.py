@@ -128,21 +128,21 @@ def markdown(
     return "\n".join([*lines, "", *(f"{_line(note)}  " for note in notes)]).rstrip() + "\n"
 
 
-def latex(title: str, made: Grid, notes: Sequence[str], name: str = "") -> str:
+def latex(title: str, made: Grid, notes: Sequence[str], name: str = "", head: str = "row") -> str:
     """Returns a LaTeX table environment, which needs only the booktabs package and LaTeX of 2020 or later.
 
     Intervals are small. They stand below their numbers, or the table spans two columns of a page, if it is too wide.
 
     Args:
-      name: name of the run; \\ref{tab:NAME} refers to the table.
+      name: name of the run; \\ref{tab:NAME} refers to the table. head: what the rows are.
     """
     heads, cells, bold, num_right = made
     num_left = len(heads) - num_right
     fitting = [(k, s) for k, chars in _WIDTHS.items() for s in (False, True) if _width(made, s) <= chars]
     kind, stacked = (fitting or [("table*", True)])[0]
-    lines = [r"% \usepackage{booktabs}", rf"\begin{{{kind}}}", r"\centering", r"\small"]
-    lines += [rf"\begin{{tabular}}{{{'l' * num_left}{'r' * num_right}}}", r"\toprule"]
-    lines += [" & ".join(_tex(h) for h in heads) + r" \\", r"\midrule"]
+    lines = [r"% \usepackage{booktabs}", rf"\begin{{{kind}}}", r"\centering", r"\small", r"\setlength{\tabcolsep}{3pt}"]
+    lines += [rf"\begin{{tabular}}{{@{{}}{'l' * num_left}{'r' * num_right}@{{}}}}", r"\toprule"]
+    lines += [" & ".join(_tex(head if h == "row" else h) for h in heads) + r" \\", r"\midrule"]
     for texts, bolds in zip(cells, bold, strict=True):
         split = [text.partition(" [") if at >= num_left else (text, "", "") for at, text in enumerate(texts)]
         small = [rf" {{\scriptsize [{_tex(interval)}}}" if opening else "" for _, opening, interval in split]
@@ -159,7 +159,7 @@ def latex(title: str, made: Grid, notes: Sequence[str], name: str = "") -> str:
 
 
 # Characters of \small in a column of 3.25 inches, and in two of them.
-_WIDTHS = {"table": 52, "table*": 108}
+_WIDTHS = {"table": 50, "table*": 105}
 
 
 def _width(made: Grid, stacked: bool) -> float:
@@ -170,7 +170,7 @@ def _width(made: Grid, stacked: bool) -> float:
         return (max if stacked else lambda *both: sum(both))(len(number), 0.8 * len(interval))
 
     columns = [max(width(line[at], at) for line in (made.heads, *made.cells)) for at in range(len(made.heads))]
-    return sum(columns) + 2.6 * len(columns)
+    return sum(columns) + 1.3 * (len(columns) - 1)
 
 
 _TEX = {

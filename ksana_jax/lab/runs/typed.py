@@ -39,7 +39,7 @@ def typed(experiment: type, given: Mapping[str, Any]) -> Any:
 
 
 def _check_containers(given: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> None:
-    """Rejects a mapping in place of a list, as from an override such as `seeds[0]=1`, and the reverse."""
+    """Rejects a mapping instead of a list, as from an override such as `seeds[0]=1`, and the reverse."""
     for key, value in given.items():
         default, name = defaults.get(key), f"{prefix}{key}"
         if isinstance(default, list) and isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from ksana_jax.core.lora import LoRARequest
 from ksana_jax.lab.simulator.move_cost import TransferLink
 from ksana_jax.scheduler.adapters import AdapterSlots, AdapterUse
 
-# Settings of the engine beside it, which reads no adapters itself.
+# Settings of the simulated engine, which reads no adapters itself.
 NO_ADAPTERS = {"enable_lora": False, "max_loras": 1, "max_cpu_loras": None}
 
 

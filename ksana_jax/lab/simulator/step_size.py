@@ -63,7 +63,7 @@ class SizedStep(StepInput):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SizeBuilder(BatchBuilder):
-    """Builds steps that are only timed: in place of arrays they have a size.
+    """Builds steps that are only timed: instead of arrays they have a size.
 
     Args:
       tokens: asked for the tokens of each step when it is built: only then are the rows known.

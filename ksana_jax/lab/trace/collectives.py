@@ -26,7 +26,7 @@ def find_collectives(hlo: str) -> Counter[Collective]:
     # The pattern tries each place of a line: only those that have a chance, of a text of many megabytes.
     lines = "\n".join(line for line in hlo.splitlines() if any(kind in line for kind in _KINDS))
     for shapes, kind, started in _COLLECTIVE.findall(lines):
-        # Starts have their arguments beside their result; only sums have their results alone, or from jax 0.11 on
+        # Starts have their arguments next to their result; only sums have their results alone, or from jax 0.11 on
         # with their arguments as a tuple before them.
         results = shapes.partition("), ")[2] if shapes.startswith("((") else shapes
         sizes = [_num_bytes(*array) for array in _ARRAY.findall(results if kind == "all-reduce" else shapes)]

@@ -38,7 +38,7 @@ PLACES = ("disk_cache_dir", "device", "distributed")
 
 
 def make_llm(recording: Recording, settings: Mapping[str, Any] | None = None, *, own_code: bool = False) -> LLM:
-    """Creates the engine of a recording, which may be somebody else's: it downloads nothing and leaves out PLACES.
+    """Creates the engine of a recording, which another user may have made: it downloads nothing and leaves out PLACES.
 
     Args:
       settings: fields of `EngineConfig` that differ from the recorded ones.

@@ -11,7 +11,7 @@ from ksana_jax.engine.engine import Engine
 class Wrappers:
     """Wrapped methods of one engine's parts; holds no reference to the engine.
 
-    A wrapper is called as wrapper(method, *args) in place of method(*args).
+    A wrapper is called as wrapper(method, *args) instead of method(*args).
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ class RKV(SnapKV):
     Importance is SnapKV's, of weights that sum to 1 before the observation window. Redundancy is the softmax of a key's
     mean cosine similarity to the cached keys, where each key leaves out the newest one that it is similar to: of
     repetitions the newest stays. Query heads that share a kv head are averaged; the authors' code takes the maximum of
-    their logits. It goes on evicting in the answer; the authors do so after each 128 tokens (interval=128).
+    their logits. It continues to evict in the answer; the authors do so after each 128 tokens (interval=128).
 
     Args:
       mix_lambda: the factor of importance; redundancy has the rest.

@@ -1,4 +1,4 @@
-"""Qwen1.5 and Qwen2 with experts, and an MLP for all tokens beside them (arXiv:2407.10671)."""
+"""Qwen1.5 and Qwen2 with experts, plus an MLP for all tokens (arXiv:2407.10671)."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """Returns a rope as config fields, in the older form."""
     if rope.kind == "default":
         return {"rope_theta": rope.theta, "rope_scaling": None}
-    beside: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = rope.original_max_len
@@ -229,5 +229,5 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
         scaling |= {"long_factor": list(rope.factors), "short_factor": list(rope.short_factors)}
         if rope.attention_factor is not None:
             scaling["attention_factor"] = rope.attention_factor
-        beside["original_max_position_embeddings"] = rope.original_max_len
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, **beside}
+        extra["original_max_position_embeddings"] = rope.original_max_len
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, **extra}

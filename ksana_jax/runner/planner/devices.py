@@ -131,6 +131,6 @@ def this_device(num_devices: int = 1) -> Device:
     if found.memory_bytes is None:
         raise ConfigError(
             f"{found.platform} ({found.kind}) does not report its memory: give it as device.memory_bytes, or "
-            "num_blocks in place of memory_fraction"
+            "num_blocks instead of memory_fraction"
         )
     return Device(found.kind, found.memory_bytes)

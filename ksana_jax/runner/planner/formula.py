@@ -60,7 +60,7 @@ class Memory:
         r, size = self.request, self.request.block_size
         blocks = self.layout.blocks_of(context)
         of_chunk = self.layout.blocks_of(context, r.max_num_batched_tokens) - blocks
-        # Exact tokens beside codes are at the end of a text, so they are never shared.
+        # Exact tokens next to codes are at the end of a text, so they are never shared.
         shared = int(self.layout.num_lasting_groups * -(-context // size) * r.prefix_share)
         # A block holds its tokens in the layers of one group.
         return -(-size * (batch * (blocks - shared) + shared + of_chunk) // self.layout.num_lasting_groups)

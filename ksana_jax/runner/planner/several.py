@@ -60,7 +60,7 @@ def main(models: Sequence[str], device: str, *, as_json: bool = False, **request
     """Prints the memory of each model and of all; with as_json, the last line is one JSON object.
 
     Raises:
-      ConfigError: the request is invalid or, after the plan was printed, not even one model fits beside sleeping ones.
+      ConfigError: the request is invalid or, after the plan was printed, not even one model fits besides sleeping ones.
     """
     found = plan_several(models, device, say=functools.partial(print, file=sys.stderr, flush=True), **request)
     console, budget = Console(highlight=False), found.budget_bytes

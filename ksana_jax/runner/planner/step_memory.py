@@ -238,7 +238,7 @@ def _known_bytes(compiled: Any) -> int:
     if found is None:
         raise ConfigError(
             f"the compiler of {platform_of()} does not say how much memory a step takes: give num_blocks or "
-            "memory_bytes in place of memory_fraction"
+            "memory_bytes instead of memory_fraction"
         )
     return found
 

@@ -41,7 +41,7 @@ class BatchBuilder:
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
       numbers: method that numbers queries, see `StepArrays.query_numbers`; None without one.
-      residual_groups: groups of layers with exact tokens beside a block codec's codes; None without one.
+      residual_groups: groups of layers with exact tokens next to a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
       adapts: whether requests may have adapters.
     """

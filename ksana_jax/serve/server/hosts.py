@@ -41,7 +41,7 @@ def check_host(given: str, allowed: Collection[str] = ()) -> None:
     """Checks the header Host of a request.
 
     Args:
-      allowed: names beside localhost and addresses, in lower case.
+      allowed: names besides localhost and addresses, in lower case.
 
     Raises:
       APIError: status 403: it has another name.

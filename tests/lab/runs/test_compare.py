@@ -163,6 +163,7 @@ def test_the_command_writes_markdown_and_json(make_fake, tmp_path, run_ksana):
     }
     table = (tmp_path / "c" / "compare.md").read_text()
     assert "| this configuration | mean | 11.500 ± 1.000 | 11.250 ± 1.000 | −0.250 | 3 | 0.250 |" in table
+    assert r"variant & number & a & b & change & pairs & p \\" in (tmp_path / "c" / "compare.tex").read_text()
     assert not (a / "table.md").exists()
 
 

@@ -195,7 +195,7 @@ def test_times_that_were_taken_beside_compilers_are_marked():
     quiet = record_of("hopper", 280, ours=True) | {"compiling": 0, "sm_mhz": [1965, 1980]}
     beside = record_of("hopper", 280, ours=True, case="1x4k") | {"compiling": 3}
     rows = [line for line in table({"sections": {}, "records": [quiet, beside]}).splitlines() if line[:6] == "decode"]
-    assert "1965-1980" in rows[0] and "compilers" not in rows[0] and "280.0-280.0 beside compilers" in rows[1]
+    assert "1965-1980" in rows[0] and "compilers" not in rows[0] and "280.0-280.0 next to compilers" in rows[1]
 
 
 def record_of(who: str, us: float, *, ours: bool, mode: str = "chained", case: str = "64x4k", size: float = 1073.7e6):

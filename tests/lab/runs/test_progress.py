@@ -115,6 +115,7 @@ def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, 
     whole = small(model, seeds=[0, 1, 2])
     assert outlook(whole, tmp_path / "none", WHOLE) == [
         "9 trials, about 18,000 tokens",
+        "no estimate of the time yet: it needs the speed of a finished trial in this folder",
         "3 seeds per row: a difference is resolved if it exceeds 2.5 times its standard deviation over them",
     ]
     run(small(model, grid={"settings.x": [1]}, seeds=[0, 1, 2], settings={"sleep_s": 0.02}), tmp_path / "some")
@@ -125,6 +126,16 @@ def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, 
     run(edited, tmp_path / "some")
     assert outlook(edited, tmp_path / "some", WHOLE) == ["all 9 trials are done"]
     assert outlook(small(model), tmp_path, WHOLE)[-1].startswith("1 seed per row: no difference can be resolved")
+
+
+def test_an_outlook_names_settings_that_rows_leave_to_different_defaults(model, tmp_path, fake):
+    asked = {"h2o": {}, "snapkv": {}, "streaming_llm": {}, "tova": {"recent": 32}}
+    rows = [{"name": n, "engine.kv_eviction": {"method": n, **more}} for n, more in asked.items()]
+    lines = outlook(small(model, grid={}, variants=rows), tmp_path, WHOLE)
+    assert "rows have different sinks, some by default: 0 (h2o, snapkv, tova); 4 (streaming_llm)" in lines
+    assert "rows have different recent, some by default: 0.5 (h2o); 32 (snapkv, tova)" in lines
+    same = [{"name": n, "engine.kv_eviction": {"method": n, "sinks": 4, "recent": 8}} for n in asked]
+    assert not any("by default" in line for line in outlook(small(model, grid={}, variants=same), tmp_path, WHOLE))
 
 
 def test_a_dry_run_runs_nothing(tmp_path, run_ksana):

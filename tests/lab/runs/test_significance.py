@@ -147,7 +147,7 @@ def test_exact_counts_lead_alone_or_not_at_all():
 def test_notes_say_against_what_and_over_how_many_texts():
     full = texts("full", [10.0, 20.0, 30.0])
     rows = [full, texts("window", [11.0, 25.0, 31.0], baseline=full)]
-    against = "Loss, %: against 'full' (ppl 18.17) on the same texts"
+    against = "Loss, %: against full (ppl 18.17) on the same texts"
     found = significance.notes(rows, [PPL, BYTES], "texts", bold=True)
     assert found == [
         f"{against}, with the 95 % confidence interval over 3 texts in brackets (paired t).",

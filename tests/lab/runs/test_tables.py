@@ -11,6 +11,7 @@ import pytest
 from matplotlib.text import Text
 
 from ksana_jax.lab.runs import figures, significance, tables
+from ksana_jax.lab.runs.report import kind_of
 from ksana_jax.lab.runs.tasks import change_figure
 from ksana_jax.lab.runs.tasks.base import Column, ResultRow, number
 
@@ -214,6 +215,17 @@ def test_a_pivot_has_a_column_for_each_value_of_the_key():
         count = len(more) + 2
         wide = tables.Grid([*made.heads, *more], *([[*r, *r[1:]][: count + 1] for r in x] for x in made[1:3]), count)
         assert rf"\begin{{{kind}}}" in (text := tables.latex("", wide, [])) and expected in text
+    cells = [["sinks + window", *["+12.3 [+10.1, +14.5]"] * 3]] * 3
+    text = tables.latex("", tables.Grid(["row", *"abc"], cells, [[False] * 4] * 3, 3), [], head="method")
+    assert r"\begin{table}" in text and r"method & a & b & c \\" in text
+
+
+def test_the_head_of_labels_says_what_differs_between_rows():
+    def named(**engine):
+        return ResultRow("x", {}, 1, (), {}, config={"engine": engine, "model": "a"})
+
+    assert kind_of([named(), named(kv_eviction={"method": "h2o"}, kv_cache_dtype="int8")]) == "method"
+    assert kind_of([named(), named(kv_cache_dtype="int8")]) == "codec" and kind_of([named(), named()]) == "variant"
 
 
 def test_csv_has_changes_intervals_and_corrected_p_values():
@@ -234,7 +246,7 @@ def test_losses_are_drawn_as_labelled_lines_or_points_with_intervals():
     axes = drawn(change_figure.draw_lines, [r for r in budgets() if r.point["kv.budget"]])
     labels = {text.get_text() for text in axes.texts}
     assert labels == {"A", "B"} and axes.get_xlabel() == "KV budget (tokens)"
-    assert axes.get_ylabel() == "loss, %" and len(axes.containers) == 2
+    assert axes.get_ylabel() == "loss, %, logarithmic" and len(axes.containers) == 2
     many = [dataclasses.replace(r, label=f"{r.label}{i}") for i in range(5) for r in budgets() if r.point["kv.budget"]]
     axes = drawn(change_figure.draw_lines, many)
     assert len(axes.texts) == len(axes.containers) == change_figure.MAX_LABELS

@@ -1,6 +1,6 @@
 """Agreement of two engines that serve the same texts: tokens, log-probabilities, and the time that both take.
 
-The trial's engine is the side "with". The side "without" has the settings `against` in place of its own. Both generate
+The trial's engine is the side "with". The side "without" has the settings `against` instead of its own. Both generate
 greedily after the same prompts, all submitted at once. Log-probabilities are compared as long as both sides have
 generated the same tokens, since after that their texts differ. With a prefix cache, a run finds the blocks of the runs
 before it.

@@ -49,8 +49,9 @@ class Point(NamedTuple):
 
 def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
     """Draws a line for each variant over the grid's last key or, where many hold other bytes than the others, over
-    live KV. A row outside the grid that sets the key is a point. Seven have colours, and labels at their ends: those
-    that are best at the first value; the others are grey. Lines of simulated memory are dashed."""
+    live KV. A row outside the grid that sets the key is a point. Seven have colours, and labels at their ends or, over
+    live KV, in a legend: those that are best at the first value; the others are grey. Lines of simulated memory are
+    dashed."""
     from matplotlib.transforms import ScaledTranslation
 
     key, multiples, changes = list(rows[0].point)[-1], _multiples(rows), shows_changes(rows, column)
@@ -71,6 +72,8 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
     figure.set_figheight(HEIGHT_INCHES)
     axes = figure.subplots()
     styles = dict(zip(best, map(marker_style, style_indices(best)), strict=True))
+    bytes_said = {} if of_bytes else {name: f" ({multiple:.0f}x the bytes)" for name, multiple in others.items()}
+    labels = {name: name.removesuffix(SIMULATED) + bytes_said.get(name, "") for name in best}
     for name in [*(name for name in lines if name not in best), *best]:
         if name not in best:
             axes.plot(*zip(*(p[:2] for p in lines[name]), strict=True), color=GREY, marker=".", linewidth=0.6, zorder=1)
@@ -78,30 +81,28 @@ def draw_lines(figure: Figure, rows: Sequence[ResultRow], column: Column) -> Non
         style = {**styles[name], "linestyle": "--" if name.endswith(SIMULATED) else "-", "linewidth": 1.0, "zorder": 2}
         # Side by side, so that intervals do not hide each other.
         moved = ScaledTranslation((best.index(name) - (len(best) - 1) / 2) / 72, 0, figure.dpi_scale_trans)
-        _errorbar(axes, lines[name], label=name, transform=axes.transData + moved, **style)
+        _errorbar(axes, lines[name], label=labels[name], transform=axes.transData + moved, **style)
     _finish(axes, rows, column, changes)
     values = sorted({point.x for points in lines.values() for point in points})
     if min(values) > 0 and max(values) >= 8 * min(values):
         axes.set_xscale("log", base=2)
-    if of_bytes:
+    if of_bytes:  # lines that end at different bytes
         _label_held(axes, "KV held", rows if not changes else ())
-    else:
-        axes.set_xticks(values, [f"{value:g}" for value in values])
-        axes.minorticks_off()
-        axes.set_xlabel(axis_title(key, values))
-    bytes_said = {} if of_bytes else {name: f" ({multiple:.0f}x the bytes)" for name, multiple in others.items()}
-    labels = [name.removesuffix(SIMULATED) + bytes_said.get(name, "") for name in best]
-    ends = [(label, *lines[name][-1][:2], styles[name]["color"]) for label, name in zip(labels, best, strict=True)]
-    label_ends(axes, ends)
+        axes.legend(loc="best")
+        return
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+    axes.set_xlabel(axis_title(key, values))
+    label_ends(axes, [(label, *lines[name][-1][:2], styles[name]["color"]) for name, label in labels.items()])
 
 
 def draw_points(figure: Figure, rows: Sequence[ResultRow], column: Column) -> None:
-    """Draws a point for each variant over its live KV, or over its weights where they alone differ, in % of its
+    """Draws a point for each variant over its live KV, or over its weights if more of these differ, in % of its
     baseline's. Of more than seven, those have colours and labels that no other beats at their bytes or fewer."""
     figure.set_figheight(HEIGHT_INCHES)
     axes = figure.subplots()
     changes = shows_changes(rows, column)
-    of_weights = len({row.mean("weight_bytes") for row in rows}) > 1 and len({_held(row) for row in rows}) <= 2
+    of_weights = len({row.mean("weight_bytes") for row in rows}) > len({_held(row, relative=False) for row in rows})
     key, shown = "weight_bytes" if of_weights else "live_kv_bytes", {}
     for row in rows:
         size = _held(row, key, changes)
@@ -201,7 +202,8 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
             counts = {len(row.values.get(column.key, ())) for row in rows}
             explain(axes, f"bars: {PER_CENT} % interval (Wilson), n = {max(counts)}")
         return
-    axes.set_ylabel(re.sub(r"^(\S+) (\S+), (\S+)$", r"\1 at positions \2 (\3)", column.change))
+    title = re.sub(r"^(\S+) (\S+), (\S+)$", r"\1 at positions \2 (\3)", column.change)
+    axes.set_ylabel(title)
     pairs = max(change.num_pairs for row in rows if (change := baseline_change(row, column.key)) is not None)
     if pairs > 1:
         explain(axes, f"bars: {PER_CENT} % interval of the paired difference, n = {pairs}")
@@ -212,6 +214,7 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
     if small and high - low > 0.05:
         there, back = lambda y: np.arcsinh(200 * (y - 1)), lambda y: 1 + np.sinh(y) / 200
         axes.set_yscale("function", functions=(there, back))
+        axes.set_ylabel(f"{title},\nlogarithmic from 1 % on")
         margin = 0.05 * (there(high) - there(low))
         axes.set_ylim(back(there(low) - margin), back(there(high) + margin))
         ticks = [tick for tick in sorted([0, *_SMALL_TICKS]) if low <= 1 + tick / 100 <= high]
@@ -220,6 +223,7 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
     low = max(low, 0.02)
     if high > _LINEAR * low:
         axes.set_yscale("log")
+        axes.set_ylabel(f"{title}, logarithmic")
         axes.set_ylim(low := low * 0.9, high := high * 1.1)
         ticks = 1 + _TICKS / 100
         axes.set_yticks(ticks[(low <= ticks) & (ticks <= high)])

@@ -1,6 +1,6 @@
 """Two engines, or two ways of asking one engine, that serve the same requests: speed, latency, KV memory and tokens.
 
-The trial's engine is one side. The other side has the settings `against` in place of its own, or submits samples and
+The trial's engine is one side. The other side has the settings `against` instead of its own, or submits samples and
 beams `apart`, so that they share no blocks. Every run has its own cache salt: requests find only blocks that the same
 run has computed.
 """

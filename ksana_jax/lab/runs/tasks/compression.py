@@ -71,7 +71,7 @@ def marked(row: ResultRow, start: Mapping[str, Any]) -> ResultRow:
 def simulated_note(rows: Sequence[ResultRow]) -> list[str]:
     """Returns a note if memory of a row is simulated."""
     said = (
-        "Simulated memory: evicted tokens are hidden and not freed. Such rows have no bytes and no rank beside others."
+        "Simulated memory: evicted tokens are hidden and not freed. Such rows have no bytes and no rank among others."
     )
     return [said] * any(row.simulated for row in rows)
 

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as rows of an experiment: accuracy beside the KV memory that it took."""
+"""Tasks of lm-evaluation-harness as rows of an experiment: accuracy and the KV memory that it took."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HarnessSettings:
 
     tasks: names of tasks, from the harness or files in `task_files`.
     task_files: task files of your own, in the harness' format.
-    data: one file of JSON lines per task, in place of its dataset; empty takes the datasets that the tasks name, from
+    data: one file of JSON lines per task, instead of its dataset; empty takes the datasets that the tasks name, from
       the Hugging Face hub or its cache.
     fewshot_data: one file of JSON lines per task, for examples in the prompt; empty if the tasks need none.
     num_fewshot: number of examples in the prompt; null takes the task's.

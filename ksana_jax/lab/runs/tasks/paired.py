@@ -61,7 +61,7 @@ def check_against(config: Mapping[str, Any], against: Mapping[str, Any]) -> None
 
 
 def other_engine(trial: TrialContext, against: Mapping[str, Any]) -> LLM:
-    """Returns an engine with the settings `against` in place of the trial's own."""
+    """Returns an engine with the settings `against` instead of the trial's own."""
     from ksana_jax import LLM
 
     llm, config = trial.llm, trial.config

@@ -133,7 +133,7 @@ class ResultRow:
     weights: {summary key: the weight of each value}, of keys that have parts. geometric: they average as logarithms.
     baseline: the row that changes are relative to; None for itself, and where there is none.
     config: settings of its trials other than the defaults, see `identity.defining`; empty without a finished trial.
-    simulated: whether its memory is simulated, see `compression.marked`: it has no bytes and no rank beside others.
+    simulated: whether its memory is simulated, see `compression.marked`: it has no bytes and no rank among others.
     foresees: whether its eviction method must know the text beforehand, so that it is only an upper bound.
     """
 

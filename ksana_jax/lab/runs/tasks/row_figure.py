@@ -85,7 +85,10 @@ def draw_lines(axes: Axes, rows: Sequence[ResultRow], key: str, scale: float = 1
     for index, (label, members) in zip(style_indices([*lines]), lines.items(), strict=True):
         members.sort(key=lambda row: row.point[last])
         draw_means(axes, [row.point[last] for row in members], [(row, key) for row in members], index, label, scale)
-    if all(isinstance(row.point[last], int) for row in rows):
+    values = {row.point[last] for row in rows}
+    if len(values) < 4:
+        axes.set_xticks(sorted(values))
+    elif all(isinstance(value, int) for value in values):
         axes.locator_params(axis="x", integer=True)
 
 

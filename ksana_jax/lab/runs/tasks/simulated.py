@@ -65,7 +65,7 @@ class SimulatedSettings:
     workload: requests, see `serve.workload`: {"kind": "sessions", ...} or {"preset": "orca", ...}. The trial's seed
       replaces its own. The path of a trace is relative to the working directory.
     rate: requests per second, to which the workload's gaps are scaled; null leaves them.
-    pool_bytes: size of a server's pool in place of engine.num_blocks, which then are as many as fit with the engine's
+    pool_bytes: size of a server's pool instead of engine.num_blocks, which then are as many as fit with the engine's
       kv_cache_dtype.
     cost: cost model of steps: {"level": "affine", "step_s": 0.01, "token_s": 0.0001}, the default for null, or another
       model (`simulator.cost`), or the file of a fit. One of level roofline takes the engine's kv_cache_dtype, unless it

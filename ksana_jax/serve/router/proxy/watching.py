@@ -1,4 +1,4 @@
-"""A server's own figures of its load, from its `GET /metrics`. They are shown beside the ledger and decide nothing.
+"""A server's own figures of its load, from its `GET /metrics`. They are shown next to the ledger and decide nothing.
 
 Loads that are polled are old: all requests of a burst would see the same. They tell whether the ledger is right: load
 beyond it came from other senders, or counts each sample of a request; missing load ended without notice.
