@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
 
@@ -23,9 +23,7 @@ from ksana_jax.core.units import byte_size
 from ksana_jax.devices.starting import use_device
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.description import described
-from ksana_jax.engine.distributed.driver import DriverRunner, Workers
 from ksana_jax.engine.distributed.replicas import Replica, Replicas, build_replicas
-from ksana_jax.engine.distributed.worker import start
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.llm_facts import LLMFacts
 from ksana_jax.engine.settings import beyond_training, engine_config
@@ -40,6 +38,9 @@ from ksana_jax.runner.planner.process import resident_bytes
 from ksana_jax.runner.runner import Runner
 from ksana_jax.sharding.placement import Placement
 from ksana_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from ksana_jax.engine.distributed.driver import Workers
 
 logger = logging.getLogger("ksana_jax")
 
@@ -63,10 +64,18 @@ class LoadedModel(LLMFacts, Sleeps):
     ):
         if not isinstance(model, (str, os.PathLike)):
             raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
-        model = compose(model, revision, gguf_file)
-        self._given = {"pattern": pattern, "tokenizer": tokenizer, **settings}
+        given = {"pattern": pattern, "tokenizer": tokenizer, **settings}
+        self._load(compose(model, revision, gguf_file), load_format, given)
+
+    def _load(self, model: str, load_format: str, given: Mapping[str, Any]) -> None:
+        """Loads a model. given: what an LLM takes besides."""
+        settings = dict(given)
+        pattern, tokenizer, self._given = settings.pop("pattern"), settings.pop("tokenizer"), given
         config, workers = engine_config(settings), None
         if config.distributed is not None:
+            from ksana_jax.engine.distributed.driver import Workers
+            from ksana_jax.engine.distributed.worker import start
+
             job = start(config.distributed, config.device, (model, config))
             config = dataclasses.replace(config, distributed=dataclasses.asdict(job.setting))
             workers = Workers(job, model, load_format)
@@ -154,8 +163,8 @@ class LoadedModel(LLMFacts, Sleeps):
         if self.engine.memory.disk is not None:
             self.engine.flush()
             self.engine.memory.disk.close()
-        if isinstance(self.runner, DriverRunner):
-            self.runner.workers.close()
+        if (workers := getattr(self.runner, "workers", None)) is not None:
+            workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,9 +223,8 @@ class LoadedModel(LLMFacts, Sleeps):
             raise ConfigError(f"{change}, and {why}: make an engine for it")
         logger.info("%s: reading the weights again; steps are compiled", change)
         self.sleep(2)
-        given: Any = {**self._given, "load_format": source[1], "kv_eviction": kv_eviction}
         try:
-            LoadedModel.__init__(self, source[0], **given)
+            self._load(*source, {**self._given, "kv_eviction": kv_eviction})
         except BaseException:
             self.wake_up()
             raise

@@ -6,13 +6,7 @@ The environment variable KSANA_PACKED_WEIGHTS=off keeps and maps none.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import inspect
 import os
-import re
-from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -25,7 +19,9 @@ from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.params import Params, quantised
 from ksana_jax.native.build import library
+from ksana_jax.runner.program_key import sources
 from ksana_jax.runner.runner import Runner
+from ksana_jax.runner.value_digest import NotStored, Walk
 from ksana_jax.sharding.placement import ONE_DEVICE
 
 SWITCH = "KSANA_PACKED_WEIGHTS"
@@ -39,19 +35,20 @@ def kept_packed(reader: WeightReader, model: ModelConfig, config: EngineConfig, 
     Args:
       config: completed. runner: of the engine, without weights.
     """
-    family = FAMILIES[model.family]
     serves = runner.products.packs and runner.placement is ONE_DEVICE and not runner.embeds_on_host
     if reader.draws or not serves or not capabilities().shares_host_memory or os.environ.get(SWITCH) == "off":
         return reader
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(runner.params))
-    if num_bytes < LEAST_BYTES or not all(map(_is_ours, (family.read, *QUANTISERS.values(), *METHODS.values()))):
+    if num_bytes < LEAST_BYTES:
         return reader
-    names = re.sub(" at 0x[0-9a-f]+", "", repr(family))
-    settings = names, model, model.kept, config.dtype, config.quantization, runner.products.name
-    made_by = library().stem, jax.__version__, _sources()
+    settings = model, model.kept, config.dtype, config.quantization, runner.products.name
+    try:
+        code = Walk()((FAMILIES[model.family], QUANTISERS, METHODS, sources(), library().stem, jax.__version__))
+    except NotStored:  # code of a user may change without notice
+        return reader
 
     def read() -> Params:
-        file = PackedFile(runner.params, f"{(digest := reader.digest())} {settings} {made_by}")
+        file = PackedFile(runner.params, f"{(digest := reader.digest())} {settings} {code.hex()}")
         if (mapped := file.read()) is not None:
             return mapped
         params = runner.weights(quantised(reader.read(), config.quantization), consume=True)
@@ -60,18 +57,3 @@ def kept_packed(reader: WeightReader, model: ModelConfig, config: EngineConfig, 
         return file.read() or params
 
     return dataclasses.replace(reader, read=read)
-
-
-def _is_ours(function: Any) -> bool:
-    """False for code of a user, which may change without notice."""
-    return inspect.unwrap(getattr(function, "func", function)).__module__.startswith("ksana_jax.")
-
-
-@functools.cache
-def _sources() -> str:
-    """Digest of the code that gives weights their numbers and their order."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for folder in ("core", "loading", "models", "ops"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -7,20 +7,19 @@ overwritten since is ignored, and written again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
 
 from ksana_jax.core.compilation_cache import cache_folder
-from ksana_jax.core.files import UnsafeFile, open_to_read, read_bytes, replacing
+from ksana_jax.core.files import UnsafeFile, replacing
+from ksana_jax.core.private_folder import make_private, open_private
 from ksana_jax.core.units import byte_size
 from ksana_jax.loading.digest import version_of
 from ksana_jax.loading.load import ALIGNMENT
@@ -48,10 +47,9 @@ class PackedFile:
     def read(self) -> Params | None:
         """Maps the weights; returns None if there is no file, or an unsafe or damaged one."""
         try:
-            for path in (self.path.parent, self.path, self.note):
-                _check_private(path)
-            with open_to_read(self.path) as file:
-                if read_bytes(self.note) != version_of(os.fstat(file.fileno())).encode():
+            make_private(self.path.parent)
+            with open(open_private(self.path), "rb") as file, open(open_private(self.note), "rb") as note:
+                if note.read() != version_of(os.fstat(file.fileno())).encode():
                     raise UnsafeFile(f"{self.path} has changed since it was written")
                 mapped = np.memmap(file, np.uint8, mode="c")  # XLA adopts memory that can be written to
             os.utime(self.note)  # the time of its last use
@@ -67,26 +65,18 @@ class PackedFile:
     def write(self, params: Params) -> None:
         """Writes the weights, if there is room for them. Another process sees all of them or none."""
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self.path.parent)
+            make_private(self.path.parent)
             _make_room(self.path.parent, sum(map(_bytes_of, self._leaves)))
-            with _replacing(self.path) as file:
+            with replacing(self.path, 0o600) as file:
                 for leaf in jax.tree.leaves(params):
                     file.write(np.asarray(leaf).reshape(-1).view(np.uint8).data)
                     file.write(bytes(_padding(leaf)))
-            with _replacing(self.note) as file:
+                file.flush()
+                os.fsync(file.fileno())  # before the note, which vouches for the content after a crash, too
+            with replacing(self.note, 0o600) as file:
                 file.write(version_of(self.path.stat()).encode())
         except OSError as error:
             logger.info("packed weights are not kept: %s", error)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    with replacing(path) as file:
-        os.fchmod(file.fileno(), 0o600)
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # a file that is there after a crash has its content
 
 
 def _bytes_of(leaf: Any) -> int:
@@ -95,13 +85,6 @@ def _bytes_of(leaf: Any) -> int:
 
 def _padding(leaf: Any) -> int:
     return -_bytes_of(leaf) % ALIGNMENT
-
-
-def _check_private(path: Path) -> None:
-    """Raises UnsafeFile if a file or folder is a link, or others than this user can write to it."""
-    found = os.lstat(path)
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:  # of a link too
-        raise UnsafeFile(f"{path} belongs to another user, is a link, or others can write to it")
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:

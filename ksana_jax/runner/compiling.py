@@ -7,13 +7,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.store import Place, places
 from ksana_jax.runner.stored_program import compile_to_keep
 
 T = TypeVar("T")
+# Traces a function; returns a function that compiles it.
+Tracing: TypeAlias = Callable[[], Callable[[], Callable]]
 
 logger = logging.getLogger("ksana_jax")
 
@@ -54,7 +56,8 @@ def compiled(key: Any, lower: Lowering) -> Callable:
     Raises:
       NotImplementedError: the device's compiler lacks an operation; the message names it.
     """
-    return _traced(key, lower, _places({key: lower}).get(key))()
+    found, missing = sought({key: lower})
+    return found.get(key) or missing[key]()()
 
 
 def compile_all(functions: Mapping[Any, Lowering], workers: int) -> dict[Any, Callable]:
@@ -62,20 +65,32 @@ def compile_all(functions: Mapping[Any, Lowering], workers: int) -> dict[Any, Ca
 
     All are traced by the calling thread, whose jax settings may be thread-local.
     """
-    places = _places(functions)
+    found, missing = sought(functions)
     if workers == 1:
-        return {key: _traced(key, lower, places.get(key))() for key, lower in _watched(functions)}
+        return found | {key: trace()() for key, trace in _watched(missing)}
     with ThreadPoolExecutor(workers) as pool:
         try:
-            compiling = {key: pool.submit(_traced(key, lower, places.get(key))) for key, lower in functions.items()}
-            return {key: future.result() for key, future in _watched(compiling)}
+            compiling = {key: pool.submit(trace()) for key, trace in missing.items()}
+            return found | {key: future.result() for key, future in _watched(compiling)}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _places(functions: Mapping[Any, Lowering]) -> Mapping[Any, Place]:
-    return {} if observers else places(functions)  # observers read what is lowered
+def sought(functions: Mapping[Any, Lowering]) -> tuple[dict[Any, Callable], dict[Any, Tracing]]:
+    """Looks functions up in the store; their arguments are as for `compiled`.
+
+    Returns:
+      Those in the store, neither traced nor compiled, and how to trace the others. Neither keeps arrays alive.
+    """
+    known: dict[int, Any] = {}
+    functions = {key: lower.of_shapes(known) for key, lower in functions.items()}
+    at = {} if observers else places(functions)  # observers read what is lowered
+    found = {key: program for key, place in at.items() if (program := place.read()) is not None}
+    for key in found:
+        logger.info("found %s compiled", key)
+    missing = {key: lower for key, lower in functions.items() if key not in found}
+    return found, {key: functools.partial(_traced, key, lower, at.get(key)) for key, lower in missing.items()}
 
 
 def _watched(functions: Mapping[Any, T]) -> Iterator[tuple[Any, T]]:
@@ -86,10 +101,7 @@ def _watched(functions: Mapping[Any, T]) -> Iterator[tuple[Any, T]]:
 
 
 def _traced(key: Any, lower: Lowering, place: Place | None) -> Callable[[], Callable]:
-    """Traces a function; returns a function that compiles it. One of the store is neither traced nor compiled."""
-    if place is not None and (found := place.read()) is not None:
-        logger.info("found %s compiled", key)
-        return lambda: found
+    """Traces a function; returns a function that compiles it."""
     began = time.perf_counter()
     lowered = lower()
     return functools.partial(_compile, key, lower, lowered, time.perf_counter() - began, place)

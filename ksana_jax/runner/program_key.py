@@ -29,7 +29,7 @@ from ksana_jax.core.own_code import PACKAGES
 from ksana_jax.core.processor import machine
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.native import build
-from ksana_jax.runner.value_digest import LIBRARIES, ForeignCode, NotStored, Walk
+from ksana_jax.runner.value_digest import LIBRARIES, ForeignCode, NotStored, Walk, shape_of
 
 # Packages of ksana_jax that no program is traced through.
 UNTRACED = ("assets", "cli", "engine", "extend", "lab", "loading", "serve", "tokenizers")
@@ -47,6 +47,12 @@ class Lowering(functools.partial):
     may determine the program, except code and settings of the process.
     """
 
+    def of_shapes(self, known: dict[int, Any]) -> Lowering:
+        """Returns itself without arrays, which it would keep alive. known: shapes of trees that were met, by id."""
+        for tree in self.args:
+            known[id(tree)] = known.get(id(tree)) or jax.tree.map(shape_of, tree)
+        return type(self)(self.func, *(known[id(tree)] for tree in self.args), **self.keywords)
+
     def parts(self, lowered: Any) -> Sequence[Any]:
         """Returns the programs (`jax.stages.Lowered`) of which its result consists."""
         return (lowered,)
@@ -60,7 +66,7 @@ def digest_of(lowering: Lowering, walk: Walk) -> str:
     """Returns 64 hex digits of a program and of the process that would trace it.
 
     Args:
-      walk: may be shared by programs whose arguments live as long.
+      lowering: of shapes. walk: may be shared by programs whose arguments live as long.
 
     Raises:
       NotStored: a value cannot be digested.

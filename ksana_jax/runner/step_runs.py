@@ -126,14 +126,18 @@ class StepInRuns:
     """
 
     def __init__(self, network: Network, programs: Sequence[Any]):
-        self.programs = tuple(programs)
-        self._first, *of_runs, self._last = programs
-        runs = _Run.all_of(network)
-        by_kind = dict(zip(dict.fromkeys(run.program for run in runs), of_runs, strict=True))
-        self._runs = []
+        self.programs, self._network = tuple(programs), network
+        self._first, *self._of_runs, self._last = programs
+
+    @functools.cached_property
+    def _runs(self) -> list[tuple[Callable, _Run, Any]]:
+        network, runs = self._network, _Run.all_of(self._network)
+        by_kind = dict(zip(dict.fromkeys(run.program for run in runs), self._of_runs, strict=True))
+        found = []
         for run in runs:
             places = jax.tree.map(np.int32, network.placed(run.layers))
-            self._runs.append((by_kind[run.program], run, network.placement.everywhere(places)))
+            found.append((by_kind[run.program], run, network.placement.everywhere(places)))
+        return found
 
     def __call__(self, params: Params, cache: KVCache, vector: Any, given: Any, patterns: PatternArrays):
         """Runs the step; arguments and results of the program of `lower_whole`."""

@@ -29,7 +29,7 @@ from ksana_jax.devices.platforms import platform_of
 from ksana_jax.runner.program_key import Lowering, bindings, digest_of, has_edits, traced_modules
 from ksana_jax.runner.program_memory import bytes_of
 from ksana_jax.runner.stored_program import Program, StoredProgram, described, serialised
-from ksana_jax.runner.value_digest import NotStored, Walk, shape_of
+from ksana_jax.runner.value_digest import NotStored, Walk
 
 logger = logging.getLogger("ksana_jax")
 
@@ -84,14 +84,14 @@ def _say(reason: str) -> None:
 
 
 def places(lowerings: Mapping[Any, Lowering]) -> dict[Any, Place]:
-    """Returns the place in the store of each program, by key, unless it cannot be stored."""
+    """Returns the place in the store of each program, by key, unless it cannot be stored. lowerings: of shapes."""
     if why_off() is not None:
         return {}
     watch_cache()
-    walk, found, folder = Walk(), {}, store_folder()
+    walk, found, folder, bound = Walk(), {}, store_folder(), functools.cache(bindings)
     for key, lower in lowerings.items():
         try:
-            found[key] = Place(folder / digest_of(lower, walk), lower)
+            found[key] = Place(folder / digest_of(lower, walk), lower, bound)
         except NotStored as error:
             _say(str(error))
     return found
@@ -101,13 +101,11 @@ class Place:
     """Where a program is in the store, or will be.
 
     Args:
-      path: of its entry. lower: compiles it, if it cannot be loaded.
+      path: of its entry. lower: compiles it, if it cannot be loaded. bound: `bindings` of a tuple of modules.
     """
 
-    def __init__(self, path: Path, lower: Lowering):
-        # Arrays would live as long as the program.
-        self.path, shapes = path, jax.tree.map(shape_of, lower.args)
-        self.lower = type(lower)(lower.func, *shapes, **lower.keywords)
+    def __init__(self, path: Path, lower: Lowering, bound: Callable[[tuple[str, ...]], str]):
+        self.path, self.lower, self._bound = path, lower, bound
         self._loaded, self._lock = None, threading.Lock()
 
     def read(self) -> Callable | None:
@@ -119,7 +117,7 @@ class Place:
         try:
             with open(open_private(self.path), "rb") as file:
                 header = _header(file)
-            if bindings(header["modules"]) != header["bindings"]:
+            if self._bound(tuple(header["modules"])) != header["bindings"]:
                 return None
             sizes = [each["bytes"] for each in header["programs"]]
         except FileNotFoundError:

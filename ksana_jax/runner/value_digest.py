@@ -19,7 +19,7 @@ import numpy as np
 from ksana_jax.core.own_code import PACKAGES
 
 # Code of these is known by their versions; the package's own by its files.
-LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "ml_dtypes", "opt_einsum", "rich", "scipy")
+LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "rich", "scipy")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _BY_REPR = (np.dtype, np.ufunc, range, slice, pathlib.PurePath, re.Pattern, jax.P, TypeVar)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
@@ -54,17 +54,14 @@ class Walk:
         self._shapes: dict[int, tuple[Any, bytes]] = {}
 
     def shapes(self, tree: Any) -> bytes:
-        """Digests a tree of arrays, or of their shapes, as far as a program depends on them."""
+        """Digests a tree of `shape_of` arrays."""
         if id(tree) not in self._shapes:
             arrays, structure = jax.tree.flatten(tree)
             self._shapes[id(tree)] = tree, self([structure, *map(self._array, arrays)])
         return self._shapes[id(tree)][1]
 
     def _array(self, x: Any) -> bytes:
-        if not isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-            raise NotStored(f"an argument is a {type(x).__name__}, no array")
-        fixed = isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", None)
-        return self((x.shape, str(x.dtype), getattr(x, "weak_type", False), fixed, getattr(x, "sharding", None)))
+        return self((x.shape, str(x.dtype), x.weak_type, x.sharding))
 
     def __call__(self, x: Any) -> bytes:
         if type(x) in _SCALARS:

@@ -10,7 +10,6 @@ from ksana_jax.core import vllm_names
 from ksana_jax.tokenizers.base import Tokenizer
 from ksana_jax.tokenizers.files import one_line
 from ksana_jax.tokenizers.messages import check_plain, check_tools, read_messages
-from ksana_jax.tokenizers.template_sandbox import GLOBALS, render
 
 # A conversation.
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -57,6 +56,8 @@ def render_chat(
       ChatTemplateError: the template rejected the messages or did something forbidden; the error text begins with
         "chat template refused".
     """
+    from ksana_jax.tokenizers.template_sandbox import GLOBALS, render  # Jinja is slow to import, and only chats need it
+
     read, source = read_messages(messages), _source(tokenizer, chat_template, tools)
     if tools is not None:
         check_tools(tools)

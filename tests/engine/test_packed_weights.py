@@ -118,7 +118,7 @@ def test_a_file_has_the_weights_of_one_model_and_one_set_of_settings(model, fold
 
 def test_another_library_or_version_of_the_code_reads_no_older_file(model, folder, monkeypatch):
     llm(model)
-    for number, name in enumerate(("library", "_sources"), 2):
+    for number, name in enumerate(("library", "sources"), 2):
         with monkeypatch.context() as patch:
             patch.setattr(packed_weights, name, lambda: Path("another"))
             llm(model)

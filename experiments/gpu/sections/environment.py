@@ -25,7 +25,6 @@ PACKAGES = (
     "jax",
     "jaxlib",
     "jax-cuda13-plugin",
-    "flax",
     "numpy",
     "torch",
     "triton",
