@@ -92,8 +92,9 @@ class StepLoop:
         self._ahead: Steps = collections.deque()
         # When the last step was recorded; None if the engine has been idle since.
         self._recorded_s: float | None = None
-        # On the host an embedding is looked up before the step, for which its tokens must be known.
-        feeds = config.embedding_device == "device"
+        # On the host an embedding is looked up before the step, for which its tokens must be known. Kept tokens are
+        # read from the pool before the next step.
+        feeds = config.embedding_device == "device" and not config.kept_tokens
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
 
