@@ -33,7 +33,6 @@ SETTINGS = (
     "speculative_config",
     "enable_prefix_caching",
     "enable_lora",
-    "kept_tokens",
     "shared_prefix_attention",
     "distributed",
     "disk_cache_dir",
@@ -53,6 +52,7 @@ DRAFT_MODEL = "speculative_config with a draft model"
 INVARIANT = 'numerics "invariant"'
 HOST_EMBEDDING = 'embedding_device "host"'
 PREFER = "operators.prefer"
+ACTIVATIONS = "LLM.activations"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
@@ -68,7 +68,6 @@ REFUSALS = (
     Refusal("kv_selection", "kv_full_precision_layers", "keys are read by head from one kind of block"),
     Refusal("kv_selection", NO_FULL_LAYER, "queries select in layers with full attention only"),
     Refusal("kv_selection", ALIBI, "scores of summaries have no biases by distance"),
-    Refusal("kv_selection", "kept_tokens", "a step does not report the blocks that its queries select"),
     Refusal("kv_selection", "shared_prefix_attention", "each row selects its own blocks of a shared prefix"),
     Refusal("kv_selection", BRANCHES, "a block is selected for its keys of all branches"),
     Refusal("speculative_config", ADDS_UP_ATTENTION, "the attention of rejected draft tokens would count"),
@@ -102,6 +101,11 @@ REFUSALS = (
     Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
     Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),
     Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
+    Refusal(ACTIVATIONS, BRANCHES, "it reads the blocks of single rows, after the step"),
+    Refusal(ACTIVATIONS, "shared_prefix_attention", "it reads the blocks of single rows, after the step"),
+    Refusal(ACTIVATIONS, "tensor_parallel_size", "it records one device"),
+    Refusal(ACTIVATIONS, "data_parallel_size", "it records one device"),
+    Refusal(ACTIVATIONS, "distributed", "it records one device"),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),
     Refusal("enable_lora", "data_parallel_size", "a request's adapter has a slot in one engine"),
     Refusal("enable_lora", "distributed", "adapters are in the memory of one process"),

@@ -70,9 +70,6 @@ class Engine(IdleChanges):
         self.first_tokens: list[Request] = []
         # Called after each step that computed something, its record written; they may look, not change anything.
         self.observers: list[Callable[[Engine], None]] = []
-        # Called after each step with the row of each watched completion, while the pool is as the step has left it; in
-        # engines without steps ahead.
-        self.inspectors: list[Callable[[Step, dict[Completion, int]], None]] = []
         # Completions that are read token by token, inspected, or score their prompt; a dict keeps the order of arrival.
         self._watched: dict[Completion, None] = {}
         # Runs every change of the engine, one at a time.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
@@ -9,6 +12,7 @@ from ksana_jax.engine.completion import Completion
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.steps import Step
 from ksana_jax.kv.layout import HIDDEN, TEXT_POSITION
+from ksana_jax.runner.recording import StepRecorder
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepInput
 
@@ -20,16 +24,17 @@ class KeptTokens:
         if not isinstance(engine.executor, Runner):
             raise ConfigError("kept_tokens needs an engine that computes a model; this one does not")
         self._engine, self._runner = engine, engine.executor
+        selects = engine.scheduler.layout.selects_in
+        self._recorder = StepRecorder(engine.executor, [layer for layer, method in enumerate(selects) if method])
 
     def __call__(self, step: Step, rows_of: dict[Completion, int]) -> None:
         """Inspects a step; see `Engine.inspectors`."""
         end_of = dict(zip(step.batch.rows.tolist(), step.ends.tolist(), strict=True))
         for completion, row in rows_of.items():
-            seq, request = completion.seq, completion.seq.owner
-            streams = getattr(completion, "streams", False)
-            if row not in end_of or request.beams is not None or not (streams or seq.finish_reason is not None):
+            seq, ended = completion.seq, completion.seq.finish_reason is not None
+            if row not in end_of or seq.owner.beams is not None or not (ended or getattr(completion, "streams", False)):
                 continue
-            known = seq.num_prompt + len(completion.token_ids) if seq.finish_reason is None else len(seq.token_ids)
+            known = len(seq.token_ids) if ended else seq.num_prompt + len(completion.token_ids)
             if known > seq.num_prompt:  # a token was sampled: all before it are computed
                 completion.kept_tokens = self.of(step.input, end_of[row], known - 1)
 
@@ -40,32 +45,60 @@ class KeptTokens:
         Args:
           end: index in the step's tokens of the row's last one.
         """
-        runner, layout, arrays = self._runner, self._engine.scheduler.layout, step.arrays
-        (first, tile), size = _tile_of(step, end), layout.block_size
+        runner, layout = self._runner, self._engine.scheduler.layout
+        tile, recorded = Tile.of(step, end), functools.cache(lambda: self._recorder(step))
         found = np.zeros((len(layout.places), layout.num_kv_heads, num_tokens), bool)
-        stored: dict[int, np.ndarray] = {}
+        stored = functools.cache(functools.partial(tile.stored, runner))
         for place, (group, at) in enumerate(layout.places):
-            if (method := layout.evicts_from[place]) is None:
+            cached = tile.cached(group, layout.block_size)
+            used = cached < num_tokens - tile.num_evicted(group)
+            if layout.selects_in[place] is not None:
+                [(weights, _)] = recorded().weights[place][tile.part]
+                newest = np.asarray(weights)[tile.nth, num_tokens - 1 - tile.begin]
+                read = newest.reshape(found.shape[1], -1, len(cached)).max(axis=1) >= 0
+                found[place][:, cached[used]] = read[:, used]
+            elif (method := layout.evicts_from[place]) is None:
                 found[place] = runner.patterns[place].visible(num_tokens - 1, np.arange(num_tokens))
-                continue
-            if group not in stored:
-                leaf = runner.cache.leaves[HIDDEN if method.hides else TEXT_POSITION]
-                stored[group] = np.asarray(leaf[arrays.block_tables[group, tile]])[:, :, 0]  # [P, Lg, K, B]
-            num_evicted = int(arrays.positions[first] - arrays.cache_positions[group, first])
-            slots = (arrays.block_starts[group, tile][:, None] + np.arange(size)).reshape(-1)
-            used, of_slots = slots < num_tokens - num_evicted, np.moveaxis(stored[group][:, at], 0, 1)
-            of_slots = of_slots.reshape(len(of_slots), -1)[:, used]  # [K, slots]
-            if method.hides:
-                found[place][:, slots[used]] = ~of_slots
+            elif method.hides:
+                found[place][:, cached[used]] = ~stored(HIDDEN, group)[at][:, used]
             else:
-                np.put_along_axis(found[place], of_slots, True, axis=1)
+                np.put_along_axis(found[place], stored(TEXT_POSITION, group)[at][:, used], True, axis=1)
         return found.reshape(len(runner.config.layers), -1, num_tokens)
 
 
-def _tile_of(step: StepInput, token: int) -> tuple[int, int]:
-    """Returns the first token of a token's tile, and the tile."""
-    for part, tokens, tiles in step.shape.places():
-        if token < tokens.stop:
-            nth = (token - tokens.start) // part.width
-            return tokens.start + nth * part.width, tiles.start + nth
-    raise IndexError(f"the step has {step.shape.num_tokens} tokens, not {token + 1}")
+class Tile(NamedTuple):
+    """A tile of a step. part: of the step. nth: in the part. index: in the step. first: its first token."""
+
+    step: StepInput
+    part: int
+    nth: int
+    index: int
+    first: int
+
+    @classmethod
+    def of(cls, step: StepInput, token: int) -> Tile:
+        """Returns the tile of a token."""
+        for number, (part, tokens, tiles) in enumerate(step.shape.places()):
+            if token < tokens.stop:
+                nth = (token - tokens.start) // part.width
+                return cls(step, number, nth, tiles.start + nth, tokens.start + nth * part.width)
+        raise IndexError(f"the step has {step.shape.num_tokens} tokens, not {token + 1}")
+
+    @property
+    def begin(self) -> int:
+        """Sequence position of its first token."""
+        return int(self.step.arrays.positions[self.first])
+
+    def num_evicted(self, group: int) -> int:
+        """Returns how many tokens a group of layers has evicted."""
+        return self.begin - int(self.step.arrays.cache_positions[group, self.first])
+
+    def cached(self, group: int, block_size: int) -> np.ndarray:
+        """Returns the cache positions [C] of the slots of its table; at or beyond FAR if absent."""
+        starts = self.step.arrays.block_starts[group, self.index]
+        return (starts[:, None] + np.arange(block_size)).reshape(-1)
+
+    def stored(self, runner: Runner, name: str, group: int) -> np.ndarray:
+        """Returns what the slots of its table hold in a leaf of `kv.layout.OF_TOKENS`: [Lg, K, C]."""
+        leaf = np.asarray(runner.cache.leaves[name][self.step.arrays.block_tables[group, self.index]])[:, :, 0]
+        return np.moveaxis(leaf, 0, 2).reshape(*leaf.shape[1:3], -1)

@@ -261,6 +261,11 @@ class ModelPrograms:
         step = {"network": self._network, "alike": self._patterns.alike, "packing": self._packing_of(shape)}
         return Lowering(lower_whole, *self._packed_arguments(shape), shape=shape, **step)
 
+    @property
+    def network(self) -> Network:
+        """Everything except shapes that determines the steps."""
+        return self._network
+
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], those sampled [J, D]). replaced: of `Network`."""
