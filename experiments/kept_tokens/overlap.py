@@ -20,7 +20,7 @@ CONTEXT = 512
 def masks_of(folder: Path) -> dict[str, np.ndarray]:
     """Returns the tokens that each row has chosen: bool [texts, L, K, tokens]."""
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    names = {r["trial"]: r["name"] for r in records if "name" in r}
+    names = {r["trial"]: r["label"] for r in records if "label" in r}
     found: dict[str, dict[str, np.ndarray]] = {}
     for record in records:
         if record.get("metric") == "kept":

@@ -52,7 +52,7 @@ DRAFT_MODEL = "speculative_config with a draft model"
 INVARIANT = 'numerics "invariant"'
 HOST_EMBEDDING = 'embedding_device "host"'
 PREFER = "operators.prefer"
-ACTIVATIONS = "LLM.activations"
+ACTIVATIONS = "activations"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ksana_jax.core import checks, refusals
 from ksana_jax.core.outputs import RequestOutput
-from ksana_jax.core.request import RequestInput
+from ksana_jax.core.request import SamplingParams
 from ksana_jax.core.units import byte_size
 from ksana_jax.engine.completion import Completion
 from ksana_jax.engine.kept import Tile
+from ksana_jax.engine.llm import LLM
+from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.steps import Step
 from ksana_jax.kv.layout import TEXT_POSITION
-from ksana_jax.runner.recording import Recorded, StepRecorder
-from ksana_jax.runner.runner import Runner
-
-if TYPE_CHECKING:
-    from ksana_jax.engine.engine import Engine
+from ksana_jax.runner.recording import Recorded, step_recorder
 
 
 class Activations(NamedTuple):
@@ -38,28 +37,46 @@ class Activations(NamedTuple):
     hidden: np.ndarray
 
 
-def recorded(
-    engine: Engine,
-    asked: RequestInput,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    max_bytes: int,
-    path: str | os.PathLike[str] | None,
+def activations(
+    llm: LLM,
+    prompt: Prompt,
+    sampling_params: SamplingParams | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    max_bytes: int = 2**30,
+    path: str | os.PathLike[str] | None = None,
 ) -> Activations:
-    """Serves a request and returns its activations; see `LLM.activations`."""
-    runner, model, eviction = engine.executor, engine.model, engine.scheduler.layout.eviction
-    assert isinstance(runner, Runner)
+    """Completes a prompt and returns its attention weights and hidden states as the engine computes them: from cached
+    keys as they are stored, under pattern, eviction and selection. Cached prefixes are not used.
+
+    Each step is computed a second time, with XLA, from the pool that it has left.
+
+    Args:
+      prompt, sampling_params: as in `LLM.generate`; None computes the prompt alone.
+      layers, heads: those to return, heads of queries; None returns all.
+      max_bytes: maximum size of the arrays.
+      path: safetensors file to hold them, "attention" and "hidden", instead of memory.
+
+    Raises:
+      ValueError: the arrays are too large, or the engine cannot tell them; the message says why.
+      RuntimeError: requests are running.
+    """
+    params = sampling_params or SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    [asked] = read_requests(prompt, params, None, llm.tokenizer, None, streams=False)
+    engine = llm.engine
+    runner, model, eviction = llm.runner, engine.model, engine.scheduler.layout.eviction
     branches = (speculation := engine.scheduler.speculation) is not None and speculation.method.draws_trees
     refusals.check(engine.config.used() | {refusals.ACTIVATIONS: True, refusals.BRANCHES: branches}, ValueError)
-    if asked.params.num_sequences > 1:
+    if params.num_sequences > 1:
         raise ValueError("activations are those of one sequence: n must be 1, and beam_width 0 or 1")
     if eviction is not None and not eviction.method.hides and TEXT_POSITION not in runner.cache.leaves:
         raise ValueError("activations under kv_eviction need an engine with kept_tokens: it stores positions")
     layers, num_heads = _chosen("layers", layers, model.num_layers), model.layers[0].attention.num_heads
     heads = _chosen("heads", heads, num_heads)
-    most = asked.params.max_len(len(asked.prompt_token_ids), engine.max_model_len) - 1
+    most = params.max_len(len(asked.prompt_token_ids), engine.max_model_len) - 1
     shapes = {"attention": (len(layers), len(heads), most, most), "hidden": (len(layers), most, model.d_model)}
-    if (nbytes := 4 * sum(map(_size, shapes.values()))) > max_bytes:
+    if (nbytes := 4 * sum(map(math.prod, shapes.values()))) > max_bytes:
         raise ValueError(
             f"activations of {len(layers)} layers, {len(heads)} heads and {most:,} tokens take {byte_size(nbytes)}, "
             f"max_bytes is {byte_size(max_bytes)}: choose layers and heads, or raise it"
@@ -69,7 +86,7 @@ def recorded(
     [request] = engine.new_requests([asked._replace(request_id=name, cache_salt=name)])
     engine.check_idle("activations are recorded only in between")
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} if path is None else {}
-    recording = _Recording(engine, name, layers, heads, **arrays or _in_file(path, shapes))
+    recording = _Recording(llm, name, layers, heads, **arrays or _in_file(path, shapes))
     engine.inspectors.append(recording)
     try:
         *_, output = engine.serve([request])
@@ -82,11 +99,11 @@ def recorded(
 class _Recording:
     """Records one request; an inspector of its engine (`Engine.inspectors`)."""
 
-    def __init__(self, engine: Engine, name: str, layers, heads, attention: np.ndarray, hidden: np.ndarray):
+    def __init__(self, llm: LLM, name: str, layers, heads, attention: np.ndarray, hidden: np.ndarray):
         self._name, self._layers, self._heads = name, layers, heads
         self.attention, self.hidden = attention, hidden
-        self._layout, self._runner = engine.scheduler.layout, engine.executor
-        self._record = StepRecorder(self._runner, layers)
+        self._layout, self._runner = llm.engine.scheduler.layout, llm.runner
+        self._record = step_recorder(self._runner, layers)
 
     def __call__(self, step: Step, rows_of: dict[Completion, int]) -> None:
         rows = step.batch.rows.tolist()
@@ -128,15 +145,11 @@ def _chosen(name: str, given: Sequence[int] | None, count: int) -> tuple[int, ..
     return found
 
 
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
-
 def _in_file(path: str | os.PathLike[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Creates a safetensors file of zeros in float32; returns its arrays, which are written as they change."""
     header, end = {}, 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * _size(shape)
+        start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -12,7 +12,7 @@ from ksana_jax.engine.completion import Completion
 from ksana_jax.engine.engine import Engine
 from ksana_jax.engine.steps import Step
 from ksana_jax.kv.layout import HIDDEN, TEXT_POSITION
-from ksana_jax.runner.recording import StepRecorder
+from ksana_jax.runner.recording import step_recorder
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepInput
 
@@ -25,7 +25,7 @@ class KeptTokens:
             raise ConfigError("kept_tokens needs an engine that computes a model; this one does not")
         self._engine, self._runner = engine, engine.executor
         selects = engine.scheduler.layout.selects_in
-        self._recorder = StepRecorder(engine.executor, [layer for layer, method in enumerate(selects) if method])
+        self._recorder = step_recorder(engine.executor, [layer for layer, method in enumerate(selects) if method])
 
     def __call__(self, step: Step, rows_of: dict[Completion, int]) -> None:
         """Inspects a step; see `Engine.inspectors`."""
@@ -78,11 +78,10 @@ class Tile(NamedTuple):
     @classmethod
     def of(cls, step: StepInput, token: int) -> Tile:
         """Returns the tile of a token."""
-        for number, (part, tokens, tiles) in enumerate(step.shape.places()):
-            if token < tokens.stop:
-                nth = (token - tokens.start) // part.width
-                return cls(step, number, nth, tiles.start + nth, tokens.start + nth * part.width)
-        raise IndexError(f"the step has {step.shape.num_tokens} tokens, not {token + 1}")
+        places = enumerate(step.shape.places())
+        number, (part, tokens, tiles) = next(place for place in places if token < place[1][1].stop)
+        nth = (token - tokens.start) // part.width
+        return cls(step, number, nth, tiles.start + nth, tokens.start + nth * part.width)
 
     @property
     def begin(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -12,7 +11,6 @@ from ksana_jax.core import checks, vllm_names
 from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.core.request import SamplingParams
-from ksana_jax.engine.activations import Activations, recorded
 from ksana_jax.engine.completion import Request
 from ksana_jax.engine.loaded_model import LoadedModel
 from ksana_jax.engine.progress import progress_bar
@@ -123,35 +121,6 @@ class LLM(LoadedModel, Sessions):
         """
         prompts = chat_prompts(messages, self.tokenizer, options, "LLM.chat")
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-    def activations(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        layers: Seq[int] | None = None,
-        heads: Seq[int] | None = None,
-        max_bytes: int = 2**30,
-        path: str | os.PathLike[str] | None = None,
-    ) -> Activations:
-        """Completes a prompt and returns its attention weights and hidden states as the engine computes them: from
-        the cached keys as they are stored, under pattern, eviction and selection.
-
-        Each step is computed a second time, with XLA. The prompt is computed whole, without cached prefixes.
-
-        Args:
-          prompt, sampling_params: as in `generate`; None computes the prompt alone.
-          layers, heads: those to return, heads of queries; None returns all.
-          max_bytes: maximum size of the arrays.
-          path: safetensors file to hold them, "attention" and "hidden", instead of memory.
-
-        Raises:
-          ValueError: the arrays are too large, or the engine cannot tell them; the message says why.
-          RuntimeError: requests are running.
-        """
-        params = sampling_params or SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        [asked] = read_requests(prompt, params, None, self.tokenizer, None, streams=False)
-        return recorded(self.engine, asked, layers, heads, max_bytes, path)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.

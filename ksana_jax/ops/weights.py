@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -17,23 +15,14 @@ from ksana_jax.ops.sources import sources
 from ksana_jax.scheduler.step.types import TileGroup
 
 
-class Weights(NamedTuple):
-    """Attention weights of one part of a step, to the keys of one source.
-
-    weights: [S, Q, N, C] float32; -1 where a query does not attend to a slot. slots: [S, C] cache positions.
-    """
-
-    weights: jax.Array
-    slots: jax.Array
-
-
 def attention_weights(
     queries: Queries, cache: KVCache, context: AttentionContext, selection: SelectionMethod | None
-) -> tuple[jax.Array, list[list[Weights]]]:
+) -> tuple[jax.Array, list[list[tuple[jax.Array, jax.Array]]]]:
     """Attends each packed token to the cached slots of its row, as `ragged_paged_attention` and `attend_selected` do.
 
     Returns:
-      The result [T, N, H]; and the weights by part of the step and source.
+      The result [T, N, H]. For each part of the step and each source of keys the weights [S, Q, N, C] in float32, -1
+      where a query does not attend to a slot, and the cache positions of the slots [S, C].
     """
     places = context.shape.places()
     outs, weights = zip(*(_of_part(queries, cache, context, selection, *place) for place in places), strict=True)
@@ -70,7 +59,7 @@ def _of_part(queries: Queries, cache, context: AttentionContext, selection, part
     out = by_token(jnp.einsum("SKRC,SKCH->SKRH", weights, jnp.concatenate(values, axis=2)), part.width)
     weights = by_token(jnp.where(jnp.isfinite(logits), weights, -1), part.width)
     each = jnp.split(weights.reshape(*part, *weights.shape[1:]), [scores[0].shape[-1]], axis=-1)
-    return out, [Weights(*pair) for pair in zip(each, slots, strict=False)]
+    return out, list(zip(each, slots, strict=False))
 
 
 def _selected(method: SelectionMethod, q, cache, context: AttentionContext, part: TileGroup, tokens, tiles):

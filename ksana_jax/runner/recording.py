@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,29 +20,26 @@ from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepShape
 
 
 class Recorded(NamedTuple):
-    """weights: `ops.weights.Weights` by place (`KVLayout.places`), part of the step and source. hidden: [T, D] after
-    layers, by layer."""
+    """weights: of `attention_weights`, by place (`KVLayout.places`). hidden: [T, D] after layers, by layer."""
 
     weights: dict[int, list[list[Any]]]
     hidden: dict[int, Any]
 
 
-class StepRecorder:
-    """Records some layers of a runner's steps."""
+def step_recorder(runner: Runner, layers: Sequence[int]) -> Callable[[StepInput], Recorded]:
+    """Returns a function that records some layers of a step; it is called before another step is submitted."""
 
-    def __init__(self, runner: Runner, layers: Sequence[int]):
-        self._runner, self._layers = runner, frozenset(layers)
-        self._programs: dict[StepShape, Any] = {}
+    @functools.cache
+    def program(shape: StepShape):
+        return jax.jit(functools.partial(record, network=runner.network, shape=shape, layers=frozenset(layers)))
 
-    def __call__(self, step: StepInput) -> Recorded:
-        """Records a step; only before another one is submitted."""
-        runner, arrays, shape = self._runner, step.arrays, step.shape
+    def recorded(step: StepInput) -> Recorded:
+        arrays, patterns = step.arrays, runner.step_arguments(step.shape)[-1]
         if runner.embeds_on_host:
             arrays = arrays._replace(tokens=runner.params.embed[arrays.tokens])
-        if shape not in self._programs:
-            given = {"network": runner.network, "shape": shape, "layers": self._layers}
-            self._programs[shape] = jax.jit(functools.partial(record, **given))
-        return self._programs[shape](runner.params, runner.cache, arrays, runner.step_arguments(shape)[-1])
+        return program(step.shape)(runner.params, runner.cache, arrays, patterns)
+
+    return recorded
 
 
 def record(params, cache, arrays: StepArrays, patterns, *, network: Network, shape: StepShape, layers) -> Recorded:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
 from ksana_jax.core.config import ConfigError
+from ksana_jax.engine.activations import activations
 from tests.engine import small, test_block_codecs, test_kv_codecs
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.golden.cases import golden_case
@@ -68,7 +69,7 @@ def expect_scores(found) -> None:
 )
 def test_weights_are_the_float64_models_under_patterns(pattern):
     llm = make_llm(pattern=pattern, max_repositioned_sinks=2)
-    found = llm.activations({"prompt_token_ids": PROMPT}, PARAMS)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
     expect(found, pattern=pattern)
     assert_idle(llm)
 
@@ -76,9 +77,9 @@ def test_weights_are_the_float64_models_under_patterns(pattern):
 def test_heads_of_a_layer_may_have_patterns_of_their_own():
     window, full = AttentionPattern(window=6), AttentionPattern()
     llm = make_llm(pattern={"window": 6, "full_heads": [[1], [0]]})
-    found = llm.activations({"prompt_token_ids": PROMPT}, PARAMS)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
     expect(found, pattern=[window, full, full, window])
-    some = llm.activations({"prompt_token_ids": PROMPT}, PARAMS, heads=[3, 0])
+    some = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS, heads=[3, 0])
     np.testing.assert_array_equal(some.attention, found.attention[:, [3, 0]])
 
 
@@ -86,7 +87,7 @@ def test_heads_of_a_layer_may_have_patterns_of_their_own():
 def test_keys_are_read_as_a_codec_stores_them(name):
     text, _ = test_kv_codecs.text_without_ties(name)
     llm = make_llm(kv_cache_dtype=name)
-    found = llm.activations({"prompt_token_ids": text.tolist()}, SamplingParams(max_tokens=1, detokenize=False))
+    found = activations(llm, {"prompt_token_ids": text.tolist()}, SamplingParams(max_tokens=1, detokenize=False))
     weights = []
     reference_logprobs(*reversed(model()), text, attention=weights, stored=test_kv_codecs.Definition(name))
     np.testing.assert_allclose(found.attention, np.array(weights).reshape(2, 4, 10, 10), atol=ATOL)
@@ -96,7 +97,7 @@ def test_keys_of_blocks_are_read_as_codes_or_exactly():
     setting = test_block_codecs.KVQUANT
     text, _ = test_block_codecs.expected_logprobs(setting)
     llm = make_llm(kv_cache_dtype=setting, max_num_batched_tokens=7, query_tile=4)
-    found = llm.activations({"prompt_token_ids": text.tolist()}, SamplingParams(max_tokens=1, detokenize=False))
+    found = activations(llm, {"prompt_token_ids": text.tolist()}, SamplingParams(max_tokens=1, detokenize=False))
     weights, stored = [], test_block_codecs.Definition(setting)
     exact = test_block_codecs.read_exactly(setting, len(text))
     reference_logprobs(*reversed(model()), text, attention=weights, stored=stored, exact=exact, unrotated=True)
@@ -116,7 +117,7 @@ def test_keys_of_blocks_are_read_as_codes_or_exactly():
 def test_weights_under_eviction_are_those_of_its_definition(name, memory):
     setting, rule_of = METHODS[name]
     llm = make_llm(kv_eviction=setting | {"memory": memory}, kept_tokens=True)
-    found = llm.activations({"prompt_token_ids": PROMPT}, PARAMS)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
     text = text_of(found)[:-1]
     _, _, states = run(*reversed(model()), text, rule_of(len(PROMPT)), len(PROMPT))
     by_head = found.attention.reshape(2, 2, 2, len(text), len(text)).sum(axis=2)
@@ -138,7 +139,7 @@ def test_weights_and_kept_tokens_under_selection_are_those_of_its_definition(pro
     llm = make_llm(
         kv_selection={"method": "quest", "budget": 16, "prompts": prompts, "full_layers": 1}, kept_tokens=True
     )
-    found = llm.activations({"prompt_token_ids": PROMPT}, PARAMS)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
     first = len(PROMPT) if prompts == "whole" else 0
     expect(found, selects=lambda layer, q, k: keys_read(quest, q, k, 4, 16, first if layer else len(q)))
     last = found.attention.reshape(2, 2, 2, *found.attention.shape[2:])[..., -1, :].max(axis=2) > 0
@@ -148,8 +149,8 @@ def test_weights_and_kept_tokens_under_selection_are_those_of_its_definition(pro
 
 def test_chosen_layers_and_heads_go_to_a_file(tmp_path):
     llm, path = make_llm(), tmp_path / "activations.safetensors"
-    whole = llm.activations({"prompt_token_ids": PROMPT}, PARAMS)
-    found = llm.activations({"prompt_token_ids": PROMPT}, PARAMS, layers=[1], heads=[3, 0], path=path)
+    whole = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS, layers=[1], heads=[3, 0], path=path)
     stored = load_file(path)
     np.testing.assert_array_equal(stored["attention"], whole.attention[[1]][:, [3, 0]])
     np.testing.assert_array_equal(stored["hidden"], whole.hidden[[1]])
@@ -168,7 +169,7 @@ def test_chosen_layers_and_heads_go_to_a_file(tmp_path):
 def test_what_cannot_be_recorded_is_refused(settings, asked, said):
     llm = make_llm(**settings)
     with pytest.raises((ValueError, ConfigError), match=said):
-        llm.activations({"prompt_token_ids": PROMPT}, **asked)
+        activations(llm, {"prompt_token_ids": PROMPT}, **asked)
     assert not llm.engine.inspectors
     assert_idle(llm)
 
@@ -190,7 +191,7 @@ def test_weights_and_hidden_states_are_those_of_transformers(name):
     with torch.no_grad():
         weights = theirs(torch.tensor([tokens]), output_attentions=True).attentions
     llm = LLM(str(case.model_dir), max_model_len=80, num_blocks=16, max_num_batched_tokens=32)
-    found = llm.activations({"prompt_token_ids": tokens})
+    found = activations(llm, {"prompt_token_ids": tokens})
     np.testing.assert_allclose(found.attention, np.array([w[0].numpy() for w in weights]), atol=ATOL)
     for mine, other in zip(found.hidden, states, strict=True):
         np.testing.assert_allclose(mine, other.reshape(mine.shape).numpy(), atol=ATOL)
