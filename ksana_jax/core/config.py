@@ -240,6 +240,8 @@ class EngineConfig:
       disk_cache_bytes: maximum bytes of this model's files in that folder; files of other models are not counted.
       cache_write: when cached prefixes are written to the next slower tier: "back" when they are replaced, "through"
         when they are computed, "drop" never.
+      kept_tokens: tell which tokens each layer and KV head has kept (`CompletionOutput.kept_tokens`). With freed
+        `kv_eviction` the pool stores a position per token, layer and head; steps are computed one by one.
       embedding_device: where the token embedding is stored and looked up.
       numerics: "invariant" gives the same request the same tokens and log-probabilities bit by bit, whatever shares the
         batch and however its prompt is chunked, preempted, cached or resumed. It takes native attention, products and
@@ -295,6 +297,7 @@ class EngineConfig:
     disk_cache_dir: str | None = None
     disk_cache_bytes: int = GIB
     cache_write: Literal["back", "through", "drop"] = "back"
+    kept_tokens: bool = False
     embedding_device: Literal["device", "host"] = "device"
     operators: OperatorSettings = AUTO
     numerics: Literal["fast", "invariant"] = "fast"
@@ -338,10 +341,7 @@ class EngineConfig:
             checks.one_of("embedding_device", self.embedding_device, ("device", "host")),
             checks.one_of("numerics", self.numerics, ("fast", "invariant")),
             checks.one_of("quantization", self.quantization, QUANTIZATIONS),
-            checks.boolean("async_scheduling", self.async_scheduling),
-            checks.boolean("enable_prefix_caching", self.enable_prefix_caching),
-            checks.boolean("shared_prefix_attention", self.shared_prefix_attention),
-            checks.boolean("enable_lora", self.enable_lora),
+            *(checks.boolean(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.type == "bool"),
             error=ConfigError,
         )
         if self.numerics == "invariant" and (problems := self.operators.not_row_by_row(self.block_size)):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ksana_jax.core.request import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Logprob(NamedTuple):
@@ -22,6 +25,9 @@ class CompletionOutput:
     logprobs: for each token {token_id: Logprob} of the chosen and the top tokens, if requested.
     cumulative_logprob: sum over the tokens, for beams and if log-probabilities were requested; None otherwise.
     error: why it ended, if finish_reason is "error".
+    kept_tokens: with `EngineConfig.kept_tokens`, which tokens the last computed one attends to, in each layer and KV
+      head: bool [L, K, tokens], prompt and output without the last sampled one. None until it has ended, unless it is
+      streamed, and for beams.
     """
 
     index: int
@@ -32,6 +38,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    kept_tokens: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

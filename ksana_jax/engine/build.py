@@ -108,6 +108,10 @@ def build_engine(
         from ksana_jax.engine.adapters import Adapters
 
         engine.factory.adapters = Adapters(model, half.config, half.executor)
+    if config.kept_tokens:
+        from ksana_jax.engine.kept import KeptTokens
+
+        engine.inspectors.append(KeptTokens(engine))
     for observe in observers:
         observe(engine)
     return engine

@@ -33,6 +33,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    kept_tokens: np.ndarray | None = None
     _closed: bool = False
     _num_taken: int = 0
 
@@ -102,6 +103,7 @@ class Completion:
             seq.stop_reason,
             self.cumulative_logprob,
             self.error,
+            self.kept_tokens,
         )
 
 

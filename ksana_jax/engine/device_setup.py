@@ -102,7 +102,7 @@ class Prepared:
             dtype=config.dtype,
             quantization=config.quantization,
             kv_dtype=f"{config.kv_dtype} {config.kv_full_precision_layers}"
-            + ("" if layout.eviction is None else f" {layout.eviction.method.stored}")
+            + ("" if layout.eviction is None else f" {layout.eviction.method.stored}{', kept' * config.kept_tokens}")
             + ("" if layout.selection is None else f" {layout.selection}"),
             max_model_len=config.max_model_len,
             numerics=config.numerics,

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +97,9 @@ class StepLoop:
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
+        # Called with each step and the rows of its watched completions, while the pool is as the step has left it: with
+        # any, which are added while no request runs, steps are computed one by one.
+        self.inspectors: list[Callable[[Step, dict[Any, int]], None]] = []
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +122,7 @@ class StepLoop:
             self._running, self._ahead = self._ahead, collections.deque()
             last = self._running[-1]
             self.scheduler.advance(last.batch)
-            if self.runs_ahead:
+            if self.runs_ahead and not self.inspectors:
                 self._ahead = self._submit(self._schedule_after(last), since)
         return self._running.popleft()
 
@@ -136,7 +140,7 @@ class StepLoop:
             since = steps[-1].began
             if batch.admitted:  # of a call only the first step admits requests
                 self._note_admitted(batch, since)
-            if len(steps) == self._most_steps or len(batch.chunks) or self.scheduler.waiting:
+            if len(steps) == self._most_steps or len(batch.chunks) or self.scheduler.waiting or self.inspectors:
                 break
             batch = self._schedule_after(steps[-1])
         inputs = [step.input for step in steps]

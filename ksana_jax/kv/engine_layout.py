@@ -33,6 +33,7 @@ def make_layout(
         eviction=read_eviction(config.kv_eviction),
         selection=selection,
         exact_dtype=config.dtype,
+        text_positions=config.kept_tokens,
     )
     if exact := config.kv_full_precision_layers:
         raw = layout_of(model, patterns, dtype=config.dtype, block_size=config.block_size, as_bits=as_bits)

@@ -30,6 +30,7 @@ def layout_of(
     eviction: EvictionMethod | None = None,
     selection: SelectionMethod | None = None,
     exact_dtype: str = "bf16",
+    text_positions: bool = False,
 ) -> KVLayout:
     """Returns the layout of a model's pool.
 
@@ -39,6 +40,7 @@ def layout_of(
       as_bits: types stored as unsigned integers of the same bits, see `devices.capabilities.stored_as_bits`.
       eviction, selection: how full-attention layers evict tokens, and how their queries select blocks.
       exact_dtype: dtype of the exact tokens next to a block codec's codes: "f32", "bf16" or "f16".
+      text_positions: whether slots that move hold the positions of their tokens, even if the method reads none.
 
     Raises:
       ConfigError: no layer can evict or select, or see `EvictionSchedule`.
@@ -72,7 +74,8 @@ def layout_of(
         return KVLayout(groups, block_size, tuple(leaves), dtype, **selects, sources=sources)
     of_token = (num_layers, 1, heads, block_size)
     leaves += [Leaf(SCORE, of_token, "float32")] * eviction.observes
-    leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * eviction.needs_text_positions
+    text_positions = eviction.needs_text_positions or (text_positions and not eviction.hides)
+    leaves += [Leaf(TEXT_POSITION, of_token, "int32")] * text_positions
     if (state := eviction.state_shape(model.num_heads // heads, model.head_dim)) is not None:
         leaves.append(Leaf(STATE, (*of_token[:-1], *state), "float32"))
     leaves += [Leaf(HIDDEN, of_token, "bool")] * eviction.hides

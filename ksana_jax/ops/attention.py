@@ -66,7 +66,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
         found = [_attend_by_head(q[tokens], cache, context)] if by_head else []
         for source in () if by_head else sources(cache, context):
             tables, starts = source.tables.blocks[tiles], source.tables.starts[tiles]
-            asked = _Tiles(*tiled[:-1], tables=tables, starts=starts, ancestors=tiled[-1])
+            asked = Tiles(*tiled[:-1], tables=tables, starts=starts, ancestors=tiled[-1])
             seen, mass = _attend_tiles(asked, source, context)
             found.append(seen)
             masses += [] if mass is None else [mass]
@@ -74,7 +74,7 @@ def ragged_paged_attention(queries: Queries, cache: KVCache, context: AttentionC
                 found.append(_attend_shared(q[tokens], source, context))
         seen = functools.reduce(merge, found)
         if context.sink_logits is not None:
-            sinks = _sinks(context, (*seen.top.shape, 1))[..., 0]
+            sinks = sinks_of(context, (*seen.top.shape, 1))[..., 0]
             seen = merge(seen, PartialAttention(sinks, jnp.ones_like(sinks), jnp.zeros_like(seen.out)))
         parts.append(normalised(seen))
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -108,7 +108,7 @@ def normalised(seen: PartialAttention) -> jax.Array:
     return seen.out / jnp.where(seen.total > 0, seen.total, 1.0)[..., None]
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Tiles of Q queries, each with its own block table; or one value for each of these arrays.
 
     q, q_sink: [S, Q, N, H]; no q_sink where no sinks are repositioned. positions: [S, Q] in the cache. text_positions,
@@ -153,7 +153,7 @@ class _Tiles(NamedTuple):
         return end(newest)
 
 
-PADDING = _Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR, ancestors=0)
+PADDING = Tiles(q=0, q_sink=0, positions=-1, text_positions=-1, numbers=0, tables=0, starts=FAR, ancestors=0)
 
 
 def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialAttention:
@@ -167,7 +167,7 @@ def _attend_shared(q_TNH, source: Source, context: AttentionContext) -> PartialA
 
     positions = tiled(batch.cache_positions[:count], PADDING.positions)
     q_SQNH = tiled(q_TNH, PADDING.q)
-    tiles = _Tiles(q_SQNH, None, positions, None, None, source.shared.blocks, source.shared.starts)
+    tiles = Tiles(q_SQNH, None, positions, None, None, source.shared.blocks, source.shared.starts)
     seen, _ = _attend_tiles(tiles, source, context)
     return PartialAttention(*(x[:count] for x in seen))
 
@@ -185,11 +185,11 @@ def _attend_by_head(q_TNH, cache: KVCache, context: AttentionContext) -> Partial
     own = Tables(tables, starts)
     source = Source(1, cache.block_size, read, own, own, False, lambda newest: newest + 1)
     q = q_TNH.reshape(t * heads, 1, -1, q_TNH.shape[-1])
-    seen, _ = _attend_tiles(_Tiles(q, None, positions, None, None, *own), source, context)
+    seen, _ = _attend_tiles(Tiles(q, None, positions, None, None, *own), source, context)
     return PartialAttention(*(x.reshape(t, -1, *x.shape[2:]) for x in seen))
 
 
-def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):
+def _attend_tiles(tiles: Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens, in small groups of tiles whose tables have similar lengths.
 
     Returns:
@@ -205,7 +205,7 @@ def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):
         x = jnp.pad(x[order], ((0, -s % group), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
         return x.reshape(-1, group, *x.shape[1:])
 
-    groups = _Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
+    groups = Tiles(*(None if x is None else grouped(x, fill) for x, fill in zip(tiles, PADDING, strict=True)))
     seen, mass = jax.lax.map(lambda tiles: _attend_group(tiles, source, context), groups)
     back = jnp.argsort(order)
 
@@ -216,7 +216,7 @@ def _attend_tiles(tiles: _Tiles, source: Source, context: AttentionContext):
     return PartialAttention(*(in_order(x) for x in seen)), mass
 
 
-def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
+def _attend_group(tiles: Tiles, source: Source, context: AttentionContext):
     """Attends S*Q tokens to one piece of their block tables at a time, with an online softmax.
 
     The number of pieces follows from the longest table in use, found on the device: time follows the text, not the
@@ -233,28 +233,20 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         starts=jnp.pad(tiles.starts, pad, constant_values=PADDING.starts),
     )
 
-    def by_kv_head(x):  # heads that share keys become rows of one matrix: [S, K, G*Q, H]
-        x = x.reshape(s, width, kv_heads, n // kv_heads, -1).transpose(0, 2, 3, 1, 4)
-        return x.reshape(s, kv_heads, -1, x.shape[-1])
-
-    def by_token(x):  # [S, K, G*Q, ...] -> [S*Q, N, ...]
-        x = x.reshape(s, kv_heads, n // kv_heads, width, *x.shape[3:])
-        return jnp.moveaxis(x, 3, 1).reshape(s * width, n, *x.shape[4:])
-
-    q_SKRH = by_kv_head(tiles.q)
+    q_SKRH = by_kv_head(tiles.q, kv_heads)
     state = PartialAttention(
         jnp.full(q_SKRH.shape[:3], -jnp.inf, jnp.float32),
         jnp.zeros(q_SKRH.shape[:3], jnp.float32),
         jnp.zeros(q_SKRH.shape, jnp.float32),
     )
     if tiles.q_sink is not None:
-        state = _absorb_sinks(state, by_kv_head(tiles.q_sink), tiles, source, context)
+        state = _absorb_sinks(state, by_kv_head(tiles.q_sink, kv_heads), tiles, source, context)
 
     def read(i):
         tables, starts = (
             jax.lax.dynamic_slice_in_dim(x, i * piece, piece, axis=1) for x in (tiles.tables, tiles.starts)
         )
-        return _read(tiles, tables, starts, source, context)
+        return read_keys(tiles, tables, starts, source, context)
 
     # Blocks after those that a tile reads come last.
     ends = tiles.slots_end(source.end)[:, None]
@@ -270,15 +262,29 @@ def _attend_group(tiles: _Tiles, source: Source, context: AttentionContext):
         def scores_of(i):
             k, _, kv_pos, hidden = read(i)
             k = k.astype(_wide_enough(k.dtype, q_SKRH.dtype))
-            return _scores(q_SKRH, k, kv_pos, hidden, tiles, source, context), kv_pos
+            return masked_scores(q_SKRH, k, kv_pos, hidden, tiles, source, context), kv_pos
 
         log_total = state.top + jnp.log(state.total)
         if context.sink_logits is not None:
-            log_total = jnp.logaddexp(log_total, by_kv_head(_sinks(context, (s, width, n, 1)))[..., 0])
+            log_total = jnp.logaddexp(log_total, by_kv_head(sinks_of(context, (s, width, n, 1)), kv_heads)[..., 0])
         queries = ObservedQueries(tiles.text_positions, tiles.numbers, log_total)
         pieces = Pieces(num_pieces, most, piece * size, context.features)
         mass = observed_mass(observer, queries, scores_of, pieces)[..., :num_slots]
-    return PartialAttention(*(by_token(x) for x in state)), mass
+    return PartialAttention(*(by_token(x, width) for x in state)), mass
+
+
+def by_kv_head(x, kv_heads: int):
+    """[S, Q, N, H] -> [S, K, G*Q, H]: heads that share keys become rows of one matrix."""
+    s, width, n, _ = x.shape
+    x = x.reshape(s, width, kv_heads, n // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+    return x.reshape(s, kv_heads, -1, x.shape[-1])
+
+
+def by_token(x, width: int):
+    """[S, K, G*Q, ...] -> [S*Q, N, ...]."""
+    s, kv_heads, rows, *others = x.shape
+    x = x.reshape(s, kv_heads, rows // width, width, *others)
+    return jnp.moveaxis(x, 3, 1).reshape(s * width, -1, *others)
 
 
 def _wide_enough(stored, queries):
@@ -286,7 +292,7 @@ def _wide_enough(stored, queries):
     return queries if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(stored, queries)
 
 
-def _sinks(context: AttentionContext, shape: tuple[int, ...]):
+def sinks_of(context: AttentionContext, shape: tuple[int, ...]):
     """The learned sink logits of the heads for arrays [..., N, 1] of queries, in float32."""
     assert context.sink_logits is not None
     return jnp.broadcast_to(context.sink_logits.astype(jnp.float32)[:, None], shape)
@@ -302,7 +308,7 @@ def _slot_positions(starts_SP, block_size: int):
     return (starts_SP[:, :, None] + jnp.arange(block_size)).reshape(len(starts_SP), -1)
 
 
-def _read(tiles: _Tiles, tables, starts, source: Source, context: AttentionContext):
+def read_keys(tiles: Tiles, tables, starts, source: Source, context: AttentionContext):
     """Returns keys, rotated, and values [S, K, P*B, H] of blocks, the positions [S, P*B] of their slots, and which are
     hidden [S, K, P*B], None if none are."""
     k, v = source.read(tables)
@@ -313,15 +319,21 @@ def _read(tiles: _Tiles, tables, starts, source: Source, context: AttentionConte
 
 
 def _absorb_sinks(
-    state: PartialAttention, q_sink_SKRH, tiles: _Tiles, source: Source, context: AttentionContext
+    state: PartialAttention, q_sink_SKRH, tiles: Tiles, source: Source, context: AttentionContext
 ) -> PartialAttention:
     """Adds the repositioned sinks, which are in the first blocks of a table."""
-    first, rope = slice(-(-context.num_repositioned_sinks // source.block_size)), context.rope
-    k, v, slot_pos_SC, hidden_SKC = _read(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
+    first = slice(-(-context.num_repositioned_sinks // source.block_size))
+    k, v, slot_pos_SC, hidden_SKC = read_keys(tiles, tiles.tables[:, first], tiles.starts[:, first], source, context)
+    k = sink_keys(k, slot_pos_SC, tiles, context)
+    return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, hidden_SKC, tiles, source, context, sinks=True)
+
+
+def sink_keys(k_SKCH, slot_pos_SC, tiles: Tiles, context: AttentionContext):
+    """Returns keys as the queries for repositioned sinks, `Tiles.q_sink`, read them."""
+    rope = context.rope
     # "ceiling" needs one distance for all sinks: their keys are rotated back to position 0.
     back = jnp.where(context.pattern.sink_position == CEILING, -tiles.key_positions(slot_pos_SC), 0)
-    k = jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k, 1, 2), rope.angles(back)), 2, 1)
-    return _absorb(state, q_sink_SKRH, k, v, slot_pos_SC, hidden_SKC, tiles, source, context, sinks=True)
+    return jnp.moveaxis(rope.rotate_further(jnp.moveaxis(k_SKCH, 1, 2), rope.angles(back)), 2, 1)
 
 
 def _absorb(
@@ -331,7 +343,7 @@ def _absorb(
     v_SKCH,
     slot_pos_SC,
     hidden_SKC,
-    tiles: _Tiles,
+    tiles: Tiles,
     source: Source,
     context: AttentionContext,
     sinks: bool = False,
@@ -343,7 +355,7 @@ def _absorb(
     end_S = tiles.slots_end(source.end)
     v_SKCH = jnp.where((slot_pos_SC < end_S[:, None])[:, None, :, None], v_SKCH, 0)
     top, total, out = state
-    scores = _scores(q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles, source, context, sinks)
+    scores = masked_scores(q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles, source, context, sinks)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     # exp(-inf - 0) is 0 for queries that have seen nothing yet.
     base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
@@ -353,8 +365,8 @@ def _absorb(
     return PartialAttention(new_top, total * fade + weights.sum(axis=-1), out * fade[..., None] + more)
 
 
-def _scores(
-    q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles: _Tiles, source: Source, context: AttentionContext, sinks=False
+def masked_scores(
+    q_SKRH, k_SKCH, slot_pos_SC, hidden_SKC, tiles: Tiles, source: Source, context: AttentionContext, sinks=False
 ):
     """Returns scores [S, K, R, C] in float32; -inf for keys that are not visible, or not repositioned sinks."""
     q_pos, kv_pos = tiles.positions[:, :, None], tiles.key_positions(slot_pos_SC)[:, None, :]

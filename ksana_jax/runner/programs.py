@@ -141,7 +141,7 @@ class ModelPrograms:
         evictor = functools.partial(Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes)
         self.evictor = None if layout.eviction is None else evictor(lambda: self.params)
         places, methods = (layout.places, layout.residual_places), (layout.evicts_from, layout.selects_in)
-        self._network = Network(
+        self.network = Network(
             self._local,
             self.ropes,
             *places,
@@ -205,7 +205,7 @@ class ModelPrograms:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self._network.attention.schedule and alike != self._patterns.alike:
+        if self.network.attention.schedule and alike != self._patterns.alike:
             self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
         self._patterns = _Patterns(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
 
@@ -232,10 +232,10 @@ class ModelPrograms:
         if isinstance(key, StepShape):
             if not self._tuning.layers_of_program:
                 return self._lowering_whole(key)
-            step = {"network": self._network, "shape": key, "packing": self._packing_of(key)}
+            step = {"network": self.network, "shape": key, "packing": self._packing_of(key)}
             return LoweringInRuns(lower_in_runs, *self._packed_arguments(key), **step)
         if isinstance(key, LoopKey):
-            step = {"network": self._network, "packing": self._packing_of(key.shape), "alike": self._patterns.alike}
+            step = {"network": self.network, "packing": self._packing_of(key.shape), "alike": self._patterns.alike}
             return Lowering(lower_loop, *self._packed_arguments(key.shape), key=key, head=head, **step)
         if isinstance(key, VerificationKey):
             if key.tree:
@@ -258,13 +258,13 @@ class ModelPrograms:
         return self._lowering_whole(shape)()
 
     def _lowering_whole(self, shape: StepShape) -> Lowering:
-        step = {"network": self._network, "alike": self._patterns.alike, "packing": self._packing_of(shape)}
+        step = {"network": self.network, "alike": self._patterns.alike, "packing": self._packing_of(shape)}
         return Lowering(lower_whole, *self._packed_arguments(shape), shape=shape, **step)
 
     def pure_step(self, shape: StepShape, **replaced: Any) -> Callable:
         """Returns the network on a step of one shape as a pure function, neither compiled nor donating:
         (params, cache, arrays, patterns) -> (cache, hidden [T, D], those sampled [J, D]). replaced: of `Network`."""
-        network = dataclasses.replace(self._network, **replaced)
+        network = dataclasses.replace(self.network, **replaced)
         step = functools.partial(step_whole, network=network, shape=shape, alike=self._patterns.alike)
         return self.placement.mapped(step, pool_and(2))
 

@@ -145,6 +145,7 @@ _ALL = [
     Setting("beam_width", "completions", params={"beam_width": 2}),
     Setting("n", "completions", params={"n": 2, "temperature": 0.8, "seed": 3}),
     Setting("logprobs", "log-probabilities", params={"logprobs": 2, "prompt_logprobs": 1}, keeps=True),
+    Setting("kept_tokens", "inspection", {"kept_tokens": True}, keeps=True),
     Setting("async_scheduling off", "asynchrony", {"async_scheduling": False}, keeps=True),
     Setting("num_scheduler_steps", "steps", {"num_scheduler_steps": 4}, keeps=True),
     Setting("tensor_parallel_size", "devices", {"tensor_parallel_size": 2}, keeps=True),

@@ -116,6 +116,7 @@ _OF_A_RUNNER = operator.attrgetter(
     "enable_lora",
     "max_loras",
     "max_lora_rank",
+    "kept_tokens",
 )
 _programs: dict = collections.defaultdict(dict)
 

@@ -20,14 +20,18 @@ def forced(output_tokens: int, **given: Any) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, **given)
 
 
-def token_scores(llm: LLM, prompts: Sequence[Mapping[str, Any]]) -> list[list[Logprob]]:
+def token_scores(llm: LLM, prompts: Sequence[Mapping[str, Any]], kept: list[Any] | None = None) -> list[list[Logprob]]:
     """Returns the log-probability and rank of each token of each prompt but its first, given the tokens before it.
 
     Args:
       prompts: for `LLM.generate`, as token ids; a question's come last.
+      kept: a list that becomes the `kept_tokens` of each prompt.
     """
     params, found = forced(1, temperature=0.0, prompt_logprobs=0), []
-    for prompt, output in zip(prompts, llm.generate(list(prompts), params), strict=True):
+    outputs = llm.generate(list(prompts), params)
+    if kept is not None:
+        kept[:] = [output.outputs[0].kept_tokens for output in outputs]
+    for prompt, output in zip(prompts, outputs, strict=True):
         ids = [*prompt["prompt_token_ids"], *prompt.get("question_token_ids", ())]
         entries = output.check().prompt_logprobs
         assert entries is not None and len(entries) == len(ids)

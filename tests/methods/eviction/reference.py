@@ -25,6 +25,7 @@ class Head:
     values: dict = dataclasses.field(default_factory=dict)
     scores: dict = dataclasses.field(default_factory=dict)
     newest: list = dataclasses.field(default_factory=list)  # weights of the last queries, {position: weight} each
+    weights: list = dataclasses.field(default_factory=list)  # of all queries
 
 
 @dataclasses.dataclass
@@ -187,6 +188,7 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                 for j, w in weights.items():
                     head.scores[j] += w
                 head.newest.append(weights)
+                head.weights.append(weights)
             x = x + out.reshape(-1) @ f64(p.w_o).T
             y = _norm(x, f64(p.mlp_norm), config.norm_eps)
             gate = y @ f64(p.w_gate).T

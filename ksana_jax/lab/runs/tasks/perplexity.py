@@ -164,6 +164,7 @@ class Perplexity(PerplexityResults, BaseTask):
         foresees = eviction is not None and eviction.needs_full_text
         at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
+        kept: dict[str, np.ndarray] = {}
         for begin in range(0, len(chosen), at_once):
             group = chosen[begin : begin + at_once]
             samples = [
@@ -175,12 +176,17 @@ class Perplexity(PerplexityResults, BaseTask):
                     f"{len(group[0].ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
                 )
             if streams:
-                work = functools.partial(_stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens)
+                masks: list[np.ndarray] = []
+                work = functools.partial(
+                    _stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens, masks
+                )
             else:
                 window = trial.config["pattern"]["window"]
                 work = functools.partial(_recompute, llm, group[0].ids, window, samples[0])
             with foreseen(llm, group[0].ids) if streams and foresees else contextlib.nullcontext():
                 found, seconds, compiled = run_warm(llm, work)
+            if streams and llm.config.kept_tokens:
+                kept |= {excerpt.digest: mask for excerpt, mask in zip(group, masks, strict=True)}
             num_scored = 0
             for excerpt, sample, log_probs in zip(group, samples, found, strict=True):
                 positions, subset = sample, "sampled"
@@ -204,6 +210,9 @@ class Perplexity(PerplexityResults, BaseTask):
             trial.progress((begin + len(group)) / len(chosen))
         if settings.save_tokens:
             yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
+        if kept:
+            share = float(np.mean([mask.mean() for mask in kept.values()]))
+            yield {"metric": "kept", "share": share, "file": trial.save("kept", **kept)}
         yield {
             "metric": "compilations",
             "count": llm.num_compilations - compiled_before,
@@ -214,16 +223,18 @@ class Perplexity(PerplexityResults, BaseTask):
         perplexity_figure.draw(figure, rows, self.headline(rows))
 
 
-def _stream(llm: LLM, group: Sequence[list[int]], num_context: int | None = None) -> list[np.ndarray]:
+def _stream(
+    llm: LLM, group: Sequence[list[int]], num_context: int | None = None, kept: list[Any] | None = None
+) -> list[np.ndarray]:
     """Returns for each text the log-probabilities [len(ids) - 1] of ids[1:], given the tokens that the cache still
-    holds."""
+    holds. kept: see `token_scores`."""
     prompts = [
         {"prompt_token_ids": ids}
         if num_context is None
         else {"prompt_token_ids": ids[:num_context], "question_token_ids": ids[num_context:]}
         for ids in group
     ]
-    return [np.array([score.logprob for score in found]) for found in token_scores(llm, prompts)]
+    return [np.array([score.logprob for score in found]) for found in token_scores(llm, prompts, kept)]
 
 
 def _recompute(llm: LLM, ids: list[int], window: int, positions: np.ndarray) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.tasks.base import Results
 from ksana_jax.lab.runs.tasks.compression import best_and_full, is_compressed, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric, percent
 from ksana_jax.lab.runs.tasks.row_figure import against_numbers
 
 
@@ -28,7 +28,8 @@ class PerplexityResults(Results):
         live_kv_bytes: held of a text after its last token. simulated_kv_bytes: that it would then hold if the memory of
         hidden tokens were freed. kv_read_bytes: that a query reads of them. peak_kv_bytes:
         maximum within a step. kv_token_bytes: of one token in all layers. weight_bytes: of the weights in memory.
-        tokens_per_s: tokens scored per second, without compilation.
+        tokens_per_s: tokens scored per second, without compilation. kept: with engine.kept_tokens, share of a text's
+        tokens to which its last one attends, mean over layers and KV heads.
         """
         speed, kv, result = [], [], {}
         for m in measurements:
@@ -36,6 +37,8 @@ class PerplexityResults(Results):
                 speed.append(m)
             elif m["metric"] == "kv":
                 kv.append(m)
+            elif m["metric"] == "kept":
+                result["kept"] = m["share"]
             elif m["metric"] == "compilations":
                 result["num_compilations"] = m["count"]
         scores = _sums([m for m in measurements if m["metric"] == "nll"])
@@ -95,6 +98,9 @@ class PerplexityResults(Results):
         if any(row.config.get("engine", {}).get("kv_selection") for row in rows):
             note = "KV read/token: by a query after a text's last token; with kv_selection, summaries included."
             shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True, note=note))
+        if any(row.mean("kept") is not None for row in rows):
+            note = "Tokens kept: those to which a text's last token attends, mean over layers and KV heads."
+            shown.append(Column("kept", "tokens kept, %", percent(), exact=True, note=note))
         if differ(rows, "kv_token_bytes"):
             note = f"KV bytes/token: at the length of a text; {token}."
             shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True, note=note))
