@@ -31,7 +31,7 @@ TEXTS = [_text(branch, leaves) for branch, leaves in enumerate((LONGEST, 0, 9, 2
 def drawn_params(rng: random.Random) -> SamplingParams:
     """Settings of a request without beams."""
     max_tokens, scores = rng.randint(1, 24), rng.choice([None, None, None, 0, 2])
-    return asking(
+    params = asking(
         max_tokens,
         n=rng.choice([1, 1, 1, 2, 3]),
         temperature=rng.choice([0, 0, 1]),
@@ -40,6 +40,11 @@ def drawn_params(rng: random.Random) -> SamplingParams:
         logprobs=scores,
         prompt_logprobs=scores,
     )
+    # Not drawn: seeds of earlier simulations keep their meaning. Some continuations are shorter than max_tokens.
+    if params.min_tokens or max_tokens % 4:
+        return params
+    count = max_tokens + (2 if scores else -2)
+    return dataclasses.replace(params, forced_token_ids=TEXTS[max_tokens // 4 % len(TEXTS)][:count].tolist())
 
 
 def drawn_beams(rng: random.Random) -> SamplingParams:

@@ -198,14 +198,15 @@ class Simulation:
 
     def expect(self, request: Request, max_len: int, salt: str) -> Expected:
         prompt, params = request.prompt_token_ids, request.params
-        stop_ids = request.completions[0].seq.stop_ids
+        stop_ids, count = request.completions[0].seq.stop_ids, max_len - len(prompt)
         if params.beam_width:
-            width, penalty = params.beam_width, params.length_penalty
-            found = self.beams_after(prompt, width, penalty, stop_ids, max_len - len(prompt))[: params.n]
+            found = self.beams_after(prompt, params.beam_width, params.length_penalty, stop_ids, count)[: params.n]
             return Expected([list(tokens) for _, tokens in found], [logprob for logprob, _ in found], salt)
+        if params.forced_token_ids is not None:
+            return Expected([list(params.forced_token_ids[:count])] * params.n, None, salt)
         seeds = [c.seq.seed if params.temperature else None for c in request.completions]
-        count, least = max_len - len(prompt), params.min_tokens
-        return Expected([self.tokens_after(prompt, count, seed, least, stop_ids) for seed in seeds], None, salt)
+        found = [self.tokens_after(prompt, count, seed, params.min_tokens, stop_ids) for seed in seeds]
+        return Expected(found, None, salt)
 
     def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
         """What a prompt gives alone."""

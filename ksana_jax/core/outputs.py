@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ksana_jax.core.request import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Logprob(NamedTuple):
@@ -20,6 +23,7 @@ class CompletionOutput:
     """One completion of a request.
 
     logprobs: for each token {token_id: Logprob} of the chosen and the top tokens, if requested.
+    distributions: [tokens, V] float32 log-probabilities of the whole vocabulary, if logprobs is -1; None otherwise.
     cumulative_logprob: sum over the tokens, for beams and if log-probabilities were requested; None otherwise.
     error: why it ended, if finish_reason is "error".
     """
@@ -32,6 +36,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    distributions: np.ndarray | None = None
 
     @property
     def finished(self) -> bool:
