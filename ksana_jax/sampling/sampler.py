@@ -22,9 +22,9 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vo
     Args:
       vocabulary: maps this device's scores, penalties and biases to the whole vocabulary.
 
-    A forced token is taken as it is. Otherwise a row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
-    Among equal scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets
-    -1.
+    A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
+    Among equal scores, the lowest id wins. A forced token is taken whatever its score. A row whose best score is not
+    finite (a score is NaN, or all are -inf) gets -1.
     """
     if settings is not None:
         logits_SV = adjust(logits_SV, settings)

@@ -40,8 +40,9 @@ _DEFAULTS = (0, 0, 1, 0, 0, 0, 1, 0, 0, -1)
 class RowSettings:
     """Settings of those of R rows that ask for more than greedy tokens; the others have defaults.
 
-    columns: [R] each, of which num_outputs and forced are not used. forced: {row: its forced tokens}. samples, dense: [R] True if a row samples, and if it needs
-    penalties or biases. num_logprobs, num_prompt_logprobs: [R] -1 for none. num_asking, num_dense: numbers of rows.
+    columns: [R] each, of which num_outputs and forced are not used. forced: {row: its forced tokens}. samples, dense:
+    [R] True if a row needs settings, and if it needs penalties or biases. num_logprobs, num_prompt_logprobs: [R] -1
+    for none. num_asking, num_dense: numbers of rows.
     """
 
     def __init__(self, num_rows: int):
