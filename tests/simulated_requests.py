@@ -8,6 +8,7 @@ import random
 import numpy as np
 
 from ksana_jax.core.request import SamplingParams
+from ksana_jax.engine.engine import Engine
 from tests.expected import LONGEST
 from tests.fakes import asking, prompt_of
 
@@ -45,6 +46,15 @@ def drawn_params(rng: random.Random) -> SamplingParams:
         return params
     count = max_tokens + (2 if scores else -2)
     return dataclasses.replace(params, forced_token_ids=TEXTS[max_tokens // 4 % len(TEXTS)][:count].tolist())
+
+
+def refusal_of(engine: Engine, prompt: np.ndarray, params: SamplingParams) -> str:
+    """The error with which an engine refuses a request that it can never serve."""
+    try:
+        engine.add_request(prompt, params)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("a request that can never be served was taken in")
 
 
 def drawn_beams(rng: random.Random) -> SamplingParams:

@@ -219,7 +219,7 @@ class SamplingParams:
     def max_len(self, num_prompt: int, max_model_len: int) -> int:
         """Number of tokens at which a sequence ends, prompt included."""
         forced = None if self.forced_token_ids is None else len(self.forced_token_ids)
-        return min(max_model_len, *(num_prompt + most for most in (self.max_tokens, forced) if most is not None))
+        return min([max_model_len, *(num_prompt + most for most in (self.max_tokens, forced) if most is not None)])
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
