@@ -110,6 +110,7 @@ class FakeExecutor:
         if (s := step.sampling) is not None:
             seeds = (u64(s.seeds[:, 0]) << np.uint64(32)) + u64(s.seeds[:, 1])
             tokens = np.where(s.temperature > 0, choose(last, self.vocab, seeds, s.num_outputs), tokens)
+            tokens = np.where(s.forced >= 0, s.forced, tokens)
         self._sampled = np.append(tokens, -1)  # never empty
         num_accepted, sampled = None, tokens if shape.tree else None
         if shape.tree:

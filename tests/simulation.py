@@ -26,7 +26,7 @@ from tests.expected import LONGEST, PATTERNS, STOP_IDS, expected_beams, expected
 from tests.fake_network import FULLY
 from tests.fakes import VOCAB, FakeExecutor, asking, make_engine, prompt_of, reference_hidden, score, step
 from tests.kv.disk.double import TroubledDisk
-from tests.simulated_requests import TEXTS, Expected, drawn_beams, drawn_params
+from tests.simulated_requests import TEXTS, Expected, drawn_beams, drawn_params, refusal_of
 
 
 class Simulation:
@@ -86,7 +86,7 @@ class Simulation:
         found |= {"shared prefix attention"} if self.settings["shared_rows"] else set()
         found |= {"a step ahead"} if self.settings["async_scheduling"] else set()
         found |= {"several steps"} if self.settings["num_scheduler_steps"] > 1 else set()
-        events = {"beam searches", "several completions", "log-probabilities"}
+        events = {"beam searches", "several completions", "log-probabilities", "forced tokens"}
         return found | {event for event in events if self.seen[event]}
 
     def start(self) -> None:
@@ -166,20 +166,17 @@ class Simulation:
         self.request(text.astype(np.int32), params, self.requests[request].salt)
 
     def request(self, prompt: np.ndarray, params: SamplingParams, salt: str) -> None:
-        engine, scheduler, max_len = self.engine, self.engine.scheduler, min(len(prompt) + params.max_tokens, LONGEST)
+        num_outputs = min(params.max_tokens, len(params.forced_token_ids or range(LONGEST)))
+        engine, scheduler, max_len = self.engine, self.engine.scheduler, min(len(prompt) + num_outputs, LONGEST)
         waiting, free = list(scheduler.waiting), scheduler.blocks.num_free
         if words := self.refusal(len(prompt), max_len, params):
-            try:
-                engine.add_request(prompt, params)
-            except ValueError as error:
-                assert words in str(error)
-            else:
-                raise AssertionError("a request that can never be served was taken in")
+            assert words in refusal_of(engine, prompt, params)
             assert scheduler.waiting == waiting and scheduler.blocks.num_free == free
             return
         self.seen["requests" if not params.beam_width else "beam searches"] += 1
         self.seen["several completions"] += params.n > 1 and not params.beam_width
         self.seen["log-probabilities"] += params.logprobs is not None
+        self.seen["forced tokens"] += params.forced_token_ids is not None
         request = engine.add_request(prompt, params, streams=self.rng.random() < 0.3, cache_salt=salt)
         self.requests[request] = self.expect(request, max_len, salt)
 
@@ -198,14 +195,16 @@ class Simulation:
 
     def expect(self, request: Request, max_len: int, salt: str) -> Expected:
         prompt, params = request.prompt_token_ids, request.params
-        stop_ids = request.completions[0].seq.stop_ids
+        stop_ids, count = request.completions[0].seq.stop_ids, max_len - len(prompt)
         if params.beam_width:
             width, penalty = params.beam_width, params.length_penalty
-            found = self.beams_after(prompt, width, penalty, stop_ids, max_len - len(prompt))[: params.n]
+            found = self.beams_after(prompt, width, penalty, stop_ids, count)[: params.n]
             return Expected([list(tokens) for _, tokens in found], [logprob for logprob, _ in found], salt)
+        if params.forced_token_ids is not None:
+            return Expected([list(params.forced_token_ids[:count])] * params.n, None, salt)
         seeds = [c.seq.seed if params.temperature else None for c in request.completions]
-        count, least = max_len - len(prompt), params.min_tokens
-        return Expected([self.tokens_after(prompt, count, seed, least, stop_ids) for seed in seeds], None, salt)
+        found = [self.tokens_after(prompt, count, seed, params.min_tokens, stop_ids) for seed in seeds]
+        return Expected(found, None, salt)
 
     def tokens_after(self, prompt: np.ndarray, count: int, seed: int | None, least: int, stop_ids) -> list[int]:
         """What a prompt gives alone."""

@@ -23,6 +23,7 @@ SETTINGS = {
     "beam searches": ("beam_width",),
     "several completions": (),
     "log-probabilities": (),
+    "forced tokens": ("forced_token_ids",),
     "codec": (),
     "full-precision layers": ("kv_full_precision_layers",),
     "block codec": (refusals.WHOLE_BLOCKS,),

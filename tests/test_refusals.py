@@ -45,6 +45,8 @@ SOME = {
     "disk_cache_dir": {"disk_cache_dir": "x", "enable_prefix_caching": True, "host_cache_bytes": 2**20},
     "beam_width": {"beam_width": 2},
     "stop": {"stop": "a"},
+    "stop_token_ids": {"stop_token_ids": [3]},
+    "forced_token_ids": {"forced_token_ids": [5]},
     "logprobs": {"logprobs": 1},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "min_tokens": {"min_tokens": 1},
@@ -54,7 +56,7 @@ SOME = {
     "min_p": {"min_p": 0.1},
 }
 OF_REQUESTS = {"beam_width", "stop", "logprobs", "prompt_logprobs", "min_tokens", refusals.BIASES}
-OF_REQUESTS |= {"top_k", "top_p", "min_p"}
+OF_REQUESTS |= {"top_k", "top_p", "min_p", "stop_token_ids", "forced_token_ids"}
 
 
 @pytest.fixture(scope="module")

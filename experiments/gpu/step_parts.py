@@ -86,7 +86,7 @@ class MeasuredStep:
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         ints = np.zeros(rows, np.int32)
         seeds = np.random.default_rng(2).integers(0, 2**32, (rows, 2), dtype=np.uint32)
-        return SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros)
+        return SamplingArrays(ones, ints, ones, zeros, seeds, ints, ones, zeros, zeros, ints - 1)
 
 
 def take_apart(context: Context, step: MeasuredStep) -> None:

@@ -23,6 +23,7 @@ class CompletionOutput:
     """One completion of a request.
 
     logprobs: for each token {token_id: Logprob} of the chosen and the top tokens, if requested.
+    distributions: [tokens, V] float32 log-probabilities of the whole vocabulary, if logprobs is -1; None otherwise.
     cumulative_logprob: sum over the tokens, for beams and if log-probabilities were requested; None otherwise.
     error: why it ended, if finish_reason is "error".
     kept_tokens: with `EngineConfig.kept_tokens`, which tokens the last computed one attends to, in each layer and KV
@@ -38,6 +39,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    distributions: np.ndarray | None = dataclasses.field(default=None, compare=False)
     kept_tokens: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property

@@ -118,6 +118,11 @@ REFUSALS = (
     Refusal("beam_width", "top_k", "the width determines how many continuations are followed", principle=True),
     Refusal("beam_width", "top_p", "the width determines how many continuations are followed", principle=True),
     Refusal("beam_width", "min_p", "the width determines how many continuations are followed", principle=True),
+    Refusal("forced_token_ids", "beam_width", "the output is given", principle=True),
+    Refusal("forced_token_ids", "stop", "the output is given", principle=True),
+    Refusal("forced_token_ids", "stop_token_ids", "the output is given", principle=True),
+    Refusal("forced_token_ids", "min_tokens", "the output is given", principle=True),
+    Refusal("forced_token_ids", BIASES, "the output is given", principle=True),
 )
 
 

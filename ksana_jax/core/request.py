@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = 2**31 - 1  # as many as there are ids
+MAX_DISTRIBUTIONS_BYTES = 2**30  # of one request
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
@@ -86,7 +88,10 @@ class SamplingParams:
       bad_words: strings whose tokens, as tokenized at the start of a text or after a space, are never completed; other
         tokenizations of a string are not caught.
       allowed_token_ids: the only ids that may be chosen; None allows all.
-      logprobs: number of top tokens whose log-probabilities are returned besides the chosen token's; None for none.
+      forced_token_ids: the output, decoded token by token as if it had been sampled. It ends after the last one with
+        finish reason "length", or after max_tokens; ids that end other outputs do not end it.
+      logprobs: number of top tokens whose log-probabilities are returned besides the chosen token's; -1 returns those
+        of the whole vocabulary, as `CompletionOutput.distributions`; None for none.
       prompt_logprobs: number of top tokens whose log-probabilities are returned for each prompt token; None for none.
       detokenize: whether to produce text.
       skip_special_tokens: omit special tokens from the text.
@@ -117,6 +122,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     bad_words: list[str] | tuple[str, ...] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    forced_token_ids: list[int] | tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
@@ -137,7 +143,7 @@ class SamplingParams:
             checks.integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True),
             checks.integer("min_tokens", self.min_tokens, 0, largest),
             checks.integer("max_tokens", self.max_tokens, 1, largest, optional=True),
-            checks.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True),
+            checks.integer("logprobs", self.logprobs, -1, MAX_LOGPROBS, optional=True),
             checks.integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True),
             checks.integer("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH),
             checks.number("length_penalty", self.length_penalty, -10, 10),
@@ -148,17 +154,19 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         self._check_words()
-        self._check_beams()
+        self._check_combination()
 
-    def _check_beams(self):
-        if not self.beam_width:
+    def _check_combination(self):
+        if not self.beam_width and self.forced_token_ids is None:
             return
-        if self.n > self.beam_width:
+        if self.beam_width and self.n > self.beam_width:
             raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
         # Sampling temperature and truncation do not apply; a default of 1 requests nothing.
         used = {
-            "beam_width": f"beam_width {self.beam_width}",
+            "beam_width": self.beam_width and f"beam_width {self.beam_width}",
+            "forced_token_ids": self.forced_token_ids is not None,
             "stop": bool(self.stop_strings),
+            "stop_token_ids": bool(self.stop_token_ids),
             "logprobs": self.logprobs is not None,
             "prompt_logprobs": self.prompt_logprobs is not None,
             "min_tokens": self.min_tokens > 0,
@@ -195,27 +203,34 @@ class SamplingParams:
         checks.require(*(checks.number(f"logit_bias[{token}]", value, -100, 100) for token, value in bias.items()))
 
     def _check_words(self):
-        words, allowed = self.bad_words, self.allowed_token_ids
+        words = self.bad_words
         if not isinstance(words, (list, tuple, type(None))) or len(words or ()) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words is {words!r:.60}, must be a list of at most {MAX_BAD_WORDS} strings")
         for word in words or ():
             if not isinstance(word, str) or not word.strip():
                 raise ValueError(f"bad_words has {word!r:.60}, each must be a string that is not blank")
-        if allowed is None:
-            return
-        if not isinstance(allowed, (list, tuple)) or not allowed:
-            raise ValueError(f"allowed_token_ids is {allowed!r:.60}, must be a list of at least one integer, or None")
-        _check_ids("allowed_token_ids", allowed)
+        for name in ("allowed_token_ids", "forced_token_ids"):
+            if (ids := getattr(self, name)) is None:
+                continue
+            if not isinstance(ids, (list, tuple)) or not ids:
+                raise ValueError(f"{name} is {ids!r:.60}, must be a list of at least one integer, or None")
+            _check_ids(name, ids)
 
     def max_len(self, num_prompt: int, max_model_len: int) -> int:
         """Number of tokens at which a sequence ends, prompt included."""
-        return max_model_len if self.max_tokens is None else min(num_prompt + self.max_tokens, max_model_len)
+        forced = None if self.forced_token_ids is None else len(self.forced_token_ids)
+        return min([max_model_len, *(num_prompt + most for most in (self.max_tokens, forced) if most is not None)])
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of top tokens whose log-probabilities are returned; -1 for none."""
+        return -1 if self.logprobs is None else ALL_LOGPROBS if self.logprobs < 0 else self.logprobs
 
     @property
     def num_sequences(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.outputs import RequestMetrics
-from ksana_jax.core.request import RequestInput, SamplingParams
+from ksana_jax.core.request import MAX_DISTRIBUTIONS_BYTES, RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
@@ -119,7 +119,7 @@ class RequestFactory:
         return self.adapters.use(asked)
 
     def _check_params(self, params: SamplingParams) -> BadWords:
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "forced_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
         if params.stop is not None:
@@ -144,6 +144,12 @@ class RequestFactory:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
+        kept_bytes = params.n * (max_len - count) * self._vocab_size * 4
+        if params.logprobs == -1 and kept_bytes > MAX_DISTRIBUTIONS_BYTES:
+            raise ValueError(
+                f"logprobs is -1: {params.n} x {max_len - count:,} distributions of {self._vocab_size:,} ids are "
+                f"{kept_bytes:,} bytes, at most {MAX_DISTRIBUTIONS_BYTES:,} are kept"
+            )
         # Beams wait for each other: all of them must fit, even unshared.
         width = max(params.beam_width, 1)
         if width * len(scheduler.layout.groups) * -(-max_len // blocks.block_size) <= blocks.num_blocks:
@@ -156,6 +162,8 @@ class RequestFactory:
             )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        if params.forced_token_ids is not None:
+            return ()
         ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
         return tuple(dict.fromkeys(ids))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from ksana_jax.core.outputs import Logprob
 from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.completion import Completion, Request
@@ -29,8 +31,9 @@ class WatchedCompletion(Completion):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.seq.params.logprobs is not None:
+        if (count := self.seq.params.logprobs) is not None:
             self.logprobs = []
+            self.distributions = [] if count < 0 else None
         self._stops = self.seq.params.stop_strings
 
     def add(self, token: int, scores: TokenScores | None, at: int, *, has_text: bool = True) -> str | None:
@@ -45,7 +48,10 @@ class WatchedCompletion(Completion):
         """
         self.token_ids.append(token)
         if self.logprobs is not None and scores is not None:
-            self.logprobs.append(top_logprobs(scores, at, token, self.seq.params.logprobs or 0))
+            self.logprobs.append(top_logprobs(scores, at, token, max(self.seq.params.logprobs or 0, 0)))
+            if self.distributions is not None:
+                self.distributions.append(np.empty(scores.top_ids.shape[1], np.float32))
+                self.distributions[-1][scores.top_ids[at]] = scores.top_logprobs[at]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
         included = self.seq.params.include_stop_str_in_output
         if self._detokenizer is None or not (self.streams or self._stops) or not (has_text or included):

@@ -35,10 +35,10 @@ def keys_for(
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
         drafts, see `VerificationKey`.
     """
-    counts = [MAX_LOGPROBS if p.beam_width else p.logprobs for p in asked]  # beams ask for candidates
-    tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count is not None}
+    counts = [MAX_LOGPROBS if p.beam_width else p.num_logprobs for p in asked]  # beams ask for candidates
+    tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count >= 0}
     prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
-    kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy}
+    kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy or p.forced_token_ids}
     kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
     serves_all = 1 in loops and not prompt_tops and not any(dense for _, dense in kinds)
     keys: dict[Any, None] = dict.fromkeys(itertools.filterfalse(only_decodes, shapes) if serves_all else shapes)

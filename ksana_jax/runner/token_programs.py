@@ -26,7 +26,7 @@ from ksana_jax.sharding.placement import Placement
 
 def bucket_of_top(count: int, vocab_size: int) -> int:
     """Returns the bucket for a number of most probable tokens whose scores are reported."""
-    return 0 if count == 0 else min(MAX_LOGPROBS, vocab_size)
+    return 0 if count == 0 else min(MAX_LOGPROBS if count <= MAX_LOGPROBS else count, vocab_size)
 
 
 def sampling_shapes(size: int, vocab_size: int | None) -> Any:
@@ -36,7 +36,7 @@ def sampling_shapes(size: int, vocab_size: int | None) -> Any:
         return jax.ShapeDtypeStruct((size, *more), dtype)
 
     f32, i32 = array(jnp.float32), array(jnp.int32)
-    settings = SamplingArrays(f32, i32, f32, f32, array(jnp.uint32, 2), i32, f32, f32, f32)
+    settings = SamplingArrays(f32, i32, f32, f32, array(jnp.uint32, 2), i32, f32, f32, f32, i32)
     if vocab_size is None:
         return settings
     counts, in_prompt, bias = (array(dtype, vocab_size) for dtype in (jnp.int32, jnp.bool_, jnp.float32))

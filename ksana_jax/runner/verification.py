@@ -170,6 +170,8 @@ def _by_token(scores_SV, sampling: SamplingArrays | None, drafts: FlatDrafts, he
     adjusted = scores_SV if sampling is None else adjust(scores_SV, sampling)
     logprobs = score(adjusted, jnp.maximum(following, 0), 0, head.vocabulary)[0]
     usable = good_enough(tokens, following, logprobs, rollback)
+    if sampling is not None:
+        usable &= (sampling.forced < 0) | equal_sampled(tokens, following)
     return jnp.where(usable, following, tokens), usable
 
 

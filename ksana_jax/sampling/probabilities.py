@@ -23,8 +23,9 @@ def distribution(logits_SV: jax.Array, settings: SamplingArrays) -> jax.Array:
     least = least_kept(logits_SV, best, temperature, limits)
     scaled = (logits_SV - best[:, None]) / temperature[:, None]
     drawn = jax.nn.softmax(jnp.where(logits_SV >= least[:, None], scaled, -jnp.inf), axis=-1)
-    greedy = jax.nn.one_hot(jnp.argmax(logits_SV, axis=-1), logits_SV.shape[-1], dtype=drawn.dtype)
-    found = jnp.where(draws[:, None], drawn, greedy)
+    taken = jnp.where(settings.forced >= 0, settings.forced, jnp.argmax(logits_SV, axis=-1))
+    certain = jax.nn.one_hot(taken, logits_SV.shape[-1], dtype=drawn.dtype)
+    found = jnp.where((draws & (settings.forced < 0))[:, None], drawn, certain)
     return jnp.where(jnp.isfinite(best)[:, None], found, jnp.nan)
 
 

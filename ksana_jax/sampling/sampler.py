@@ -23,8 +23,8 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vo
       vocabulary: maps this device's scores, penalties and biases to the whole vocabulary.
 
     A row's choice depends on its own scores, seed and number of tokens so far, never on the other rows or their number.
-    Among equal scores, the lowest id wins. A row whose best score is not finite (a score is NaN, or all are -inf) gets
-    -1.
+    Among equal scores, the lowest id wins. A forced token is taken whatever its score. A row whose best score is not
+    finite (a score is NaN, or all are -inf) gets -1.
     """
     if settings is not None:
         logits_SV = adjust(logits_SV, settings)
@@ -49,7 +49,8 @@ def sample(logits_SV: jax.Array, settings: SamplingArrays | None, vocabulary: Vo
         lambda _: greedy,
         logits_SGW,
     )
-    return jnp.where(usable, jnp.where(draws, drawn, greedy), -1).astype(jnp.int32)
+    chosen = jnp.where(settings.forced >= 0, settings.forced, jnp.where(draws, drawn, greedy))
+    return jnp.where(usable, chosen, -1).astype(jnp.int32)
 
 
 def _grouped(logits_SV: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ FIELDS = {
     "seed": ([None, 0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0]),
     "min_tokens": ([0, 16], [-1, 17, 2.0]),  # 17 is more than the default max_tokens
     "max_tokens": ([None, 1, 2**31 - 1], [0, -1, 2**31, 2.0]),
-    "logprobs": ([None, 0, 20], [-1, 21, 1.0]),
+    "logprobs": ([None, -1, 0, 20], [-2, 21, 1.0]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, 1.0]),
 }
 NUMBERS = [name for name in FIELDS if name not in ("seed", "max_tokens", "logprobs", "prompt_logprobs")]

@@ -39,6 +39,15 @@ def test_log_probabilities_and_greedy_tokens_are_those_of_transformers(case, blo
             )
 
 
+def test_decoded_tokens_have_the_distributions_that_transformers_reads():
+    case = next(c for c in CASES if c.name == "mistral-gqa")
+    llm = LLM(case.model_dir, block_size=8, max_num_seqs=3, max_num_batched_tokens=24, query_tile=12)
+    prompt, logprobs = max(zip(case.prompts, case.logprobs, strict=True), key=lambda pair: len(pair[0]))
+    asked = SamplingParams(forced_token_ids=prompt[2:].tolist(), max_tokens=None, logprobs=-1, detokenize=False)
+    [output] = llm.generate({"prompt_token_ids": prompt[:2]}, asked)
+    np.testing.assert_allclose(output.outputs[0].distributions, logprobs[1:-1], atol=ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_block_and_chunk_size_do_not_change_a_grouped_query_model(block_size):
     case = next(c for c in CASES if c.name == "mistral-gqa")

@@ -29,6 +29,7 @@ def settings(size: int, **given) -> SamplingArrays:
         "repetition_penalty": np.ones(size, np.float32),
         "presence_penalty": np.zeros(size, np.float32),
         "frequency_penalty": np.zeros(size, np.float32),
+        "forced": np.full(size, -1, np.int32),
     }
     for name, value in given.items():
         columns[name] = np.broadcast_to(value, columns[name].shape).astype(columns[name].dtype)

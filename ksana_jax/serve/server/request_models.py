@@ -171,6 +171,7 @@ class Sampling(Body):
         None, max_length=MAX_BAD_WORDS, fail_fast=True, description="words that are never completed"
     )
     allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="the only ids that may be chosen")
+    forced_token_ids: TokenIds | None = Field(None, min_length=1, description="the output, decoded token by token")
     skip_special_tokens: bool = Field(True, description="omit special tokens from the text")
     prompt_logprobs: NumTop | None = Field(None, description="top tokens returned for each prompt token; not streamed")
 

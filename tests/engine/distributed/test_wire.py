@@ -72,7 +72,7 @@ def test_a_step_arrives_as_it_was_sent():
     pairs, ints = np.arange(6, dtype=np.int32).reshape(3, 2), np.arange(3, dtype=np.int32)
     moves = Moves(pairs, pairs[:0], pairs[1:], [Evictions(pairs, pairs, *[ints] * 7)], [1])
     dense = (np.ones((2, 9), np.int32), np.zeros((2, 9), bool), np.ones((2, 9), np.float32))
-    sampling = SamplingArrays(*[np.ones(2, np.float32)] * 9, *dense)
+    sampling = SamplingArrays(*[np.ones(2, np.float32)] * 10, *dense)
     step = StepInput(shape, StepArrays(*[pairs] * 7), 2, 6, sampling, moves=moves)
     found = arrived(("step", 3, step))[2]
     assert type(found) is StepInput and found.shape == shape and hash(found.shape) == hash(shape)

@@ -93,6 +93,18 @@ def test_a_method_keeps_what_its_definition_keeps(name):
     compare(llm, rule_of, num_outputs=1 if name == "knorm" else 20, num_question=int(name.startswith("kvzip")))
 
 
+@pytest.mark.parametrize("name", ["h2o", "h2o, positions in the cache", "snapkv", "tova, once"])
+def test_forced_tokens_are_decoded_from_what_the_definition_keeps(name):
+    setting, rule_of = METHODS[name]
+    llm = make_llm(kv_eviction=setting, block_size=SIZE, num_blocks=64, max_num_batched_tokens=16, query_tile=8)
+    prompt, forced = PROMPTS[0], PROMPTS[1] + PROMPTS[2]
+    asked = SamplingParams(forced_token_ids=forced, max_tokens=None, logprobs=-1, detokenize=False)
+    [output] = llm.generate({"prompt_token_ids": prompt}, asked)
+    config, params = model()
+    expected, _, _ = run(params, config, np.array(prompt + forced), rule_of(len(prompt)), len(prompt))
+    np.testing.assert_allclose(output.outputs[0].distributions, expected[len(prompt) - 1 : -1], atol=1e-4)
+
+
 @pytest.mark.parametrize("preempts", [False, True])
 @pytest.mark.parametrize(
     "name",

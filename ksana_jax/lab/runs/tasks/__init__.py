@@ -11,6 +11,7 @@ TASKS: dict[str, str] = {
     "generate": "ksana_jax.lab.runs.tasks.generate:Generate",
     "compare": "ksana_jax.lab.runs.tasks.compare:Compare",
     "agreement": "ksana_jax.lab.runs.tasks.agreement:Agreement",
+    "divergence": "ksana_jax.lab.runs.tasks.divergence:Divergence",
     "harness": "ksana_jax.lab.runs.tasks.harness:Harness",
     "recall": "ksana_jax.lab.runs.tasks.recall:Recall",
     "ruler": "ksana_jax.lab.runs.tasks.ruler:Ruler",
