@@ -45,9 +45,7 @@ def route(
     ray_address: Annotated[str, typer.Option(help="with --on ray: HOST:PORT, auto or local")] = "auto",
     ray_resources: Annotated[
         str | None,
-        typer.Option(
-            help="resources of each server: '{num_cpus: 4, num_gpus: 1}'", show_default="1 CPU", metavar="YAML"
-        ),
+        typer.Option(help="each server's: '{num_cpus: 4, num_gpus: 1}'", show_default="1 CPU", metavar="YAML"),
     ] = None,
     *,
     options: dict[str, Any],

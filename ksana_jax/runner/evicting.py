@@ -72,15 +72,16 @@ class Evictor:
             for size in self._sizes(width):
                 self._function(size, width)
 
-    def start(self, cache: KVCache, asked: Evictions) -> tuple[KVCache, Callable[[], None]]:
-        """Starts evictions on the device; returns the pool, and a check for the host, see `_check`."""
+    def start(self, cache: KVCache, asked: Evictions, checks: list[Callable[[], None]]) -> KVCache:
+        """Starts evictions on the device; returns the pool, and adds what the host checks later, see `_check`."""
         width, is_nan = self._width(asked.tables.shape[1]), []
         most = self._sizes(width)[-1]
         for first in range(0, len(asked.tables), most):
             some = Evictions(*(None if x is None else x[first : first + most] for x in asked))
             cache, found = self._start(cache, some, width)
             is_nan.append(found)
-        return cache, functools.partial(self._check, asked, is_nan)
+        checks.append(functools.partial(self._check, asked, is_nan))
+        return cache
 
     def _check(self, asked: Evictions, is_nan: Sequence[jax.Array]) -> None:
         """Waits for evictions. is_nan: [n, Lg] of each call.

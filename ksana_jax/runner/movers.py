@@ -129,9 +129,11 @@ class BlockMover:
             return cache, [], time.perf_counter() - began
         return cache, saved, 0.0
 
-    def finish(self, saved: list[Saved]) -> None:
-        """Copies finished saves to the host's blocks."""
+    def finish(self, saved: list[Saved], checks: Sequence[Callable[[], None]] = ()) -> None:
+        """Copies finished saves to the host's blocks, and calls the checks of the step's evictions."""
         self._finish(saved, self._host)
+        for check in checks:
+            check()
 
     def read(self, cache: KVCache, ids: np.ndarray) -> np.ndarray:
         """Returns the bytes of device blocks: [n, block_bytes] uint8, as in `host_blocks`. ids: [n]."""

@@ -139,18 +139,11 @@ class Runner(ModelPrograms):
             return None, 0.0, False
         before, early, num_saved, checks = self.num_compilations, [], 0, []
         if self.evictor is not None:
-            for evictions, num_early in zip(moves.evictions, moves.num_early, strict=True):
-                early += self.mover.save(self.cache, moves.saves[num_saved:num_early])
-                self.cache, check = self.evictor.start(self.cache, evictions)
-                checks, num_saved = [*checks, check], num_early
+            for evictions, until in zip(moves.evictions, moves.num_early, strict=True):
+                early += self.mover.save(self.cache, moves.saves[num_saved:until])
+                self.cache, num_saved = self.evictor.start(self.cache, evictions, checks), until
         self.cache, saved, move_s = self.mover.start(self.cache, moves, early, num_saved)
-
-        def finish() -> None:
-            self.mover.finish(saved)
-            for check in checks:
-                check()
-
-        return finish, move_s, self.num_compilations > before
+        return functools.partial(self.mover.finish, saved, checks), move_s, self.num_compilations > before
 
     def _program(self, key: Any) -> Callable:
         return self._compiled[key] if key in self._compiled else self._compile(key)

@@ -32,18 +32,18 @@ def check_priority(method: EvictionMethod) -> None:
                 read[name] = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             return value
 
-    rng, ones, count = np.random.default_rng(0), np.ones(shape, np.float32), np.full(shape[0], shape[-1])
+    rng, count = np.random.default_rng(0), np.full(shape[0], shape[-1])
     keys, values = rng.normal(size=(2, *shape, 8)).astype(np.float32)
     cached = Watched(keys, values, None, None, count, count // 4, count, 0 * count, None, count // 2, 0 * count, count)
     positions = np.broadcast_to(np.arange(shape[-1]), shape)
-    # Attention weights underflow to 0, as the first token's here.
-    given = {"scores": positions / np.float32(12), "text_positions": positions, "given": ones}
+    scores = (positions / 12).astype(np.float32)  # the first is 0, as weights are that underflow
+    given = {"scores": scores, "text_positions": positions, "given": scores}
     asked = {"scores": method.observes, "text_positions": method.needs_text_positions, "given": method.needs_full_text}
     fields: dict[str, Any] = {name: given[name] for name, wanted in asked.items() if wanted}
     if method.reads_outputs:
-        fields["output_norms"] = ones.repeat(2, axis=2)  # of 2 query heads for each KV head
+        fields["output_norms"] = np.abs(values).sum(axis=-1).repeat(2, axis=2)  # of 2 query heads for each KV head
     if (state := method.state_shape(2, 8)) is not None:
-        fields["state"] = np.ones((*shape[:3], *state), np.float32)
+        fields["state"] = rng.random((*shape[:3], *state), np.float32)
     name, cached = f"kv_eviction {name_of(type(method))}: priority", cached._replace(**fields)
     try:
         with np.errstate(all="ignore"):
@@ -64,7 +64,9 @@ def check_priority(method: EvictionMethod) -> None:
     if found.dtype == object and read:
         field, place = read.popitem()
         raise ConfigError(f"{name} reads cached.{field} ({place}), which is None: the class needs {_ASKED_BY[field]}")
-    if found.shape not in itertools.product(shape[:1], (1, shape[1]), (1, shape[2]), shape[3:]):
+    if found.dtype == object or found.shape not in itertools.product(
+        shape[:1], (1, shape[1]), (1, shape[2]), shape[3:]
+    ):
         wanted = f"must be {shape} (rows, layers, KV heads, tokens) for keys of {keys.shape}"
         raise ConfigError(f"{name} returns {f'shape {found.shape}' if found.shape else found}, {wanted}")
     if np.isnan(found[..., : -count[0] // 4]).any():

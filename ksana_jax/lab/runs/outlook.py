@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,11 +77,11 @@ def _defaults(plan: Plan) -> list[str]:
     for name in ("sinks", "recent"):
         # The newest tokens of a window stay anyway.
         read = {label: m for label, m in methods.items() if name == "sinks" or not isinstance(m, Window)}
-        values = {label: str(getattr(method, name)) for label, method in read.items()}
-        if len(set(values.values())) > 1 and any(name not in given[label] for label in values):
-            shown = "; ".join(
-                f"{v} ({', '.join(x for x in values if values[x] == v)})" for v in dict.fromkeys(values.values())
-            )
+        rows: dict[str, list[str]] = defaultdict(list)
+        for label, method in read.items():
+            rows[str(getattr(method, name))].append(label)
+        if len(rows) > 1 and any(name not in given[label] for label in read):
+            shown = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in rows.items())
             lines.append(f"rows have different {name}, some by default: {shown}")
     return lines
 
