@@ -18,8 +18,8 @@ from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.scheduler.step.ladders import plain_shapes, stages
 
 pytestmark = pytest.mark.cpu("programs are compiled behind requests on CPUs")
-SETTINGS: Any = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "query_tile": 16, "block_size": 4}
-SETTINGS |= {"max_model_len": 400, "num_blocks": 200}
+SETTINGS: Any = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "query_tile": 16, "block_size": 2}
+SETTINGS |= {"max_model_len": 256, "num_blocks": 400}
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
 PROMPTS = [
     "Once upon a time",
