@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from ksana_jax import LLM, AttentionPattern, SamplingParams
@@ -66,7 +67,7 @@ def test_steps_take_larger_shapes_until_their_own_are_compiled(gate):
     llm = LLM("ksana-tiny", **SETTINGS)
     llm.warm_up(behind=True)
     left, compiled = llm.engine.num_compiling, llm.num_compilations
-    assert left > 10 and answers(llm) == expected and llm.num_compilations == compiled
+    assert left > 4 and answers(llm) == expected and llm.num_compilations == compiled
     meanwhile = {record.shape for record in llm.records}
     assert meanwhile <= {*plain_shapes(few)} and not smallest <= meanwhile
     gate.set()
@@ -170,7 +171,7 @@ def test_a_busy_engine_lets_a_program_wait_but_not_forever(monkeypatch, gate):
     monkeypatch.setattr(warmup, "PATIENCE_S", 0.3)
     llm = LLM("ksana-tiny", **SETTINGS)
     llm.warm_up(behind=True)
-    llm.engine.add_request(llm.tokenizer.encode("Once"), GREEDY)
+    llm.engine.add_request(np.array([3, 5, 7]), GREEDY)
     left = llm.engine.num_compiling
     gate.set()
     time.sleep(0.2)

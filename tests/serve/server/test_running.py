@@ -205,7 +205,7 @@ def test_a_server_says_what_it_does_until_it_serves(capfd):
             return jax.jit(lambda x: x + key).lower(1.0)
 
         assert may_end.wait(10)
-        compiling.compile_all({key: Lowering(lower, key) for key in (1, 2, 3)}, workers=1)
+        compiling.compile_all({key: Lowering(lower, key=key) for key in (1, 2, 3)}, workers=1)
         return llm
 
     listener = listen(settings)
