@@ -67,7 +67,7 @@ def serve(
         ),
     ] = None,
     chat_template: ChatTemplate = None,
-    warm_up: Annotated[bool, typer.Option(help="compile all steps before the first request is taken")] = True,
+    warm_up: Annotated[bool, typer.Option(help="compile steps ahead of requests")] = True,
 ) -> None:
     """Serves one or more models over HTTP with OpenAI's API: completions, chat, streams.
 
@@ -161,5 +161,5 @@ def _load(
         llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:
         # A request without a temperature samples; what greedy ones need is always included.
-        llm.llm.warm_up(sampling_params=SamplingParams())
+        llm.llm.warm_up(sampling_params=SamplingParams(), behind=True)
     return llm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -20,23 +19,16 @@ def lazy_names(package: str, public: Mapping[str, str]) -> tuple[Callable[[str],
 
     def __getattr__(name: str) -> Any:
         if name in modules:
-            with _without_collections():
+            enabled = gc.isenabled()
+            gc.disable()  # modules make many objects and hardly any garbage
+            try:
                 return getattr(import_module(modules[name]), name)
+            finally:
+                if enabled:
+                    gc.enable()
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})
 
     return __getattr__, __dir__
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pauses the garbage collector: modules make many objects and hardly any garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

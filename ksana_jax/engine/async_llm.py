@@ -40,6 +40,7 @@ class EngineStats:
     num_running: sequences that hold a row. num_waiting: sequences that wait for one, also again after preemption.
     num_prefill_tokens: prompt tokens of requests that have no first token yet. blocks_in_use, num_blocks: of the pool.
     num_steps_under_way: submitted to the device. is_draining: new requests are refused.
+    num_compiling: programs that are compiled meanwhile; until they are there, steps take larger ones.
     """
 
     num_requests: int
@@ -51,6 +52,7 @@ class EngineStats:
     num_blocks: int
     num_steps_under_way: int
     is_draining: bool
+    num_compiling: int
 
 
 class AsyncLLM:
@@ -279,6 +281,7 @@ class AsyncLLM:
             num_blocks=sum(scheduler.blocks.num_blocks for scheduler in schedulers),
             num_steps_under_way=sum(engine.num_steps_under_way for engine in self.replicas.engines),
             is_draining=self._refuses == _DRAINING,
+            num_compiling=sum(engine.num_compiling for engine in self.replicas.engines),
         )
 
     def between_steps(self, function: Callable[[Engine], None]) -> None:

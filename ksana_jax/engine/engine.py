@@ -63,6 +63,8 @@ class Engine(IdleChanges):
         # See `engine.sleeping`: what it takes to wake up, None while awake; and what reads other weights.
         self.asleep: Any = None
         self.read_weights: Any = None
+        # Programs that `engine.warmup` compiles while requests are served.
+        self.num_compiling = 0
         self.max_model_len = scheduler.max_model_len
         self.factory = RequestFactory(scheduler, model, tokenizer, config.seed)
         self.requests: dict[str, Request] = {}

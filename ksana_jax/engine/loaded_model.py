@@ -95,7 +95,7 @@ class LoadedModel(LLMFacts, Sleeps):
                 tokenizer = load_tokenizer(tokenizer)
             elif tokenizer is None:
                 tokenizer = find_tokenizer(model_dir)
-            self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
+            self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers, 4)
         for engine in self.replicas.engines:
             engine.source = (self.name, load_format)
 
@@ -130,6 +130,7 @@ class LoadedModel(LLMFacts, Sleeps):
         tokenizer: Tokenizer | None,
         resident_before: int | None,
         workers: Workers | None = None,
+        stacklevel: int = 3,
     ) -> None:
         keep_compiled_steps()
 
@@ -139,7 +140,7 @@ class LoadedModel(LLMFacts, Sleeps):
 
         self._take(build_replicas(config, build), resident_before)
         if warning := beyond_training(model, self.engine.max_model_len):
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=stacklevel)
         pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
         blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
         codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"
@@ -230,16 +231,22 @@ class LoadedModel(LLMFacts, Sleeps):
             raise
 
     def warm_up(
-        self, max_len: int | None = None, sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        max_len: int | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        behind: bool = False,
     ) -> int:
         """Compiles every step that sequences of up to max_len tokens can need; returns the number of new functions.
 
         Args:
           sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
+          behind: on a CPU, compile what a first chat needs, and the rest in a thread behind requests.
         """
         before = self.num_compilations
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
-        self.replicas.each(lambda engine: warm_up(engine, max_len, asked))
+        for replica in self.replicas.replicas:
+            with replica.on_device():
+                warm_up(replica, max_len, asked, behind)
         for name, compared in self.memory_usage().items():
             logger.info("memory of %s: %s", name, compared)
         return self.num_compilations - before

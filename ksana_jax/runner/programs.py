@@ -25,7 +25,7 @@ from ksana_jax.ops.linear import choose_linear
 from ksana_jax.ops.norm import choose_norm, kinds_of
 from ksana_jax.ops.pool import KVCache
 from ksana_jax.ops.requirements import Requirements
-from ksana_jax.runner.compiling import compile_all, compiled
+from ksana_jax.runner.compiling import compile_all, compiled, sought
 from ksana_jax.runner.decode_loop import LoopKey, lower_loop
 from ksana_jax.runner.evicting import Evictor
 from ksana_jax.runner.movers import BlockMover
@@ -205,9 +205,10 @@ class ModelPrograms:
         self.check_patterns(patterns)
         kinds = [(group, pattern) for (group, _), pattern in zip(self.layout.places, patterns, strict=True)]
         alike = tuple(map(kinds.index, kinds))
-        if self.network.attention.schedule and alike != self._patterns.alike:
-            self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
+        changes = self.network.attention.schedule and alike != self._patterns.alike
         self._patterns = _Patterns(tuple(patterns), alike, self.placement.everywhere(stack(patterns)))
+        if changes:  # after the patterns: what another thread compiles for older ones is not kept
+            self._compiled = {k: f for k, f in self._compiled.items() if not isinstance(k, StepShape | LoopKey)}
 
     def compile(self, keys: Sequence[Any], workers: int = 1, *, table_width: int = 0, moves: bool = False) -> None:
         """Compiles programs ahead of time; those already compiled cost nothing.
@@ -216,12 +217,18 @@ class ModelPrograms:
           keys: of programs, such as `keys.keys_for` returns. workers: programs compiled at once.
           table_width: largest block table whose rows are evicted from. moves: True if blocks will move.
         """
-        new = {key: self._lowering(key) for key in keys if key not in self._compiled}
-        self._compiled |= compile_all(new, workers)
+        compiled = self._compiled  # `set_patterns` may take another meanwhile
+        compiled |= compile_all({key: self._lowering(key) for key in keys if key not in compiled}, workers)
         if self.evictor is not None:
             self.evictor.warm_up(min(table_width, self.evictor.table_width))
         if moves:
             self.mover.warm_up()
+
+    def missing(self, keys: Sequence[Any]) -> list[Any]:
+        """Takes programs from the store; returns the keys of those that are still to be compiled."""
+        found, missing = sought({key: self._lowering(key) for key in keys if key not in self._compiled})
+        self._compiled |= found
+        return list(missing)
 
     def lower(self, key: Any) -> Any:
         """Lowers the program of a key, as it will run."""

@@ -11,6 +11,7 @@ import numpy as np
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
 from ksana_jax.runner.runner import Runner
+from ksana_jax.runner.value_digest import shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ def on_host(runner: Runner) -> Any:
 def release(runner: Runner) -> None:
     """Frees weights and pool of an idle runner."""
     pool = runner.cache
-    runner.params, runner.cache = jax.tree.map(_shape, (runner.params, pool))
+    runner.params, runner.cache = jax.tree.map(shape_of, (runner.params, pool))
     if runner.evictor is not None:
         runner.evictor.forget()
     for leaf in pool.leaves.values():
@@ -59,7 +60,3 @@ def load(runner: Runner, params: Params, *, consume: bool) -> None:
 def _wake(runner: Runner, params: Params) -> None:
     pool = runner.placement.pool(runner.layout, runner.cache.num_blocks)
     runner.params, runner.cache = params, pool
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

@@ -20,6 +20,7 @@ from ksana_jax.models.params import init_params
 from ksana_jax.ops.invariant import why_not_invariant
 from ksana_jax.ops.linear import LINEAR_IMPLEMENTATIONS
 from ksana_jax.ops.requirements import Requirements
+from ksana_jax.scheduler.step.ladders import stages
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.machine import compiled, native_products
 from tests.models.own_kinds import register
@@ -88,6 +89,21 @@ def invariant_llm(dtype: str = "f32", pattern: AttentionPattern = FULL, **settin
     found = engine_config(SETTINGS | {"dtype": dtype} | settings)
     programs = _programs[found.numerics, dtype, found.block_size, found.num_blocks, found.kv_cache_dtype, pattern]
     return LLM.around(build_engine(config, params, found, patterns=pattern, programs=programs))
+
+
+@native_products
+def test_larger_buckets_change_no_bit():
+    """As steps take while smaller ones are compiled."""
+    found = []
+    for stage in range(3):
+        llm = invariant_llm(max_num_batched_tokens=64, max_model_len=2048, num_blocks=130)
+        buckets = stages(llm.engine.builder.buckets)[stage]
+        llm.engine.builder = dataclasses.replace(llm.engine.builder, buckets=buckets)
+        outputs = llm.generate([{"prompt_token_ids": PROMPT[:n].tolist()} for n in (3, 40, 101)], ASKED)
+        found.append([bits(output.outputs[0]) for output in outputs])
+        shapes = {record.shape for record in llm.records}
+        assert stage != 2 or {shape.table_width for shape in shapes} == {64} < {*buckets.widths}
+    assert found[0] == found[1] == found[2]
 
 
 SINKS = AttentionPattern(window=70, num_sinks=3, sink_position="cache")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from ksana_jax.core.config import EngineConfig
@@ -115,6 +116,17 @@ def draft_buckets(target: Buckets, config: EngineConfig) -> Buckets:
     min_rows = 1 if 1 in decodes else decodes[0]
     tiles = coarse_parts(config.max_num_batched_tokens, config.query_tile, config.max_num_seqs, min_rows)
     return Buckets(decodes, tiles, target.widths, joins=False)
+
+
+def stages(buckets: Buckets) -> tuple[Buckets, Buckets, Buckets]:
+    """Returns few buckets that hold every step, more, and all, in the order of compiling them.
+
+    Wide tables slow decodes by a tenth; a short prompt in the largest tiles takes as long as compiling smaller ones.
+    """
+    one_width = dataclasses.replace(buckets, widths=buckets.widths[-1:])
+    decodes = tuple(sorted({buckets.decodes[0], buckets.decodes[-1]}))
+    few = dataclasses.replace(one_width, decodes=decodes, tiles=tuple(largest_tiles(buckets)[::-1]))
+    return few, one_width, buckets
 
 
 def largest_tiles(buckets: Buckets) -> list[TileGroup]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -176,10 +177,13 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Answers 200 while new requests are taken, 503 while the model loads, or the server shuts down."""
-    serving = serving_of(request)
+    serving: Any = serving_of(request)
     if (status := serving.status) == "loading":
         return json_response({"status": status, "progress": serving.progress}, 503)
-    return json_response({"status": status}, 200 if status == "ready" else 503)
+    if status != "ready":
+        return json_response({"status": status}, 503)
+    left = sum(model.any_llm.stats().num_compiling for model in serving.models)
+    return json_response({"status": status} | ({"progress": f"compiling {left} programs"} if left else {}))
 
 
 async def metrics(request: Request) -> Response:

@@ -100,6 +100,8 @@ class ServingMetrics(Collector):
         stats, text = self._llm.stats(), "Prompt tokens of requests that have no first token yet."
         families.gauge("ksana:queued_prefill_tokens", text, stats.num_prefill_tokens)
         families.gauge("ksana:draining", "1 while new requests are refused.", stats.is_draining)
+        text = "Programs that are compiled while requests are served, whose steps take larger ones."
+        families.gauge("ksana:compiling", text, stats.num_compiling)
         text = "Seconds by which the event loop runs late what is due, looked at ten times a second."
         lag = self._loop_lag
         families.histogram("ksana:event_loop_lag_seconds", text, list(lag.buckets()), lag.sum)

@@ -192,7 +192,11 @@ class RunningServer:
             for line in _memory(serving.any_llm):
                 _say(line if len(models) == 1 else f"{serving.model.name}, {_state(serving.any_llm)}: {line}")
         _say(f"serving {', '.join(serving.model.name for serving in models)} on {self._url()}")
+        compiling = 0
         while not self._stopping.is_set() and all(llm.is_alive for llm in llms):
+            before, compiling = compiling, sum(llm.stats().num_compiling for llm in llms)
+            if (compiling == 0) != (before == 0):
+                _say(f"compiling {compiling} programs behind requests" if compiling else "all programs are compiled")
             await asyncio.wait((stopping,), timeout=WATCH_S)
         stopping.cancel()
         if dead := [llm for llm in llms if not llm.is_alive]:

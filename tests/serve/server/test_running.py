@@ -205,7 +205,7 @@ def test_a_server_says_what_it_does_until_it_serves(capfd):
             return jax.jit(lambda x: x + key).lower(1.0)
 
         assert may_end.wait(10)
-        compiling.compile_all({key: Lowering(lower, key) for key in (1, 2, 3)}, workers=1)
+        compiling.compile_all({key: Lowering(lower, key=key) for key in (1, 2, 3)}, workers=1)
         return llm
 
     listener = listen(settings)
@@ -299,6 +299,15 @@ def test_a_full_queue_is_told_429():
         assert b"queue_full" in server.ask("GET", "/metrics").body
 
 
+def test_a_server_says_how_many_programs_are_still_compiled():
+    with serving(make_llm()) as server:
+        assert server.ask("GET", "/ready").json == {"status": "ready"}
+        server.llm.engine.num_compiling = 7
+        reply = server.ask("GET", "/ready")
+        assert reply.status == 200 and reply.json == {"status": "ready", "progress": "compiling 7 programs"}
+        assert b'ksana:compiling{engine="",model_name="ksana"} 7.0' in server.ask("GET", "/metrics").body
+
+
 def test_metrics_have_vllms_names(served):
     served.post("/v1/completions", **FIELDS)
     reply = served.ask("GET", "/metrics")
@@ -328,6 +337,7 @@ def test_a_warm_server_compiles_nothing_for_a_request_with_the_defaults():
     )
     assert llm.llm is not None
     with serving(llm) as served:
+        wait_for(lambda: not llm.stats().num_compiling)
         before = llm.llm.num_compilations
         for fields in ({}, {"temperature": 0}):
             assert served.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 3, **fields}).status == 200
