@@ -90,8 +90,8 @@ def activations(
     name = f"activations-{secrets.token_hex(8)}"
     [request] = engine.new_requests([asked._replace(request_id=name, cache_salt=name)])
     engine.check_idle("activations are recorded only in between")
-    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} if path is None else {}
-    recording = _Recording(llm, name, layers, heads, **arrays or _in_file(path, shapes))
+    arrays = {k: np.zeros(v, np.float32) for k, v in shapes.items()} if path is None else _in_file(path, shapes)
+    recording = _Recording(llm, name, layers, heads, **arrays)
     engine.inspectors.append(recording)
     try:
         *_, output = engine.serve([request])
