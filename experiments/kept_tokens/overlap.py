@@ -1,6 +1,8 @@
 """How many tokens do pairs of eviction methods both keep? Reads the masks that `ksana run kept_tokens` has saved.
 
-python -m experiments.kept_tokens.overlap [FOLDER]      prints a table, writes overlap.png
+    python -m experiments.kept_tokens.overlap [FOLDER]      of a run; this folder by default
+
+It prints a table and writes overlap.png.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def main(folder: Path) -> None:
 
     found = pairs_of(masks_of(folder))
     print("| methods | overlap | least and most of a layer | by chance |\n|---|---:|---:|---:|")
-    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     for (a, b), (layers, chance) in sorted(found.items(), key=lambda item: -item[1][0].mean()):
         print(f"| {a}, {b} | {layers.mean():.3f} | {layers.min():.2f} to {layers.max():.2f} | {chance:.3f} |")
@@ -61,9 +63,9 @@ def main(folder: Path) -> None:
             axes.plot(layers, label=f"{a}, {b}", linewidth=1)
     axes.axhline(next(iter(found.values()))[1], color="#999999", linestyle=":", label="by chance")
     axes.set(xlabel="layer", ylabel="Jaccard overlap of the chosen tokens")
-    axes.legend(fontsize=6)
+    figure.legend(fontsize=6, loc="outside right upper")
     figure.savefig(Path(__file__).with_name("overlap.png"), dpi=150)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/kept_tokens"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent))

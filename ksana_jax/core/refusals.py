@@ -52,7 +52,6 @@ DRAFT_MODEL = "speculative_config with a draft model"
 INVARIANT = 'numerics "invariant"'
 HOST_EMBEDDING = 'embedding_device "host"'
 PREFER = "operators.prefer"
-ACTIVATIONS = "activations"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
 
 REFUSALS = (
@@ -101,11 +100,6 @@ REFUSALS = (
     Refusal("data_parallel_size", "disk_cache_dir", "one engine writes the folder"),
     Refusal("disk_cache_dir", "distributed", "each process has the keys and values of its own heads only"),
     Refusal(HOST_EMBEDDING, "distributed", "each process would send the others its rows"),
-    Refusal(ACTIVATIONS, BRANCHES, "it reads the blocks of single rows, after the step"),
-    Refusal(ACTIVATIONS, "shared_prefix_attention", "it reads the blocks of single rows, after the step"),
-    Refusal(ACTIVATIONS, "tensor_parallel_size", "it records one device"),
-    Refusal(ACTIVATIONS, "data_parallel_size", "it records one device"),
-    Refusal(ACTIVATIONS, "distributed", "it records one device"),
     Refusal("enable_lora", "tensor_parallel_size", "each device would need its part of every adapter"),
     Refusal("enable_lora", "data_parallel_size", "a request's adapter has a slot in one engine"),
     Refusal("enable_lora", "distributed", "adapters are in the memory of one process"),

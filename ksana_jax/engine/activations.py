@@ -24,6 +24,9 @@ from ksana_jax.engine.steps import Step
 from ksana_jax.kv.layout import TEXT_POSITION
 from ksana_jax.runner.recording import Recorded, step_recorder
 
+# Settings under which rows or heads are elsewhere too.
+_APART = ("shared_prefix_attention", "tensor_parallel_size", "data_parallel_size", "distributed")
+
 
 class Activations(NamedTuple):
     """Activations of a request's T tokens: its prompt, and its output without the last token.
@@ -67,7 +70,9 @@ def activations(
     engine = llm.engine
     runner, model, eviction = llm.runner, engine.model, engine.scheduler.layout.eviction
     branches = (speculation := engine.scheduler.speculation) is not None and speculation.method.draws_trees
-    refusals.check(engine.config.used() | {refusals.ACTIVATIONS: True, refusals.BRANCHES: branches}, ValueError)
+    used = engine.config.used() | {refusals.BRANCHES: branches}
+    if found := [name for name in (refusals.BRANCHES, *_APART) if used[name]]:
+        raise ValueError(f"activations are read from blocks of single rows on one device, not with {', '.join(found)}")
     if params.num_sequences > 1:
         raise ValueError("activations are those of one sequence: n must be 1, and beam_width 0 or 1")
     if eviction is not None and not eviction.method.hides and TEXT_POSITION not in runner.cache.leaves:
@@ -85,8 +90,8 @@ def activations(
     name = f"activations-{secrets.token_hex(8)}"
     [request] = engine.new_requests([asked._replace(request_id=name, cache_salt=name)])
     engine.check_idle("activations are recorded only in between")
-    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} if path is None else {}
-    recording = _Recording(llm, name, layers, heads, **arrays or _in_file(path, shapes))
+    arrays = {k: np.zeros(v, np.float32) for k, v in shapes.items()} if path is None else _in_file(path, shapes)
+    recording = _Recording(llm, name, layers, heads, **arrays)
     engine.inspectors.append(recording)
     try:
         *_, output = engine.serve([request])
@@ -118,7 +123,8 @@ class _Recording:
         """Adds the first of some tokens, those in a tile; returns their number."""
         offset, width = tokens[0] - tile.first, tile.step.shape.parts[tile.part].width
         count, begin = min(width - offset, len(tokens)), tile.begin + offset
-        kept = min(count, self.hidden.shape[1] - begin)  # rejected draft tokens may come after the end
+        # Rejected draft tokens, and a probe's, may come after the end; others take the places of those before it.
+        kept = max(min(count, self.hidden.shape[1] - begin), 0)
         texts, layout = slice(begin, begin + kept), self._layout
         stored = functools.cache(functools.partial(tile.stored, self._runner, TEXT_POSITION))
         for index, layer in enumerate(self._layers):

@@ -56,8 +56,7 @@ class Engine(IdleChanges):
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__(scheduler, builder, executor, config, clock)
-        self.model, self.tokenizer = model, tokenizer
-        self.memory_plan = memory_plan
+        self.model, self.tokenizer, self.memory_plan = model, tokenizer, memory_plan
         # Model and load_format of the LLM that has read the weights; None if they were in memory.
         self.source: tuple[str, str] | None = None
         # See `engine.sleeping`: what it takes to wake up, None while awake; and what reads other weights.
@@ -87,8 +86,7 @@ class Engine(IdleChanges):
 
     def new_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Creates one request from the fields of `RequestInput`; see `new_requests`."""
-        [request] = self.new_requests([RequestInput(prompt_token_ids, params, **settings)])
-        return request
+        return self.new_requests([RequestInput(prompt_token_ids, params, **settings)])[0]
 
     def add_request(self, prompt_token_ids: np.ndarray, params: SamplingParams, **settings: Any) -> Request:
         """Creates and adds a request; see `new_request` and `add`."""
@@ -217,8 +215,7 @@ class Engine(IdleChanges):
         reported = add_tokens(self.scheduler, step, output, watched) if watched else {}
         for inspect in self.inspectors:
             inspect(step, watched)
-        for seq in finished:
-            reported.setdefault(seq.owner)
+        reported |= dict.fromkeys(seq.owner for seq in finished)
         if len(batch.beams):
             new_beam, fail = self.factory.new_beam, functools.partial(self._end, reason=FinishReason.ERROR)
             reported |= advance_beams(self.scheduler, batch, output, new_beam, fail)
@@ -263,10 +260,8 @@ class Engine(IdleChanges):
         """Ends all requests and rebuilds the state of rows, blocks and prefixes; files on disk stay."""
         for request in self.requests.values():
             request.fail(error)
-        self.requests.clear()
-        self._watched.clear()
-        self._running.clear()
-        self._ahead.clear()
+        for state in (self.requests, self._watched, self._running, self._ahead):
+            state.clear()
         self._recorded_s = None
         patterns = self.executor.patterns
         scope = self.memory.index.scope.seen_through(patterns)

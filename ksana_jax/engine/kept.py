@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each layer and KV head has kept. Reads positions that the pool stores; no jax."""
+"""Tokens of a sequence that each layer and KV head has kept, from positions that the pool stores. No jax."""
 
 from __future__ import annotations
 

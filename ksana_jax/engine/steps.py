@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -85,8 +84,7 @@ class StepLoop:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.scheduler, self.builder, self.executor = scheduler, builder, executor
-        self.memory = scheduler.memory
-        self.config, self.clock = config, clock
+        self.memory, self.config, self.clock = scheduler.memory, config, clock
         self.records: list[StepRecord] = []
         # Steps of the call that is being reported, and of the call after it.
         self._running: Steps = collections.deque()
@@ -97,9 +95,8 @@ class StepLoop:
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
-        # Called with each step and the rows of its watched completions, while the pool is as the step has left it: with
-        # any, which are added while no request runs, steps are computed one by one.
-        self.inspectors: list[Callable[[Step, dict[Any, int]], None]] = []
+        # Called with each step, whose pool they may read, and the rows of completions; steps then run one by one.
+        self.inspectors: list[Callable[..., None]] = []
 
     @property
     def has_work(self) -> bool:

@@ -35,7 +35,8 @@ def _of_part(queries: Queries, cache, context: AttentionContext, selection, part
     tiled = [None if x is None else x[tokens].reshape(*part, *x.shape[1:]) for x in of_tokens]
     heads, scores, values, slots = of_layer[0].num_kv_heads, [], [], []
     for source in of_layer:
-        asked = Tiles(*tiled, None, source.tables.blocks[tiles], source.tables.starts[tiles])
+        tables = source.tables.blocks[tiles]
+        asked = Tiles(*tiled, numbers=None, tables=tables, starts=source.tables.starts[tiles])
         k, v, at, hidden = read_keys(asked, asked.tables, asked.starts, source, context)
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         where = at, hidden, asked, source, context

@@ -12,6 +12,7 @@ from ksana_jax.engine.activations import activations
 from tests.engine import small, test_block_codecs, test_kv_codecs
 from tests.engine.small import VOCAB, assert_idle, model
 from tests.golden.cases import golden_case
+from tests.guessing import ANSWERS
 from tests.methods.eviction.defined import METHODS
 from tests.methods.eviction.reference import run
 from tests.methods.selection.definition import keys_read, quest
@@ -147,6 +148,17 @@ def test_weights_and_kept_tokens_under_selection_are_those_of_its_definition(pro
     assert last[0].all() and last[1].sum(-1).max() <= 16
 
 
+def test_rejected_draft_tokens_leave_no_trace():
+    plain = activations(make_llm(), {"prompt_token_ids": PROMPT}, PARAMS)
+    ANSWERS[np.array(PROMPT, np.int32).tobytes()] = [plain.output.outputs[0].token_ids]
+    guesses = {"guesses": "right at first", "num_speculative_tokens": 3, "vocab_size": VOCAB}
+    llm = make_llm(speculative_config={"method": "tests.guessing:Guessing"} | guesses)
+    found = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
+    metrics = found.output.metrics
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    expect(found)
+
+
 def test_chosen_layers_and_heads_go_to_a_file(tmp_path):
     llm, path = make_llm(), tmp_path / "activations.safetensors"
     whole = activations(llm, {"prompt_token_ids": PROMPT}, PARAMS)
@@ -163,7 +175,7 @@ def test_chosen_layers_and_heads_go_to_a_file(tmp_path):
         ({}, {"max_bytes": 20_000}, "2 layers, 4 heads and 30 tokens take 35.6 KiB, max_bytes is 19.5 KiB"),
         ({}, {"layers": [2]}, "layers is 2, must be an integer from 0 to 1"),
         ({"kv_eviction": {"method": "h2o", "budget": 12}}, {}, "need an engine with kept_tokens"),
-        ({"shared_prefix_attention": True}, {}, "with shared_prefix_attention: it reads the blocks of single"),
+        ({"shared_prefix_attention": True}, {}, "of single rows on one device, not with shared_prefix_attention"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(settings, asked, said):

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from ksana_jax.lab.runs import texts
+from ksana_jax.lab.runs import kept_figure, texts
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.tasks.perplexity import sample_positions
 from tests.lab.runs.runs import Engines, reported
@@ -26,7 +27,8 @@ def measured(tmp_path_factory, one_layer):
         {"name": "recompute", "pattern.window": 32, "settings.method": "recompute"},
     ]
     settings = {"num_texts": 1, "num_tokens": 256, "bucket_tokens": 64, "sampled_per_bucket": 2}
-    given = {"model": one_layer, "load_format": "dummy", "engine": ENGINE, "settings": settings, "variants": variants}
+    given = {"model": one_layer, "load_format": "dummy", "settings": settings, "variants": variants}
+    given["engine"] = ENGINE | {"kept_tokens": True}
     engines = Engines()
     folder = tmp_path_factory.mktemp("out")
     made = reported(plan(given), folder, make_llm=engines)
@@ -39,6 +41,23 @@ def test_one_engine_serves_all_patterns_and_compiles_each_shape_once(measured):
     assert rows["full"].mean("num_compilations") > 0
     # A window needs other shapes than a growing table, but all windows the same ones.
     assert [rows[name].mean("num_compilations") for name in ("sinks", "ceiling")] == [0, 0]
+
+
+def test_kept_tokens_are_a_column_and_saved_and_drawn(measured, tmp_path_factory):
+    rows, _ = measured
+    shares = {name: row.mean("kept") for name, row in rows.items()}
+    assert shares == {"full": 1, "sliding": 32 / 256, "sinks": 36 / 256, "ceiling": 34 / 256, "recompute": None}
+    name = next(m["file"] for m in rows["sliding"].trials[0] if m["metric"] == "kept")
+    with np.load(next(tmp_path_factory.getbasetemp().glob(f"out*/{name}"))) as texts:
+        [kept] = [texts[digest] for digest in texts.files]
+    assert kept.shape[2] == 256 and kept[..., -32:].all() and not kept[..., :-32].any()
+    figure = Figure()
+    kept_figure.draw(figure, kept)
+    np.testing.assert_array_equal(figure.axes[0].images[0].get_array(), kept.mean(axis=1))
+    figure = Figure()
+    kept_figure.draw(figure, kept, heads=[0])
+    np.testing.assert_array_equal(figure.axes[0].images[0].get_array(), kept[:, 0])
+    assert figure.axes[0].get_ylabel() == "layer, head 0"
 
 
 def test_a_window_bounds_the_kv_that_is_held(measured):

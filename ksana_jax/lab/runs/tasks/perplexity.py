@@ -165,6 +165,7 @@ class Perplexity(PerplexityResults, BaseTask):
         at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
         kept: dict[str, np.ndarray] = {}
+        masks: list[np.ndarray] = []
         for begin in range(0, len(chosen), at_once):
             group = chosen[begin : begin + at_once]
             samples = [
@@ -176,10 +177,8 @@ class Perplexity(PerplexityResults, BaseTask):
                     f"{len(group[0].ids):,} tokens are one bucket of {bucket_tokens:,}: nothing to sample beyond it"
                 )
             if streams:
-                masks: list[np.ndarray] = []
-                work = functools.partial(
-                    _stream, llm, [excerpt.ids for excerpt in group], settings.context_tokens, masks
-                )
+                ids = [excerpt.ids for excerpt in group]
+                work = functools.partial(_stream, llm, ids, settings.context_tokens, masks)
             else:
                 window = trial.config["pattern"]["window"]
                 work = functools.partial(_recompute, llm, group[0].ids, window, samples[0])
