@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.request import MAX_DISTRIBUTIONS_BYTES, SamplingParams
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.engine.watched import MAX_DISTRIBUTIONS_BYTES
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, token_scores
