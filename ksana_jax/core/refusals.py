@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ksana_jax.core.errors import ConfigError
 
@@ -118,6 +118,24 @@ REFUSALS = (
     Refusal("forced_token_ids", "min_tokens", "the output is given", principle=True),
     Refusal("forced_token_ids", BIASES, "the output is given", principle=True),
 )
+
+
+def of_request(params: Any) -> dict[str, object]:
+    """Returns the settings of `SamplingParams` that are in use, as `check` takes them."""
+    # Sampling temperature and truncation do not apply; a default of 1 requests nothing.
+    return {
+        "beam_width": params.beam_width and f"beam_width {params.beam_width}",
+        "forced_token_ids": params.forced_token_ids is not None,
+        "stop": bool(params.stop_strings),
+        "stop_token_ids": bool(params.stop_token_ids),
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "min_tokens": params.min_tokens > 0,
+        BIASES: params.penalised,
+        "top_k": params.top_k > 0,
+        "top_p": params.top_p < 1,
+        "min_p": params.min_p > 0,
+    }
 
 
 def check(used: Mapping[str, object], error: type[ValueError] = ConfigError) -> None:

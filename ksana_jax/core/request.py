@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 MAX_N = 128
 MAX_LOGPROBS = 20
-ALL_LOGPROBS = 2**31 - 1  # as many as there are ids
-MAX_DISTRIBUTIONS_BYTES = 2**30  # of one request
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each step needs twice as many candidates as beams
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
@@ -157,25 +155,10 @@ class SamplingParams:
         self._check_combination()
 
     def _check_combination(self):
-        if not self.beam_width and self.forced_token_ids is None:
-            return
         if self.beam_width and self.n > self.beam_width:
             raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
-        # Sampling temperature and truncation do not apply; a default of 1 requests nothing.
-        used = {
-            "beam_width": self.beam_width and f"beam_width {self.beam_width}",
-            "forced_token_ids": self.forced_token_ids is not None,
-            "stop": bool(self.stop_strings),
-            "stop_token_ids": bool(self.stop_token_ids),
-            "logprobs": self.logprobs is not None,
-            "prompt_logprobs": self.prompt_logprobs is not None,
-            "min_tokens": self.min_tokens > 0,
-            refusals.BIASES: self.penalised,
-            "top_k": self.top_k > 0,
-            "top_p": self.top_p < 1,
-            "min_p": self.min_p > 0,
-        }
-        refusals.check(used, ValueError)
+        if self.beam_width or self.forced_token_ids is not None:
+            refusals.check(refusals.of_request(self), ValueError)
 
     def _check_stops(self):
         if not isinstance(self.stop, (str, list, tuple, type(None))):
@@ -218,19 +201,14 @@ class SamplingParams:
 
     def max_len(self, num_prompt: int, max_model_len: int) -> int:
         """Number of tokens at which a sequence ends, prompt included."""
-        forced = None if self.forced_token_ids is None else len(self.forced_token_ids)
-        return min([max_model_len, *(num_prompt + most for most in (self.max_tokens, forced) if most is not None)])
+        most = min(self.max_tokens or max_model_len, len(self.forced_token_ids or range(max_model_len)))
+        return min(num_prompt + most, max_model_len)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def num_logprobs(self) -> int:
-        """Number of top tokens whose log-probabilities are returned; -1 for none."""
-        return -1 if self.logprobs is None else ALL_LOGPROBS if self.logprobs < 0 else self.logprobs
 
     @property
     def num_sequences(self) -> int:

@@ -31,7 +31,6 @@ class Completion:
     tokenizer: Tokenizer | None
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
-    distributions: list[np.ndarray] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
     kept_tokens: np.ndarray | None = None
@@ -104,8 +103,7 @@ class Completion:
             seq.stop_reason,
             self.cumulative_logprob,
             self.error,
-            np.array(self.distributions[first:]) if self.distributions else None,
-            self.kept_tokens,
+            kept_tokens=self.kept_tokens,
         )
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
 from ksana_jax.core.outputs import RequestMetrics
-from ksana_jax.core.request import MAX_DISTRIBUTIONS_BYTES, RequestInput, SamplingParams
+from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
-from ksana_jax.engine.watched import WatchedCompletion, special_stops
+from ksana_jax.engine.watched import WatchedCompletion, check_distributions, special_stops
 from ksana_jax.kv.state import KVState
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
@@ -144,12 +144,8 @@ class RequestFactory:
         if params.beam_width > scheduler.max_num_seqs:
             raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs is {scheduler.max_num_seqs}")
         max_len = params.max_len(count, scheduler.max_model_len)
-        kept_bytes = params.n * (max_len - count) * self._vocab_size * 4
-        if params.logprobs == -1 and kept_bytes > MAX_DISTRIBUTIONS_BYTES:
-            raise ValueError(
-                f"logprobs is -1: {params.n} x {max_len - count:,} distributions of {self._vocab_size:,} ids are "
-                f"{kept_bytes:,} bytes, at most {MAX_DISTRIBUTIONS_BYTES:,} are kept"
-            )
+        if params.logprobs == -1:
+            check_distributions(params.n * (max_len - count), self._vocab_size)
         # Beams wait for each other: all of them must fit, even unshared.
         width = max(params.beam_width, 1)
         if width * len(scheduler.layout.groups) * -(-max_len // blocks.block_size) <= blocks.num_blocks:
@@ -162,9 +158,9 @@ class RequestFactory:
             )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        if params.forced_token_ids is not None:
-            return ()
-        ids = tuple(params.stop_token_ids or ()) + (() if params.ignore_eos else self.eos_ids)
+        ids = tuple(params.stop_token_ids or ()) + (
+            () if params.ignore_eos or params.forced_token_ids else self.eos_ids
+        )
         return tuple(dict.fromkeys(ids))
 
     def _new_request(

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ksana_jax.core.outputs import Logprob
+from ksana_jax.core.outputs import CompletionOutput, Logprob
 from ksana_jax.core.request import FinishReason, SamplingParams
 from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.steps import Step
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.types import StepOutput, TokenScores
 from ksana_jax.tokenizers import Tokenizer
+
+MAX_DISTRIBUTIONS_BYTES = 2**30  # of one request
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,12 +30,12 @@ class WatchedCompletion(Completion):
     special_stops: dict[int, str] = dataclasses.field(default_factory=dict)
     streams: bool = False
     _held_back: str = ""
+    _distributions: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()
-        if (count := self.seq.params.logprobs) is not None:
+        if self.seq.params.logprobs is not None:
             self.logprobs = []
-            self.distributions = [] if count < 0 else None
         self._stops = self.seq.params.stop_strings
 
     def add(self, token: int, scores: TokenScores | None, at: int, *, has_text: bool = True) -> str | None:
@@ -49,9 +51,9 @@ class WatchedCompletion(Completion):
         self.token_ids.append(token)
         if self.logprobs is not None and scores is not None:
             self.logprobs.append(top_logprobs(scores, at, token, max(self.seq.params.logprobs or 0, 0)))
-            if self.distributions is not None:
-                self.distributions.append(np.empty(scores.top_ids.shape[1], np.float32))
-                self.distributions[-1][scores.top_ids[at]] = scores.top_logprobs[at]
+            if self.seq.params.logprobs == -1:
+                self._distributions.append(np.empty(scores.top_ids.shape[1], np.float32))
+                self._distributions[-1][scores.top_ids[at]] = scores.top_logprobs[at]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(scores.logprob[at])
         included = self.seq.params.include_stop_str_in_output
         if self._detokenizer is None or not (self.streams or self._stops) or not (has_text or included):
@@ -81,6 +83,12 @@ class WatchedCompletion(Completion):
         self._release(pending[:length])
         self._held_back = kept
         return stop
+
+    def _output(self, text: str, first: int) -> CompletionOutput:
+        output = super()._output(text, first)
+        if self.seq.params.logprobs == -1:
+            output.distributions = np.array(self._distributions[first:])
+        return output
 
     def _complete(self) -> None:
         if not (self.streams or self._stops):
@@ -130,6 +138,19 @@ def _stop_by_text(scheduler: Scheduler, completion: Completion, stop: str) -> No
     else:  # ended by the same token, or by one that comes later in a run of draft tokens
         seq.token_ids = seq.token_ids[:length]
         seq.finish_reason, seq.stop_reason = FinishReason.STOP, stop
+
+
+def check_distributions(count: int, vocab_size: int) -> None:
+    """Checks that the distributions of a request's output tokens can be kept.
+
+    Raises:
+      ValueError: they are more than MAX_DISTRIBUTIONS_BYTES.
+    """
+    if (size := count * vocab_size * 4) > MAX_DISTRIBUTIONS_BYTES:
+        raise ValueError(
+            f"logprobs is -1: {count:,} distributions of {vocab_size:,} ids are {size:,} bytes, at most "
+            f"{MAX_DISTRIBUTIONS_BYTES:,} are kept"
+        )
 
 
 def top_logprobs(scores: TokenScores, at: int, token: int, count: int) -> dict[int, Logprob]:

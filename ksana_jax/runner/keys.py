@@ -12,6 +12,7 @@ from ksana_jax.runner.decode_loop import LoopKey, only_decodes
 from ksana_jax.runner.token_programs import bucket_of_top
 from ksana_jax.runner.verification import VerificationKey
 from ksana_jax.sampling.acceptance import rule_of
+from ksana_jax.scheduler.step.settings import num_logprobs
 from ksana_jax.scheduler.step.types import StepShape
 
 
@@ -35,7 +36,7 @@ def keys_for(
       verifying: shapes of steps with drafts, besides `shapes`. acceptance, drawn_shapes: of their
         drafts, see `VerificationKey`.
     """
-    counts = [MAX_LOGPROBS if p.beam_width else p.num_logprobs for p in asked]  # beams ask for candidates
+    counts = [MAX_LOGPROBS if p.beam_width else num_logprobs(p) for p in asked]  # beams ask for candidates
     tops = {None} | {bucket_of_top(count, vocab_size) for count in counts if count >= 0}
     prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
     kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy or p.forced_token_ids}

@@ -91,8 +91,8 @@ class Sequence:
     def asks(self) -> bool:
         """True if its steps return more than greedy tokens."""
         p = self.params
-        scores = p.logprobs is not None or p.prompt_logprobs is not None
-        return not p.greedy or self.dense_sampling or scores or p.forced_token_ids is not None
+        given = (p.logprobs, p.prompt_logprobs, p.forced_token_ids) != (None, None, None)
+        return not p.greedy or self.dense_sampling or given
 
     @property
     def dense_sampling(self) -> bool:

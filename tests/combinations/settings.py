@@ -144,6 +144,7 @@ _ALL = [
     _drafts("ngram", "rejection", acceptance="rejection"),
     Setting("beam_width", "completions", params={"beam_width": 2}),
     Setting("n", "completions", params={"n": 2, "temperature": 0.8, "seed": 3}),
+    Setting("forced_token_ids", "forced tokens", params={"forced_token_ids": [*range(2, 2 + NUM_TOKENS)]}),
     Setting("logprobs", "log-probabilities", params={"logprobs": 2, "prompt_logprobs": 1}, keeps=True),
     Setting("kept_tokens", "inspection", {"kept_tokens": True}, keeps=True),
     Setting("async_scheduling off", "asynchrony", {"async_scheduling": False}, keeps=True),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ksana_jax import SamplingParams
-from ksana_jax.core.request import MAX_DISTRIBUTIONS_BYTES, FinishReason
+from ksana_jax.core.request import FinishReason
 from tests.engine.small import EOS, VOCAB, Letters, assert_idle, make_llm, model
 from tests.reference import reference_logprobs
 
@@ -139,9 +139,8 @@ def test_what_cannot_be_forced_is_refused(given, message):
 
 
 def test_distributions_that_are_too_many_are_refused(monkeypatch):
-    monkeypatch.setattr("ksana_jax.engine.request_factory.MAX_DISTRIBUTIONS_BYTES", VOCAB * 4 * 20)
+    monkeypatch.setattr("ksana_jax.engine.watched.MAX_DISTRIBUTIONS_BYTES", VOCAB * 4 * 20)
     llm = make_llm()
     llm.generate({"prompt_token_ids": PROMPTS[0]}, forcing(0))
-    with pytest.raises(ValueError, match="2 x 16 distributions of 64 ids are 8,192 bytes, at most 5,120 are kept"):
+    with pytest.raises(ValueError, match="32 distributions of 64 ids are 8,192 bytes, at most 5,120 are kept"):
         llm.generate({"prompt_token_ids": PROMPTS[0]}, forcing(0, n=2))
-    assert MAX_DISTRIBUTIONS_BYTES == 2**30

@@ -211,10 +211,7 @@ class LastDecodes:
             tokens = np.append(tokens, np.zeros(len(real) - len(tokens), np.int32))
         arrays = StepArrays(tokens, numbers[0], cache_positions, slots, a.block_tables, a.block_starts, a.sampled)
         if sampling is not None:
-            sampling = sampling._replace(num_outputs=sampling.num_outputs + real[: step.num_sampled])
-            if self.rows.settings.forced:
-                forced = self.rows.settings.forced_tokens(batch.decodes, sampling.num_outputs[: len(self.decodes)])
-                sampling = sampling._replace(forced=padded(forced, sampling.forced.shape, -1))
+            sampling = rows.settings.advanced(sampling, batch.decodes, real)
         num_attended = step.num_attended + len(self.decodes)
         self.step = StepInput(step.shape, arrays, step.num_sampled, num_attended, sampling, step.num_logprobs)
         return self.step, self.ends

@@ -37,6 +37,14 @@ class SamplingArrays(NamedTuple):
 _DEFAULTS = (0, 0, 1, 0, 0, 0, 1, 0, 0, -1)
 
 
+ALL_LOGPROBS = 2**31 - 1  # as many as there are ids
+
+
+def num_logprobs(params: SamplingParams) -> int:
+    """Returns the number of top tokens whose log-probabilities a request gets; -1 for none."""
+    return -1 if params.logprobs is None else ALL_LOGPROBS if params.logprobs < 0 else params.logprobs
+
+
 class RowSettings:
     """Settings of those of R rows that ask for more than greedy tokens; the others have defaults.
 
@@ -65,7 +73,7 @@ class RowSettings:
             temperature, self.forced[row] = 0, np.array(p.forced_token_ids, np.int32)
         self._write(row, (temperature, p.top_k, p.top_p, p.min_p, words, 0, *penalties))
         self.samples[row], self.dense[row] = not p.greedy or dense or forces, dense
-        self.num_logprobs[row] = p.num_logprobs
+        self.num_logprobs[row] = num_logprobs(p)
         self.num_prompt_logprobs[row] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
 
     def clear(self, row: int) -> None:
@@ -89,6 +97,19 @@ class RowSettings:
                 if (ids := self.forced.get(row)) is not None and nth < len(ids):
                     found[i] = ids[nth]
         return found
+
+    def advanced(self, last: SamplingArrays, rows: np.ndarray, real: np.ndarray) -> SamplingArrays:
+        """Returns the settings of the next decodes of rows [n], after those of their last ones.
+
+        Args:
+          real: [at least the size of last] 1 for decodes, 0 for padding.
+        """
+        num_outputs = last.num_outputs + real[: len(last.num_outputs)]
+        if not self.forced:
+            return last._replace(num_outputs=num_outputs)
+        forced = np.full_like(last.forced, -1)
+        forced[: len(rows)] = self.forced_tokens(rows, num_outputs[: len(rows)])
+        return last._replace(num_outputs=num_outputs, forced=forced)
 
     def of_tokens(self, rows: np.ndarray, num_outputs: np.ndarray, size: int) -> SamplingArrays:
         """Returns the settings of n tokens, padded to `size`, without penalties and biases.

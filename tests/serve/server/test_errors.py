@@ -28,6 +28,7 @@ WRONG = {
     "min_tokens": [-1, "x"],
     "bad_words": ["x", [""], ["x"] * 257],
     "allowed_token_ids": [[], [1.5], 3],
+    "forced_token_ids": [[], [1.5], [-1], 3],
     "prompt_logprobs": [-1, 21, True],
     "stream": [1, "true"],
     "stream_options": [[], {"include_usage": 1}, {"colour": True}],

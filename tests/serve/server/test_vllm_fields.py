@@ -79,3 +79,11 @@ def test_a_stop_string_is_part_of_the_text_where_that_is_asked_for(served):
     assert whole["text"] == text[: text.index(text[5:8]) + 3] and whole["finish_reason"] == "stop"
     chunks = served.post(COMPLETION, **asked, stream=True).events
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+
+
+def test_a_given_output_is_decoded(served):
+    asked = {**TEXT, "forced_token_ids": [9, 4, 7], "return_token_ids": True}
+    [choice] = served.post(COMPLETION, **asked).json["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([9, 4, 7], "length")
+    events = [event["choices"][0] for event in served.post(CHAT, **TALK, forced_token_ids=[9, 4, 7], stream=True).events]
+    assert "".join(event["delta"].get("content") or "" for event in events) == choice["text"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.core.request import MAX_DISTRIBUTIONS_BYTES, SamplingParams
+from ksana_jax.core.request import SamplingParams
+from ksana_jax.engine.watched import MAX_DISTRIBUTIONS_BYTES
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, token_scores
@@ -36,8 +37,11 @@ class DivergenceSettings:
 
     against: settings of the reference engine where it differs; fields of `EngineConfig`. By default its cache is full.
     continuation: "text" decodes the text's own next tokens, "greedy" the reference's greedy answer, regardless of EOS.
-    texts, bos: as of perplexity. num_texts: number of prompts.
-    prompt_tokens: tokens of each prompt, BOS included. output_tokens: tokens decoded after each.
+    texts: files, folders, patterns or file.jsonl#field, as in the task `perplexity`.
+    num_texts: number of prompts.
+    prompt_tokens: tokens of each prompt, BOS included.
+    output_tokens: tokens decoded after each.
+    bos: whether prompts begin with BOS; null does as the tokenizer does.
     save_tokens: write every token to TRIAL.tokens.npz next to the records: arrays text_digest, position, token_id,
       logprob, reference_logprob, read_logprob, kl and js, with one entry per token.
     """
