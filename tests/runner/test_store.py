@@ -215,6 +215,34 @@ def child(*words: str) -> subprocess.Popen:
     )
 
 
+GOLDEN = """
+import logging, sys
+from ksana_jax import LLM, SamplingParams
+from tests.golden.cases import golden_cases
+logging.basicConfig(level=logging.INFO)
+case = next(case for case in golden_cases() if case.name == "mistral-gqa")
+asked = SamplingParams(temperature=0, max_tokens=len(case.greedy[0]), ignore_eos=True, detokenize=False)
+for devices in (1, 2):
+    llm = LLM(case.model_dir, max_num_seqs=3, max_num_batched_tokens=32, tensor_parallel_size=devices)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in case.prompts], asked)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens.tolist() for tokens in case.greedy]
+"""
+
+
+@pytest.mark.cpu("programs of CPUs are stored")
+def test_golden_tokens_on_one_device_and_on_two_come_from_stored_programs_too(folder, tmp_path):
+    counts = []
+    for _ in range(2):
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NPROC": "8"}
+        environment = os.environ | flags | {"JAX_COMPILATION_CACHE_DIR": ""}
+        command, root = [sys.executable, "-c", GOLDEN], Path(__file__).parents[2]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        counts.append((done.stderr.count(" traced in "), done.stderr.count(":found ")))
+    (compiled, _), (again, found) = counts
+    assert compiled > 4 and again == 0 and found == compiled
+
+
 @pytest.mark.cpu("programs of CPUs are stored")
 def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(folder):
     killed = child("killed")
@@ -290,11 +318,13 @@ def test_the_check_finds_an_entry_of_another_program(folder, said, monkeypatch):
         gathered(3)
 
 
-@pytest.mark.parametrize("off", ["KSANA_PROGRAMS", "jax"])
-def test_the_store_is_off_with_its_switch_and_with_jaxs(off, folder, monkeypatch):
+@pytest.mark.parametrize("off", ["KSANA_PROGRAMS", "jax", "a plugin"])
+def test_the_store_is_off_with_its_switch_with_jaxs_and_on_plugins(off, folder, monkeypatch):
     before = jax.config.values["jax_enable_compilation_cache"]
     if off == "jax":
         jax.config.update("jax_enable_compilation_cache", False)
+    elif off == "a plugin":
+        monkeypatch.setattr(store, "platform_of", lambda: "npu")
     else:
         monkeypatch.setenv(off, "off")
     try:
