@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.core.request import FinishReason
 
 
@@ -47,7 +48,8 @@ class RequestMetrics:
     num_output_tokens: tokens of all completions. num_preemptions: number of preemptions. num_cached_tokens: prompt
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
-    num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
+    num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves. prefix_report:
+    why no more of its prompt was reused; None without `prefix_report_blocks`, and before the first token.
     """
 
     arrival_s: float
@@ -62,6 +64,7 @@ class RequestMetrics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefix_report: PrefixReport | None = None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -102,6 +105,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     cache_salt: str = ""
     num_question: int = 0
+
+    @property
+    def prefix_report(self) -> PrefixReport | None:
+        """Why the prefix cache reused no more of the prompt; None without `prefix_report_blocks`."""
+        return self.metrics.prefix_report
 
     def check(self) -> RequestOutput:
         """Checks for errors; returns the output itself.

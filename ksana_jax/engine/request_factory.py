@@ -225,7 +225,7 @@ class RequestFactory:
             bad_words=bad_words,
             num_question=num_question,
             adapter=request.adapter,
-            kv=KVState(salt, request.metrics.num_blocks_by_origin),
+            kv=KVState(salt, request.metrics.num_blocks_by_origin, request.request_id),
         )
 
     def new_beam(self, request: Request, token_ids: np.ndarray, salt: str, num_question: int) -> Sequence:

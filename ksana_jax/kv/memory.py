@@ -26,7 +26,7 @@ from ksana_jax.kv.groups import group_layers
 from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.layout import KVLayout
 from ksana_jax.kv.moves import Moves, PendingMoves
-from ksana_jax.kv.prefix_cache import PrefixCache
+from ksana_jax.kv.prefix_cache import Explain, PrefixCache
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.replacement import ReplacementPolicy, find_replacement_policy
 from ksana_jax.kv.state import NO_BLOCKS, HeldBlocks, KVState
@@ -58,6 +58,7 @@ class KVMemory:
       layout: contents of a block.
       listeners: told of blocks that device and host cache, use and drop.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
+      explain: see `PrefixCache`.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class KVMemory:
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
         self._replacement, self._caching = find_replacement_policy(replacement), caching
-        self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
+        self._preempt, self._write, self.clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self.listeners: list[CacheListener] = []
+        self.explain: Explain | None = None
         self._make_tiers(num_blocks, host_data)
 
     def _make_tiers(self, num_blocks: int, host_data: np.ndarray | None) -> None:
@@ -95,9 +97,10 @@ class KVMemory:
         self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
         if self.host is not None:
             if self.disk is not None:
-                self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
+                self.disk_reads = DiskReads(index, self.host, self.disk, self.clock, self._read_timeout_s)
             self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
+        self.prefixes.explain = self.explain
         for tier in (self.device, self.host):
             if tier is not None:
                 tier.listeners = self.listeners

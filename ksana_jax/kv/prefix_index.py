@@ -101,7 +101,7 @@ class PrefixIndex:
             # Lengths distinguish ("a", "bc") from ("ab", "c").
             key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
             self._root_keys[parts] = key
-        return self._roots.get(key) or self._root(Node(key, None, b"", -1, group=group))
+        return self._roots.get(key) or self._root(Node(key, None, salt.encode(), -1, group=group))
 
     def _root(self, node: Node) -> Node:
         """Returns the root with the key of `node`, adding `node` if none exists."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.kv.prefix_index import Link
 from ksana_jax.kv.tier import Node
 
@@ -28,6 +29,11 @@ class Origin(enum.IntEnum):
     def label(self) -> str:
         """The origin as written in tables: "hit device"."""
         return _LABELS[self]
+
+    @property
+    def tier(self) -> str:
+        """The tier of a cached prefix: "device"."""
+        return self.label.removeprefix("hit ")
 
 
 _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
@@ -67,6 +73,7 @@ class KVState:
       salt: prefixes are shared only among sequences with equal salts.
       num_blocks_by_origin: blocks that the rows of its request obtained, {origin's label: number}; a dict of the
         request. Computed blocks are added when the sequence leaves its row.
+      request_id: of its request, for reports.
 
     Attributes:
       shared: blocks that it shares with another sequence and keeps while it waits; they may be reclaimed.
@@ -78,10 +85,12 @@ class KVState:
       cacheable: True if more blocks may be added to the prefix index.
       has_read: True once it has looked for blocks on disk. read: the blocks that it has read from there.
       num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
+      prefix_report: of what it reused then; None without a `PrefixReporter`.
     """
 
     salt: str = ""
     num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
+    request_id: str = ""
     shared: HeldBlocks | None = None
     swapped: HeldBlocks | None = None
     links: defaultdict[int, list[Link]] = dataclasses.field(default_factory=lambda: defaultdict(list))
@@ -93,6 +102,7 @@ class KVState:
     has_read: bool = False
     read: set[Node] = dataclasses.field(default_factory=set)
     num_cached_tokens: int | None = None
+    prefix_report: PrefixReport | None = None
 
     @property
     def held(self) -> HeldBlocks | None:

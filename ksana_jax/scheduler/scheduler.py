@@ -230,6 +230,7 @@ class Scheduler:
         """Swaps a row's blocks to the host or drops them; its sequence waits again, at its old rank."""
         seq = self.rows.seqs[row]
         assert seq is not None
+        self.memory.device.needed_by = seq.kv
         seq.kv.swapped = swap_out(self.row_blocks, row)
         self._leave(np.array([row]))
         seq.num_preemptions += 1
