@@ -48,8 +48,8 @@ class RequestMetrics:
     num_output_tokens: tokens of all completions. num_preemptions: number of preemptions. num_cached_tokens: prompt
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
-    num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves. prefix_report:
-    why no more of its prompt was reused; None without `prefix_report_blocks`, and before the first token.
+    num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
+    prefix_report: see `RequestOutput`.
     """
 
     arrival_s: float
@@ -108,7 +108,7 @@ class RequestOutput:
 
     @property
     def prefix_report(self) -> PrefixReport | None:
-        """Why the prefix cache reused no more of the prompt; None without `prefix_report_blocks`."""
+        """Why no more of the prompt was reused; None before its first token or without `prefix_report_blocks`."""
         return self.metrics.prefix_report
 
     def check(self) -> RequestOutput:

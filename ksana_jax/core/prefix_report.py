@@ -1,18 +1,17 @@
-"""Reports of what the prefix cache reused of a prompt, and why not more. Knows no cache."""
+"""Reports of what the prefix cache reused of a prompt, and why no more. Knows no cache."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
 
-# By cause. "Known" tokens are those whose keys were found.
+# Sentences by cause. A token is known if its block's key was found.
 CAUSES = {
-    "partial_block": "all full blocks before the last token",
+    "partial_block": "no more full blocks before the last token",
     "disabled": "prompt_logprobs or kv_eviction allows no more",
     "never_seen": "no cached or recently evicted prompt continues the same way",
-    "diverged": "differs from {which} at token {position:,}: {here!r} here, {there!r} there",
-    "evicted": "the cache had {num_known:,} until {when}",
+    "diverged": "differs from an earlier prompt at token {position:,}: {here!r} here, {there!r} there",
+    "evicted": "the cache had {num_known:,} until {evicted_for} {when}",
     "window": "{num_known:,} are known, but the cache has no more of layers with a window",
     "not_read": "{num_known:,} are known, and were not read from disk: too slow, or no free block on the host",
     "salt": "{num_known:,} are cached for requests with another cache_salt",
@@ -24,55 +23,38 @@ _SENTENCE = re.compile(rf"({'|'.join(CAUSES)}): reused ([\d,]+) of ([\d,]+) toke
 
 @dataclasses.dataclass(frozen=True)
 class PrefixReport:
-    """What the prefix cache reused of a request's prompt, and why not more.
+    """Reports what the prefix cache reused of a request's prompt, and why no more.
 
-    cause: a key of CAUSES. It explains the first token that was computed although it came before the last.
-    num_tokens: of the prompt. num_cached: its first ones, which were reused; num_by_tier: by tier, {"device": 64, ...};
-      under a window only those that are still attended to.
-    num_known: its first tokens whose keys were found, at least num_cached.
-    position: first token that differs from the nearest cached prompt; None unless the cause is "diverged".
-    here_ids, there_ids: tokens around it, in this prompt and in the other; here, there: their texts. is_cached: False
-      if the other prompt's block was evicted.
-    evicted_s: seconds since the first missing block was evicted, None if that is not known. evicted_for: request that
-      needed its place; empty if none did.
+    cause: a key of CAUSES. num_tokens: of the prompt; num_cached of them were reused, and num_known are known.
+    num_by_tier: reused ones that later tokens attend to, {"device": 64, "host": 16}.
+    position: the first token that differs from the nearest earlier prompt, if the cause is "diverged". here, there:
+      both texts around it; lists of ids without a tokenizer.
+    evicted_s: seconds since the first missing block was evicted; None if unknown. evicted_for: the request that needed
+      its place; empty if none did.
     """
 
     cause: str
     num_tokens: int
     num_cached: int
-    num_known: int = 0
-    num_by_tier: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_known: int
+    num_by_tier: dict[str, int]
     position: int | None = None
-    here_ids: Sequence[int] = ()
-    there_ids: Sequence[int] = ()
     here: str = ""
     there: str = ""
-    is_cached: bool = True
     evicted_s: float | None = None
     evicted_for: str = ""
 
-    def with_texts(self, decode: Callable[[Sequence[int]], str]) -> PrefixReport:
-        """Returns the report with `here` and `there`."""
-        if self.position is None:
-            return self
-        return dataclasses.replace(self, here=decode(self.here_ids), there=decode(self.there_ids))
-
     def __str__(self) -> str:
-        """The report as a sentence, such as "diverged: reused 0 of 412 tokens: differs from a cached prompt at ..."."""
-        others = {name: number for name, number in self.num_by_tier.items() if number and name != "device"}
-        tiers = f" ({', '.join(f'{number:,} from {name}' for name, number in others.items())})" if others else ""
-        which = "a cached prompt" if self.is_cached else "a recently evicted prompt"
-        why = f"{self.evicted_for} needed the blocks" if self.evicted_for else "they were dropped"
-        when = f"{why} " + ("earlier" if self.evicted_s is None else f"{self.evicted_s:,.1f} s ago")
-        here, there = self.here or [*self.here_ids], self.there or [*self.there_ids]
-        values = vars(self) | {"which": which, "when": when, "here": here, "there": there}
-        reused = f"{self.cause}: reused {self.num_cached:,} of {self.num_tokens:,} tokens{tiers}"
-        return f"{reused}: {CAUSES[self.cause].format(**values)}"
+        tiers = ", ".join(f"{count:,} from {tier}" for tier, count in self.num_by_tier.items() if tier != "device")
+        by = f"{self.evicted_for} needed the blocks" if self.evicted_for else "they were dropped"
+        when = "earlier" if self.evicted_s is None else f"{self.evicted_s:,.1f} s ago"
+        reason = CAUSES[self.cause].format(**vars(self) | {"evicted_for": by, "when": when})
+        reused = f"reused {self.num_cached:,} of {self.num_tokens:,} tokens" + f" ({tiers})" * bool(tiers)
+        return f"{self.cause}: {reused}: {reason}"
 
 
 def read_sentence(line: str) -> tuple[str, int, int, str] | None:
-    """Returns cause, num_cached, num_tokens and reason of a line that ends in `str(report)`; None for other lines."""
+    """Returns cause, num_cached, num_tokens and reason of a line that ends in a report; None for other lines."""
     if (found := _SENTENCE.search(line)) is None:
         return None
-    cause, cached, tokens, reason = found.groups()
-    return cause, int(cached.replace(",", "")), int(tokens.replace(",", "")), reason
+    return found[1], int(found[2].replace(",", "")), int(found[3].replace(",", "")), found[4]

@@ -106,7 +106,8 @@ def build_engine(
     )
     engine.read_weights = half.read
     if half.config.enable_prefix_caching and half.config.prefix_report_blocks:
-        engine.prefix_reporter = PrefixReporter(engine.memory, half.config.prefix_report_blocks)
+        decode = str if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        PrefixReporter(engine.memory, half.config.prefix_report_blocks, decode)
     if config.enable_lora:
         from ksana_jax.engine.adapters import Adapters
 

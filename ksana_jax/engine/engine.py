@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
@@ -13,7 +12,6 @@ import numpy as np
 
 from ksana_jax.core.config import EngineConfig, ModelConfig
 from ksana_jax.core.outputs import RequestOutput
-from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.core.request import FinishReason, RequestInput, SamplingParams
 from ksana_jax.engine.changes import IdleChanges
 from ksana_jax.engine.completion import Completion, Request
@@ -22,7 +20,6 @@ from ksana_jax.engine.request_factory import RequestFactory
 from ksana_jax.engine.scores import add_prompt_scores, advance_beams
 from ksana_jax.engine.steps import Step
 from ksana_jax.engine.watched import WatchedCompletion, add_tokens
-from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from ksana_jax.runner.planner.engine import PoolPlan
 
 
-logger = logging.getLogger("ksana_jax")
 T = TypeVar("T")
 
 
@@ -64,8 +60,6 @@ class Engine(IdleChanges):
         self.memory_plan = memory_plan
         # Model and load_format of the LLM that has read the weights; None if they were in memory.
         self.source: tuple[str, str] | None = None
-        # Why prompts miss the prefix cache; None if nobody asks.
-        self.prefix_reporter: PrefixReporter | None = None
         # See `engine.sleeping`: what it takes to wake up, None while awake; and what reads other weights.
         self.asleep: Any = None
         self.read_weights: Any = None
@@ -249,16 +243,9 @@ class Engine(IdleChanges):
             if metrics.first_token_s is None:
                 metrics.first_token_s = now
                 metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
-                if (report := seq.kv.prefix_report) is not None:
-                    metrics.prefix_report = report = self._with_texts(report)
-                    logger.info("%s: prefix cache: %s", seq.request_id, report)
+                metrics.prefix_report = seq.kv.prefix_report
                 found.append(seq.owner)
         return found
-
-    def _with_texts(self, report: PrefixReport) -> PrefixReport:
-        if self.tokenizer is None:
-            return report
-        return report.with_texts(functools.partial(self.tokenizer.decode, skip_special_tokens=False))
 
     def _close_ended(self, reported: dict[Request, None], now: float) -> None:
         for request in reported:

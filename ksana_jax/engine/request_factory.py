@@ -59,8 +59,7 @@ class RequestFactory:
 
     Args:
       scheduler: its rows and its pool must be able to hold them.
-      model: token ids are checked against its vocabulary.
-      tokenizer: None makes no text.
+      model: token ids are checked against its vocabulary. tokenizer: None makes no text.
       seed: from which requests draw theirs if they have none.
 
     Attributes:
@@ -225,7 +224,7 @@ class RequestFactory:
             bad_words=bad_words,
             num_question=num_question,
             adapter=request.adapter,
-            kv=KVState(salt, request.metrics.num_blocks_by_origin, request.request_id),
+            kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 
     def new_beam(self, request: Request, token_ids: np.ndarray, salt: str, num_question: int) -> Sequence:

@@ -10,7 +10,6 @@ from ksana_jax.kv.host_tier import HostTier
 from ksana_jax.kv.moves import PendingMoves
 from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.replacement import ReplacementPolicy
-from ksana_jax.kv.state import KVState
 from ksana_jax.kv.tier import DEVICE, HOST, Node, Tier
 
 
@@ -18,11 +17,11 @@ class DeviceTier(Tier):
     """Manages the fastest tier, the only one whose blocks a step reads and writes.
 
     Args:
-      moves: collects copies to and from its blocks.
-      host: receives replaced content; None for no host tier. write: see `config.EngineConfig.cache_write`.
+      moves: collects copies to and from its blocks. host: receives replaced content; None for no host tier.
+      write: see `config.EngineConfig.cache_write`.
 
     Attributes:
-      needed_by: the sequence for which blocks are taken, and others replaced; None for none.
+      needed_by: the `Sequence` for which blocks are taken and others replaced, for reports; None if there is none.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class DeviceTier(Tier):
         super().__init__(DEVICE, num_blocks, index.block_size, replacement)
         self._index, self._counters, self._moves = index, counters, moves
         self._host, self._write = host, write
-        self.needed_by: KVState | None = None
+        self.needed_by: object = None
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` blocks, replacing cached prefixes if too few are free: ids [count].

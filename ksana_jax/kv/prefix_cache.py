@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.core.patterns import FULL
-from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.kv.counters import Counters
 from ksana_jax.kv.device_tier import DeviceTier
 from ksana_jax.kv.disk_reads import DiskReads
@@ -46,9 +46,6 @@ class Hit:
         return self.num_tokens + int(np.max((self.num_evicted - self.num_tokens) % block_size))
 
 
-Explain = Callable[[KVState, np.ndarray, Hit, Sequence[Origin]], PrefixReport]
-
-
 class PrefixCache:
     """Finds, pins and caches full blocks by their content.
 
@@ -60,7 +57,7 @@ class PrefixCache:
     Attributes:
       visible: positions that stay visible to later tokens, for each group of layers.
       snapshots: of rows that evict tokens; None if none do.
-      explain: reports why a hit has no more tokens, see `PrefixReporter.explain`; None reports nothing.
+      reporter: the `PrefixReporter` that explains hits; None without one.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class PrefixCache:
         self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, KVState] = {}
         self.snapshots: Snapshots | None = None
-        self.explain: Explain | None = None
+        self.reporter: Any = None
 
     def set_layout(self, layout: KVLayout) -> None:
         """Changes the visible positions and the evictions. Only while nothing runs or waits."""
@@ -241,8 +238,8 @@ class PrefixCache:
         if state.num_cached_tokens is None:
             state.num_cached_tokens = hit.num_tokens
             self._count(len(token_ids), hit, origins)
-            if self.explain is not None:
-                state.prefix_report = self.explain(state, token_ids, hit, origins)
+            if self.reporter is not None:
+                state.prefix_report = self.reporter.explain(state, token_ids, hit, origins)
         if hit.num_loads:
             self._device.load(hit.nodes, hit.num_loads)
         now = self._index.tick()

@@ -30,11 +30,6 @@ class Origin(enum.IntEnum):
         """The origin as written in tables: "hit device"."""
         return _LABELS[self]
 
-    @property
-    def tier(self) -> str:
-        """The tier of a cached prefix: "device"."""
-        return self.label.removeprefix("hit ")
-
 
 _LABELS = tuple(origin.name.lower().replace("_", " ") for origin in Origin)
 
@@ -73,7 +68,6 @@ class KVState:
       salt: prefixes are shared only among sequences with equal salts.
       num_blocks_by_origin: blocks that the rows of its request obtained, {origin's label: number}; a dict of the
         request. Computed blocks are added when the sequence leaves its row.
-      request_id: of its request, for reports.
 
     Attributes:
       shared: blocks that it shares with another sequence and keeps while it waits; they may be reclaimed.
@@ -82,15 +76,13 @@ class KVState:
       nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
       num_expected: leading full blocks that it has, or will compute and index; 0 where none are left.
       expects: key of the next of these blocks, if other sequences wait for this one.
-      cacheable: True if more blocks may be added to the prefix index.
-      has_read: True once it has looked for blocks on disk. read: the blocks that it has read from there.
-      num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
-      prefix_report: of what it reused then; None without a `PrefixReporter`.
+      cacheable: True if more blocks may be added to the prefix index. has_read: True once it has looked for blocks on
+        disk. read: the blocks that it has read from there.
+      num_cached_tokens: tokens that it reused when it first ran; prefix_report: why no more. None before that.
     """
 
     salt: str = ""
     num_blocks_by_origin: dict[str, int] = dataclasses.field(default_factory=dict)
-    request_id: str = ""
     shared: HeldBlocks | None = None
     swapped: HeldBlocks | None = None
     links: defaultdict[int, list[Link]] = dataclasses.field(default_factory=lambda: defaultdict(list))

@@ -63,9 +63,8 @@ class CopyOnWrite:
         groups, places = shared.nonzero()
         if len(groups) <= room:
             return len(groups)
-        ids, seq = self.rows.block_tables[groups, row, places], self.rows.seqs[row]
-        assert seq is not None
-        self.device.needed_by = seq.kv
+        ids = self.rows.block_tables[groups, row, places]
+        self.device.needed_by = self.rows.seqs[row]
         for block in (own := ids[self.device.pool.ref_count[ids] == 1])[::-1].tolist():
             self.device.forget(block)
         return len(ids) - len(own)

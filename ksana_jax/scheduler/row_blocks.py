@@ -24,8 +24,7 @@ class RowBlocks:
       num_held: blocks that rows hold, a shared one once for each row. num_ahead: those among them that begin after the
         computed tokens of their row: taken for a step that is scheduled.
       windowed: live ranges whose blocks rows return before they end, each with its groups.
-      compacted: True once text and cache positions of some row may differ.
-      copying: copies shared blocks before a row writes to them.
+      compacted: True once text and cache positions of some row may differ. copying: copies shared blocks before writes.
     """
 
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
@@ -87,7 +86,7 @@ class RowBlocks:
         at, starts = of_group * r.block_tables.shape[2] + entries, until
         if r.num_groups > 1 or self.compacted:
             starts = (until - r.num_evicted.take(rows, axis=1)).reshape(-1)
-        self._needs_blocks(rows[0])
+        self.memory.device.needed_by = r.seqs[rows[0]]
         ids = self.memory.device.allocate(len(at))
         r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, starts
         r.num_blocks.reshape(-1)[of_group] = entries + 1
@@ -117,7 +116,7 @@ class RowBlocks:
         has ensured that they are available."""
         r = self.rows
         r.num_rewrites += 1
-        self._needs_blocks(row)
+        self.memory.device.needed_by = r.seqs[row]
         if r.forked[row] and (copied := self.copying.copy(row)):
             self._note(r.seqs[row], Origin.COPIED, copied)
         end = int(r.num_computed[row]) + count
@@ -128,7 +127,6 @@ class RowBlocks:
         """Replaces a row's blocks at some places of its tables; the caller has ensured that new ones are available, and
         releases the old ones."""
         r = self.rows
-        self._needs_blocks(row)
         r.block_tables[groups, row, places] = self.memory.device.allocate(len(groups))
         r.block_origins[groups, row, places] = Origin.COPIED
         self._note(r.seqs[row], Origin.COPIED, len(groups))
@@ -164,12 +162,6 @@ class RowBlocks:
         """Returns the number of blocks that a row has allocated since it was placed."""
         r = self.rows
         return int(r.allocated_until[row] - r.prefix_end[row]) // self._size * r.num_groups
-
-    def _needs_blocks(self, row: int) -> None:
-        """Names the sequence that needs blocks, for reports."""
-        seq = self.rows.seqs[row]
-        assert seq is not None
-        self.memory.device.needed_by = seq.kv
 
     def _note(self, seq: Sequence | None, origin: Origin, count: int = 1) -> None:
         assert seq is not None

@@ -102,8 +102,7 @@ class Admission:
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
-      longest_chunk: maximum tokens of a step.
-      eviction: from rows, and snapshots of them; None without.
+      longest_chunk: maximum tokens of a step. eviction: from rows, and snapshots of them; None without.
     """
 
     memory: KVMemory
@@ -142,7 +141,7 @@ class Admission:
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held
-            self.memory.device.needed_by = seq.kv
+            self.memory.device.needed_by = seq
             hit = self.pin(seq) if finds else None
             if hit and hit.awaits:
                 at += 1

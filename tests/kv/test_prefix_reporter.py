@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 import random
 import tracemalloc
 
@@ -70,6 +71,13 @@ class Tiers:
         return after or block in self.gone
 
 
+def ids_of(report) -> tuple[int, list[int], list[int]]:
+    """Returns how many tokens a report shows before a difference, and both texts."""
+    for text in (report.here, report.there):
+        assert text.startswith("..." if report.position > NUM_SHOWN else "[") and text.endswith("]...")
+    return min(report.position, NUM_SHOWN), *(json.loads(text.strip(".")) for text in (report.here, report.there))
+
+
 class World:
     """A memory to which texts come and go, with a reporter, and prompts that ask it."""
 
@@ -104,8 +112,8 @@ class World:
         """Something happens; returns the cause if a prompt asks."""
         self.tiers.now += 1
         memory, kind, cause = self.memory, self.rng.random(), ""
-        state = memory.device.needed_by = sequence([0]).kv
-        state.request_id = self.tiers.needed_by = f"r{self.rng.randint(0, 3)}"
+        seq = memory.device.needed_by = sequence([0])
+        seq.request_id = self.tiers.needed_by = f"r{self.rng.randint(0, 3)}"
         if kind < 0.5:
             cache(memory, *self.draw())
         elif kind < 0.7:
@@ -135,11 +143,11 @@ class World:
         assert {name: getattr(report, name) for name in expected} == expected
         assert (report.position is None) == (others is None)
         if others is not None:
-            at = min(report.position, NUM_SHOWN)
+            at, here, there = ids_of(report)
             shown = [other[report.position - at : report.position + NUM_SHOWN] for other in others]
-            assert report.here_ids == text[report.position - at : report.position + NUM_SHOWN]
-            assert report.there_ids[: at + 1] in [other[: at + 1] for other in shown]
-            assert any(report.there_ids == other[: len(report.there_ids)] for other in shown)
+            assert here == text[report.position - at : report.position + NUM_SHOWN]
+            assert there[: at + 1] in [other[: at + 1] for other in shown]
+            assert any(there == other[: len(there)] for other in shown)
         assert read_sentence(f"12:00 r1: {report}")[:3] == (report.cause, report.num_cached, report.num_tokens)
         return report.cause
 
@@ -174,7 +182,7 @@ class World:
         for longer in remembered:
             if longer[:count] == blocks[:count] and len(longer) == count + 1 and longer[-1][0] != tokens[count]:
                 same[longer] = next(i for i in range(SIZE) if longer[-1][0][i] != tokens[count][i])
-        if not same or not count + max(same.values()):
+        if not same or count * SIZE + max(same.values()) < 2:
             return found | {"cause": "never_seen"}
         position = max(same.values())
         # One of those that are as similar, with the block after it if that is remembered too.
@@ -262,19 +270,19 @@ def test_the_request_that_needed_the_blocks_is_named_and_a_preempted_one_is_expl
             assert (report.cause, report.num_cached) == ("partial_block", 20)
     assert report.cause == "evicted" and report.evicted_for == "d", report
     both = [engine.add_request(prompt_of(24, seed), asking(max_tokens=30)) for seed in (8, 9)]
-    before = engine.prefix_reporter.num_requests.total()
+    before = engine.memory.prefixes.reporter.num_requests.total()
     run(engine)
     assert sum(request.metrics.num_preemptions for request in both)
-    assert engine.prefix_reporter.num_requests.total() == before + 2
+    assert engine.memory.prefixes.reporter.num_requests.total() == before + 2
     assert engine.add_request(first, asking()).output().prefix_report is None
 
 
 def test_without_a_cache_or_the_setting_there_is_no_report():
-    for settings in ({"caching": True}, {"stored": {"prefix_report_blocks": 9}}):
-        engine = make_engine(**settings)
+    for caching, stored in ((True, None), (False, {"prefix_report_blocks": 9})):
+        engine = make_engine(caching=caching, stored=stored)
         request = engine.add_request(prompt_of(9), asking())
         run(engine)
-        assert engine.prefix_reporter is None and request.output().prefix_report is None
+        assert engine.memory.prefixes.reporter is None and request.output().prefix_report is None
 
 
 class Reporting(Simulation):
@@ -296,13 +304,13 @@ class Reporting(Simulation):
         if (position := report.position) is None or self.digest_bytes < 32:
             return
         assert report.num_cached <= position < report.num_cached + self.block_size
-        at = min(position, NUM_SHOWN)
-        assert report.here_ids == prompt[position - at : position + NUM_SHOWN]
+        at, here, there = ids_of(report)
+        assert here == prompt[position - at : position + NUM_SHOWN]
         # Other requests have begun with the same tokens, and then had those that are shown.
         texts = [[*r.prompt_token_ids.tolist(), *tokens] for r, e in self.requests.items() for tokens in e.tokens]
         others = [text[position:] for text in texts if text[:position] == prompt[:position]]
-        assert any(text[: len(report.there_ids) - at] == report.there_ids[at:] for text in others)
-        assert report.there_ids[at] != prompt[position]
+        assert any(text[: len(there) - at] == there[at:] for text in others)
+        assert there[at] != prompt[position]
 
     def check_step(self):
         super().check_step()
