@@ -139,8 +139,9 @@ def _serve_several(models: list[str], engine: dict[str, Any], warm_up: bool, giv
 
 
 def _with_cache(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings with a prefix cache, unless they say otherwise: each turn of a chat repeats the last."""
-    return {"enable_prefix_caching": True, **settings}
+    """Returns settings with a prefix cache that explains misses, unless they say otherwise: each turn of a chat repeats
+    the last."""
+    return {"enable_prefix_caching": True, "prefix_report_blocks": 4096, **settings}
 
 
 def _load(

@@ -1,4 +1,4 @@
-"""`ksana trace`: records what engines do, repeats it, and shows the owners of KV blocks."""
+"""`ksana trace`: records what engines do, repeats it, and shows the owners of KV blocks and why prompts missed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Trace(Group):
 
 
 app = group(
-    "Traces an experiment or a benchmark, replays a recording, or shows the owners of KV blocks. "
-    "`ksana trace X` is short for `ksana trace run X`.",
+    "Traces an experiment or a benchmark, replays a recording, shows the owners of KV blocks, or why prompts missed "
+    "the prefix cache. `ksana trace X` is short for `ksana trace run X`.",
     cls=Trace,
 )
 
@@ -118,3 +118,17 @@ def pool(
     from ksana_jax.lab.runs.inspection import inspect_and_show
 
     inspect_and_show(file, overrides or [], out, row, step, as_json)
+
+
+@app.command(cls=Command, epilog=example("trace misses serve.log", "use/serving"))
+def misses(
+    log: Annotated[
+        Path,
+        typer.Argument(help="the log of `ksana -v serve MODEL 2> FILE`, or a recording", show_default=False),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Tabulates why prompts missed the prefix cache: causes, and positions at which prompts differ, with both texts."""
+    from ksana_jax.lab.trace.misses import show_misses
+
+    show_misses(log, as_json)

@@ -218,7 +218,7 @@ class EngineConfig:
         request that comes meanwhile waits for the call to end. Steps are computed one by one where fewer are left,
         where the pool lacks blocks for them or moves some, and where async_scheduling would wait for tokens.
       max_repositioned_sinks: maximum number of sink tokens that a pattern may place at "cache" or "ceiling" positions;
-        None takes as many as the pattern needs. For a sweep over patterns on one engine, set it to the largest of them.
+        for a sweep over patterns, set it to the largest of them. None takes as many as the pattern needs.
       memory_bytes: maximum bytes of the pool if neither num_blocks nor memory_fraction is given.
       memory_fraction: fraction of the device's memory for weights, pool and a step's temporary buffers together, if
         num_blocks is None; see `planner`.
@@ -226,6 +226,7 @@ class EngineConfig:
         that repeats its prompts would otherwise measure the cache.
       prefix_replacement: which cached blocks are replaced first: a name in `REPLACEMENT_POLICIES` (`kv.replacement`),
         "package.module:name" of your own, or the function itself.
+      prefix_report_blocks: evicted blocks remembered to explain misses in `RequestOutput.prefix_report`; 0: no report.
       kv_eviction: method by which rows evict tokens that later queries could still see, and its settings, such as
         {"method": "h2o", "budget": 0.2}: see `kv.eviction`. None evicts nothing.
       kv_selection: method by which queries select the blocks that they read, and its settings, such as
@@ -288,6 +289,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     enable_prefix_caching: bool = False
     prefix_replacement: Any = "lru"
+    prefix_report_blocks: int = 0
     kv_eviction: dict[str, Any] | None = None
     kv_selection: dict[str, Any] | None = None
     shared_prefix_attention: bool = False
@@ -329,8 +331,8 @@ class EngineConfig:
             checks.integer("max_repositioned_sinks", self.max_repositioned_sinks, 0, optional=True),
             checks.integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_DEVICES),
             checks.integer("data_parallel_size", self.data_parallel_size, 1, MAX_DEVICES),
-            checks.integer("host_cache_bytes", self.host_cache_bytes, 0),
-            checks.integer("disk_cache_bytes", self.disk_cache_bytes, 0),
+            *(checks.integer(name, getattr(self, name), 0) for name in ("host_cache_bytes", "disk_cache_bytes")),
+            checks.integer("prefix_report_blocks", self.prefix_report_blocks, 0, MAX_TOKENS),
             checks.integer("max_loras", self.max_loras, 1, 1024),
             checks.integer("max_lora_rank", self.max_lora_rank, 1, 4096),
             checks.integer("max_cpu_loras", self.max_cpu_loras, self.max_loras, optional=True),

@@ -38,6 +38,12 @@ def salted(digest: str, cache_salt: str) -> str:
     return f"lora {digest}\0{cache_salt}"
 
 
+def unsalted(salt: str) -> tuple[str, str]:
+    """Returns the adapter's digest, empty without one, and the request's own salt of the salt of its prefixes."""
+    before, found, own = salt.partition("\0")
+    return (before.removeprefix("lora "), own) if found and before.startswith("lora ") else ("", salt)
+
+
 def of_prompts(given: Any, num_prompts: int) -> Sequence[Any]:
     """Returns the adapter of each prompt, given one for all of them or a list of one or None for each.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.core.request import FinishReason
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class RequestMetrics:
     tokens taken from the prefix cache. num_blocks_by_origin: KV blocks that its rows obtained, {"computed": 3, ...},
     see `kv.state.Origin`; blocks computed by a running row are added when it leaves. num_drafts, num_draft_tokens,
     num_accepted_tokens: drafts of its rows, their tokens, and those accepted; added when a row leaves.
+    prefix_report: see `RequestOutput`.
     """
 
     arrival_s: float
@@ -71,6 +73,7 @@ class RequestMetrics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefix_report: PrefixReport | None = None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -111,6 +114,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     cache_salt: str = ""
     num_question: int = 0
+
+    @property
+    def prefix_report(self) -> PrefixReport | None:
+        """Why no more of the prompt was reused; None before its first token or without `prefix_report_blocks`."""
+        return self.metrics.prefix_report
 
     def check(self) -> RequestOutput:
         """Checks for errors; returns the output itself.

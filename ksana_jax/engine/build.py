@@ -19,6 +19,7 @@ from ksana_jax.kv.disk.tier import BlockFormat, DiskTier
 from ksana_jax.kv.engine_layout import make_layout
 from ksana_jax.kv.memory import KVMemory
 from ksana_jax.kv.prefix_index import PrefixIndex, Scope
+from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
 from ksana_jax.scheduler.scheduler import Scheduler
@@ -104,6 +105,9 @@ def build_engine(
         clock=clock,
     )
     engine.read_weights = half.read
+    if half.config.enable_prefix_caching and half.config.prefix_report_blocks:
+        decode = str if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        PrefixReporter(engine.memory, half.config.prefix_report_blocks, decode)
     if config.enable_lora:
         from ksana_jax.engine.adapters import Adapters
 

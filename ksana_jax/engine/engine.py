@@ -205,6 +205,7 @@ class Engine(IdleChanges):
     def _finish(self, step: Step) -> dict[Request, None]:
         """Waits for a step and reports it; returns the requests with something new, in order."""
         output, now = self._collect(step)
+        self.memory.device.needed_by = None
         batch, rows = step.batch, self.scheduler.rows
         self.first_tokens = self._note_first_tokens(batch, now)
         # Before sequences leave their rows.
@@ -244,6 +245,7 @@ class Engine(IdleChanges):
             if metrics.first_token_s is None:
                 metrics.first_token_s = now
                 metrics.num_cached_tokens = seq.kv.num_cached_tokens or 0
+                metrics.prefix_report = seq.kv.prefix_report
                 found.append(seq.owner)
         return found
 

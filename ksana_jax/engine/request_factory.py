@@ -59,8 +59,7 @@ class RequestFactory:
 
     Args:
       scheduler: its rows and its pool must be able to hold them.
-      model: token ids are checked against its vocabulary.
-      tokenizer: None makes no text.
+      model: token ids are checked against its vocabulary. tokenizer: None makes no text.
       seed: from which requests draw theirs if they have none.
 
     Attributes:

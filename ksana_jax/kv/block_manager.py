@@ -21,8 +21,7 @@ class BlockManager:
     A block is free, held (reference count above 0), or idle: kept for its content although it has no owner.
 
     Args:
-      num_blocks: M, blocks in the pool; ids are 0 to M-1.
-      block_size: B, tokens in a block.
+      num_blocks: M, blocks in the pool; ids are 0 to M-1. block_size: B, tokens in a block.
 
     Attributes:
       kept: [M] bool, blocks that become idle instead of free when their last owner leaves.

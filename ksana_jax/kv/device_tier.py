@@ -17,8 +17,11 @@ class DeviceTier(Tier):
     """Manages the fastest tier, the only one whose blocks a step reads and writes.
 
     Args:
-      moves: collects copies to and from its blocks.
-      host: receives replaced content; None for no host tier. write: see `config.EngineConfig.cache_write`.
+      moves: collects copies to and from its blocks. host: receives replaced content; None for no host tier.
+      write: see `config.EngineConfig.cache_write`.
+
+    Attributes:
+      needed_by: the `Sequence` for which blocks are taken and others replaced, for reports; None if there is none.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class DeviceTier(Tier):
         super().__init__(DEVICE, num_blocks, index.block_size, replacement)
         self._index, self._counters, self._moves = index, counters, moves
         self._host, self._write = host, write
+        self.needed_by: object = None
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` blocks, replacing cached prefixes if too few are free: ids [count].

@@ -41,11 +41,9 @@ class KVMemory:
     """Manages KV blocks on all tiers: allocation, prefix cache, disk reads, swapping, and moves between tiers.
 
     Args:
-      num_blocks: blocks in the device's pool.
-      index: an empty prefix index; it determines the block size.
-      caching: True if full blocks are kept after use.
+      num_blocks: blocks in the device's pool. index: an empty prefix index; it determines the block size.
+      caching: True if full blocks are kept after use. preempt, write: see `config.EngineConfig.preempt`, `cache_write`.
       replacement: a key of `replacement.REPLACEMENT_POLICIES`, or see `replacement.find_replacement_policy`.
-      preempt, write: see `config.EngineConfig.preempt` and `cache_write`.
       host_data: [slots, ...] the host's blocks, preallocated, each of block_bytes; None for no host tier.
       disk: the disk tier, or None.
       clock: monotonic time in seconds. read_timeout_s: limit after which a request no longer waits for the disk.
@@ -54,8 +52,7 @@ class KVMemory:
       device, host: tiers; host is None without one. blocks: the device's pool. block_size: B, tokens of a block.
       prefixes: prefix cache; without `caching` nothing asks it.
       disk_reads: disk reads of waiting sequences; None without a disk and a host tier.
-      swap: swapping of preempted sequences; None without a host tier.
-      layout: contents of a block.
+      swap: swapping of preempted sequences; None without a host tier. layout: contents of a block.
       listeners: told of blocks that device and host cache, use and drop.
       num_blocks_by_origin: blocks that rows obtained, by origin, see `KVState`.
     """
@@ -79,7 +76,7 @@ class KVMemory:
         self.counters, self.costs = Counters(), Costs()
         self.num_blocks_by_origin: dict[str, int] = {}
         self._replacement, self._caching = find_replacement_policy(replacement), caching
-        self._preempt, self._write, self._clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
+        self._preempt, self._write, self.clock, self._read_timeout_s = preempt, write, clock, read_timeout_s
         self.listeners: list[CacheListener] = []
         self._make_tiers(num_blocks, host_data)
 
@@ -95,7 +92,7 @@ class KVMemory:
         self.blocks, self.disk_reads, self.swap = self.device.pool, None, None
         if self.host is not None:
             if self.disk is not None:
-                self.disk_reads = DiskReads(index, self.host, self.disk, self._clock, self._read_timeout_s)
+                self.disk_reads = DiskReads(index, self.host, self.disk, self.clock, self._read_timeout_s)
             self.swap = Swap(self.device, self.host, self.moves, counters, preempt=self._preempt, costs=self.costs)
         self.prefixes = PrefixCache(self._caching, index, self.device, self.host, self.disk_reads, counters)
         for tier in (self.device, self.host):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Hit:
     last: for each group of layers, the node of the last tokens, whether or not it is needed.
     awaits: a running row is computing the next block, or it is being read from disk: try again later.
     num_evicted: number of evicted tokens, [Gk] or 0. snapshot: True if a snapshot has these nodes.
+    max_tokens: maximum of num_tokens, unless a snapshot has more.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -37,6 +39,7 @@ class Hit:
     awaits: bool = False
     num_evicted: np.ndarray | int = 0
     snapshot: bool = False
+    max_tokens: int = 0
 
     def allocated_until(self, block_size: int) -> int:
         """Sequence position of the token that will need new blocks."""
@@ -54,6 +57,7 @@ class PrefixCache:
     Attributes:
       visible: positions that stay visible to later tokens, for each group of layers.
       snapshots: of rows that evict tokens; None if none do.
+      reporter: the `PrefixReporter` that explains hits; None without one.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class PrefixCache:
         self._disk_reads, self._counters = disk_reads, counters
         self._computing: dict[bytes, KVState] = {}
         self.snapshots: Snapshots | None = None
+        self.reporter: Any = None
 
     def set_layout(self, layout: KVLayout) -> None:
         """Changes the visible positions and the evictions. Only while nothing runs or waits."""
@@ -86,7 +91,7 @@ class PrefixCache:
 
         In layers whose pattern is bounded, only the blocks that later queries attend to are needed and pinned.
         """
-        hit, size = Hit(), self._index.block_size
+        hit, size = Hit(max_tokens=max_tokens), self._index.block_size
         limit = max_tokens // size
         if not limit:
             return hit
@@ -97,14 +102,14 @@ class PrefixCache:
             return hit
         num_blocks = self._usable_of(found)
         if num_blocks < limit:
-            key = self._link(state, token_ids, 0, num_blocks).key
+            key = self.link(state, token_ids, 0, num_blocks).key
             if self._computing.get(key, state) is not state:
                 hit.awaits = True
                 return hit
         if not num_blocks:
             return hit
         for nodes, live in zip(found, self.visible, strict=True):
-            needed = self._needed(live, num_blocks)
+            needed = self.needed(live, num_blocks)
             hit.starts += [size * depth for depth in needed]
             hit.nodes += [nodes[depth] for depth in needed]
             hit.last += nodes[num_blocks - 1 : num_blocks] if num_blocks else []
@@ -124,11 +129,11 @@ class PrefixCache:
         """Returns the links of at least the first num_blocks blocks of a sequence in one group."""
         return self._index.chain(token_ids, state.salt, state.links[group], num_blocks, group)
 
-    def _link(self, state: KVState, token_ids: np.ndarray, group: int, depth: int) -> Link:
+    def link(self, state: KVState, token_ids: np.ndarray, group: int, depth: int) -> Link:
         """Returns the link of a sequence's block number `depth` in one group."""
         return self._links(state, token_ids, group, depth + 1)[depth]
 
-    def _needed(self, live: VisibleRange, num_blocks: int) -> list[int]:
+    def needed(self, live: VisibleRange, num_blocks: int) -> list[int]:
         """Returns the indices of those first blocks of a sequence that later queries attend to."""
         size = self._index.block_size
         if live.window is None:
@@ -166,12 +171,12 @@ class PrefixCache:
         there = []
         for group, nodes in enumerate(found):
             have = [node.is_stored or reads.has(node.key) for node in nodes]
-            while len(have) < limit and reads.has(self._link(state, token_ids, group, len(have)).key):
+            while len(have) < limit and reads.has(self.link(state, token_ids, group, len(have)).key):
                 have.append(True)
             there.append(np.array(have, bool))
         count = self.usable(there)
         return [
-            [d for d in self._needed(live, count) if d >= len(nodes) or not nodes[d].is_stored]
+            [d for d in self.needed(live, count) if d >= len(nodes) or not nodes[d].is_stored]
             for nodes, live in zip(found, self.visible, strict=True)
         ]
 
@@ -220,16 +225,21 @@ class PrefixCache:
         if self._host is not None:
             self._host.release(on_host)
 
-    def claim(self, state: KVState, hit: Hit, num_tokens: int) -> HeldBlocks:
+    def claim(self, state: KVState, hit: Hit, token_ids: np.ndarray) -> HeldBlocks:
         """Turns a pinned hit into device blocks, loading those on the host; the caller has made sure of room for them.
 
         Args:
-          num_tokens: tokens of the sequence, for the hit rate.
+          token_ids: of the sequence, for the hit rate and the report.
         """
         origins = [
             Origin.HIT_DEVICE if node.at[DEVICE] >= 0 else Origin.HIT_DISK if node in state.read else Origin.HIT_HOST
             for node in hit.nodes
         ]
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = hit.num_tokens
+            self._count(len(token_ids), hit, origins)
+            if self.reporter is not None:
+                state.prefix_report = self.reporter.explain(state, token_ids, hit, origins)
         if hit.num_loads:
             self._device.load(hit.nodes, hit.num_loads)
         now = self._index.tick()
@@ -242,9 +252,6 @@ class PrefixCache:
         if hit.last:
             state.nodes = dict(enumerate(hit.last))
             state.num_indexed = hit.num_tokens // self._index.block_size
-        if state.num_cached_tokens is None:
-            state.num_cached_tokens = hit.num_tokens
-            self._count(num_tokens, hit, origins)
         ids = np.array([node.at[DEVICE] for node in hit.nodes], np.int32)
         groups = np.array([node.group for node in hit.nodes], np.intp)
         starts, by_origin = np.array(hit.starts, np.int32), np.array(origins, np.uint8)
@@ -270,7 +277,7 @@ class PrefixCache:
         self.expect_no_more(state)
         if state.num_indexed < num_expected:
             state.num_expected = num_expected
-            key = self._link(state, token_ids, 0, state.num_indexed).key
+            key = self.link(state, token_ids, 0, state.num_indexed).key
             if self._computing.setdefault(key, state) is state:
                 state.expects = key
 

@@ -66,6 +66,7 @@ class PrefixIndex:
 
     Attributes:
       group_keys: `KVGroup.key` of each group. A block holds the layers of one group, so each has its own chains.
+      nodes, roots: by key.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PrefixIndex:
         self.group_keys: Sequence[str] = ("",)
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
-        self._roots: dict[bytes, Node] = {}
+        self.roots: dict[bytes, Node] = {}
         self._root_keys: dict[tuple[str, ...], bytes] = {}
         self._clock = 0
 
@@ -89,7 +90,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forgets all nodes."""
         self.nodes.clear()
-        self._roots.clear()
+        self.roots.clear()
 
     def root(self, salt: str, group: int = 0) -> Node:
         """Returns the node at which the chains of one salt and group begin; it is not a block and is never replaced."""
@@ -101,13 +102,13 @@ class PrefixIndex:
             # Lengths distinguish ("a", "bc") from ("ab", "c").
             key = self._digest(b"root" + b"".join(b"%d:" % len(part) + part for part in map(str.encode, parts)))
             self._root_keys[parts] = key
-        return self._roots.get(key) or self._root(Node(key, None, b"", -1, group=group))
+        return self.roots.get(key) or self._root(Node(key, None, salt.encode(), -1, group=group))
 
     def _root(self, node: Node) -> Node:
         """Returns the root with the key of `node`, adding `node` if none exists."""
-        if node.key not in self._roots and len(self._roots) >= MAX_ROOTS:
-            self._roots = {key: root for key, root in self._roots.items() if root.num_children}
-        return self._roots.setdefault(node.key, node)
+        if node.key not in self.roots and len(self.roots) >= MAX_ROOTS:
+            self.roots = {key: root for key, root in self.roots.items() if root.num_children}
+        return self.roots.setdefault(node.key, node)
 
     def chain(self, token_ids: np.ndarray, salt: str, links: list[Link], num_blocks: int, group: int = 0) -> list[Link]:
         """Extends the chain of a sequence to num_blocks links, in place, and returns it."""

@@ -18,6 +18,9 @@ from ksana_jax.kv.prefix_index import PrefixIndex
 from ksana_jax.kv.state import HeldBlocks, KVState
 from ksana_jax.kv.tier import Node
 
+# Keys of their blocks begin with this: they are not found by tokens.
+SNAPSHOT_KEY = b"snapshot"
+
 
 class Snapshot(NamedTuple):
     """A row after the tokens of a sequence: its blocks, the cache positions where they begin, and the number of tokens
@@ -76,7 +79,7 @@ class Snapshots:
         nodes = []
         for block, start, group in zip(held.ids.tolist(), held.starts.tolist(), held.groups.tolist(), strict=True):
             if (node := self._device.node_of.get(block)) is None:
-                key = b"snapshot%d" % next(self._numbers)
+                key = b"%b%d" % (SNAPSHOT_KEY, next(self._numbers))
                 node = self._index.add(self._index.root(state.salt, group), key, start // self._index.block_size)
                 self._device.keep(node, block)
             nodes.append(node)

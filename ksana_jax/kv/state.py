@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ksana_jax.core.prefix_report import PrefixReport
 from ksana_jax.kv.prefix_index import Link
 from ksana_jax.kv.tier import Node
 
@@ -75,9 +76,9 @@ class KVState:
       nodes, num_indexed: for each group, its last block in the prefix index; and the number of its blocks there.
       num_expected: leading full blocks that it has, or will compute and index; 0 where none are left.
       expects: key of the next of these blocks, if other sequences wait for this one.
-      cacheable: True if more blocks may be added to the prefix index.
-      has_read: True once it has looked for blocks on disk. read: the blocks that it has read from there.
-      num_cached_tokens: tokens that it reused from the cache when it first ran; None before that.
+      cacheable: True if more blocks may be added to the prefix index. has_read: True once it has looked for blocks on
+        disk. read: the blocks that it has read from there.
+      num_cached_tokens: tokens that it reused when it first ran; prefix_report: why no more. None before that.
     """
 
     salt: str = ""
@@ -93,6 +94,7 @@ class KVState:
     has_read: bool = False
     read: set[Node] = dataclasses.field(default_factory=set)
     num_cached_tokens: int | None = None
+    prefix_report: PrefixReport | None = None
 
     @property
     def held(self) -> HeldBlocks | None:

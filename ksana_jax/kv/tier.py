@@ -23,8 +23,8 @@ class Node:
 
     Args:
       key: SHA-256 of the parent's key and the tokens.
-      parent: node of the preceding block; None for the root of a salt, which has no tokens.
-      tokens: int32 bytes of the block's tokens.
+      parent: node of the preceding block; None for the root of a salt.
+      tokens: int32 bytes of the block's tokens; of a root, its salt.
       depth: number of blocks before it; its sequence position is depth * B.
       cost, inserted, last_use, num_uses: see `replacement.CachedBlock`.
       group: the group of layers whose keys and values it holds.

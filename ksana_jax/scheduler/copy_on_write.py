@@ -64,6 +64,7 @@ class CopyOnWrite:
         if len(groups) <= room:
             return len(groups)
         ids = self.rows.block_tables[groups, row, places]
+        self.device.needed_by = self.rows.seqs[row]
         for block in (own := ids[self.device.pool.ref_count[ids] == 1])[::-1].tolist():
             self.device.forget(block)
         return len(ids) - len(own)

@@ -24,8 +24,7 @@ class RowBlocks:
       num_held: blocks that rows hold, a shared one once for each row. num_ahead: those among them that begin after the
         computed tokens of their row: taken for a step that is scheduled.
       windowed: live ranges whose blocks rows return before they end, each with its groups.
-      compacted: True once text and cache positions of some row may differ.
-      copying: copies shared blocks before a row writes to them.
+      compacted: True once text and cache positions of some row may differ. copying: copies shared blocks before writes.
     """
 
     def __init__(self, rows: Rows, memory: KVMemory, layout: KVLayout):
@@ -87,6 +86,7 @@ class RowBlocks:
         at, starts = of_group * r.block_tables.shape[2] + entries, until
         if r.num_groups > 1 or self.compacted:
             starts = (until - r.num_evicted.take(rows, axis=1)).reshape(-1)
+        self.memory.device.needed_by = r.seqs[rows[0]]
         ids = self.memory.device.allocate(len(at))
         r.block_tables.reshape(-1)[at], r.block_starts.reshape(-1)[at] = ids, starts
         r.num_blocks.reshape(-1)[of_group] = entries + 1
@@ -116,6 +116,7 @@ class RowBlocks:
         has ensured that they are available."""
         r = self.rows
         r.num_rewrites += 1
+        self.memory.device.needed_by = r.seqs[row]
         if r.forked[row] and (copied := self.copying.copy(row)):
             self._note(r.seqs[row], Origin.COPIED, copied)
         end = int(r.num_computed[row]) + count

@@ -36,9 +36,7 @@ class Scheduler:
     """Waiting sequences in the order of a policy, running ones in rows.
 
     Args:
-      memory: allocates blocks.
-      max_num_seqs: maximum rows.
-      max_num_batched_tokens: maximum tokens of a step.
+      memory: allocates blocks. max_num_seqs: maximum rows. max_num_batched_tokens: maximum tokens of a step.
       query_tile: maximum tokens of one row that share a tile in a step, see `scheduler.step.types.most_tiles`.
       max_model_len: maximum tokens of a sequence.
       layout: of the pool, with the positions that stay visible to later tokens in each group of layers.
@@ -230,6 +228,7 @@ class Scheduler:
         """Swaps a row's blocks to the host or drops them; its sequence waits again, at its old rank."""
         seq = self.rows.seqs[row]
         assert seq is not None
+        self.memory.device.needed_by = seq
         seq.kv.swapped = swap_out(self.row_blocks, row)
         self._leave(np.array([row]))
         seq.num_preemptions += 1

@@ -27,10 +27,8 @@ class Sequence:
     Args:
       seq_id: number in order of arrival.
       token_ids: prompt, and tokens generated before a preemption; while it runs, the tokens are in its row.
-      params: sampling parameters of its request.
-      stop_ids: ids that end it, including the model's.
-      max_len: number of tokens at which it ends, prompt included.
-      seed: seed of its random stream.
+      params: sampling parameters of its request. stop_ids: ids that end it, including the model's.
+      max_len: number of tokens at which it ends, prompt included. seed: seed of its random stream.
       owner: the request that it belongs to; opaque to the scheduler.
       request_id, index: its name for inspection; index is its completion's, or a beam's own.
       bad_words: token ids of its request's bad words, see `scheduler.step.sampling`.
@@ -40,8 +38,7 @@ class Sequence:
       adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
 
     Attributes:
-      row: its row while it runs; None while it waits.
-      rank: its rank in the order of service.
+      row: its row while it runs; None while it waits. rank: its rank in the order of service.
       num_prompt: number of prompt tokens.
       num_scored: prompt tokens whose log-probabilities are already reported.
       awaits_token: a beam that has computed all its tokens and waits for its request to append the next one.

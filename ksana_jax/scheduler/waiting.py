@@ -102,8 +102,7 @@ class Admission:
 
     Args:
       layout: which positions stay visible to later tokens, in each group of layers.
-      longest_chunk: maximum tokens of a step.
-      eviction: from rows, and snapshots of them; None without.
+      longest_chunk: maximum tokens of a step. eviction: from rows, and snapshots of them; None without.
     """
 
     memory: KVMemory
@@ -142,6 +141,7 @@ class Admission:
                 at += 1
                 continue
             finds = prefixes.enabled and not seq.kv.held
+            self.memory.device.needed_by = seq
             hit = self.pin(seq) if finds else None
             if hit and hit.awaits:
                 at += 1
@@ -221,7 +221,7 @@ class Admission:
         rank, seq_id, seq = self.queue.entries.pop(at)
         row, kv = self.running.enter((rank, seq_id)), seq.kv
         if hit:
-            held = self.memory.prefixes.claim(kv, hit, len(seq.token_ids))
+            held = self.memory.prefixes.claim(kv, hit, seq.token_ids)
         elif kv.swapped:
             assert self.memory.swap is not None
             held = kv.swapped._replace(ids=self.memory.swap.move_in(kv.swapped.ids))

@@ -22,7 +22,8 @@ def started(run_ksana, monkeypatch):
 
 def test_ksana_serve_takes_options_and_settings_together(started):
     server, engine = started("swap_space=4", "--port", "7", "block_size=8")
-    assert server.port == 7 and engine == {"swap_space": 4, "block_size": 8, "enable_prefix_caching": True}
+    defaults = {"enable_prefix_caching": True, "prefix_report_blocks": 4096}
+    assert server.port == 7 and engine == defaults | {"swap_space": 4, "block_size": 8}
 
 
 def test_keys_come_from_an_option_the_environment_and_a_file(started, monkeypatch, tmp_path):

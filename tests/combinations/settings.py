@@ -97,7 +97,7 @@ def _drafts(method: str, name: str = "", **given: Any) -> Setting:
     return Setting(name, "drafts", {"speculative_config": config}, keeps=not lossy, repeats=not lossy)
 
 
-HOST, CACHE = {"host_cache_bytes": 1 << 18}, {"enable_prefix_caching": True}
+HOST, CACHE = {"host_cache_bytes": 1 << 18}, {"enable_prefix_caching": True, "prefix_report_blocks": 3}
 # "f32" is the plain engine. Block codecs, and rotated ones, of fewer bits differ in how they pack their codes.
 _OTHERS = [name for name in CODECS if name != "f32" and not name.startswith(("hadamard", "turboquant"))]
 CODES = (*_OTHERS, "hadamard4", "turboquant4", "kivi4", "gear4", "gear_l4", "kvquant4")

@@ -30,4 +30,4 @@ def pin(prefixes: PrefixCache, seq: Sequence) -> Hit:
 
 
 def claim(prefixes: PrefixCache, seq: Sequence, hit: Hit | None = None) -> HeldBlocks:
-    return prefixes.claim(seq.kv, hit or pin(prefixes, seq), len(seq.token_ids))
+    return prefixes.claim(seq.kv, hit or pin(prefixes, seq), seq.token_ids)

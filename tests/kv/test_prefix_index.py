@@ -169,7 +169,7 @@ def test_roots_without_blocks_are_forgotten_and_those_with_blocks_stay(monkeypat
     kept = insert(index, prompt_of(4), "tenant")
     for number in range(100):
         index.root(f"guest {number}")
-        assert len(index._roots) <= 8
+        assert len(index.roots) <= 8
     assert insert(index, prompt_of(4), "tenant") is kept
 
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ksana_jax.core.prefix_report import CAUSES
 from ksana_jax.core.request import FinishReason
 from ksana_jax.engine.async_llm import AsyncLLM
 from ksana_jax.engine.engine import Engine
@@ -169,6 +170,12 @@ def _add_engine(families: _Families, engine: Engine) -> None:
     text = "Prompt tokens looked up in the prefix cache."
     families.counter("vllm:prefix_cache_queries", text, counted["queried_tokens"])
     families.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counted["hit_tokens"])
+    if (reporter := memory.prefixes.reporter) is not None:
+        for cause in CAUSES:
+            text = "Requests, by why the prefix cache reused no more of their prompts."
+            families.counter("ksana:prefix_misses", text, reporter.num_requests[cause], cause=cause)
+            text = "Prompt tokens that these requests have computed."
+            families.counter("ksana:prefix_miss_tokens", text, reporter.num_tokens[cause], cause=cause)
     compiled = getattr(engine.executor, "num_compilations", 0)  # a simulator's has none
     families.counter("ksana:compilations", "Functions compiled since the model was loaded.", compiled)
     block_bytes, tiers = memory.layout.block_bytes, {"device": memory.device, "host": memory.host}

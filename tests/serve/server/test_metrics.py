@@ -39,7 +39,8 @@ def read(metrics: ServingMetrics) -> dict[tuple, float]:
 
 
 async def test_the_numbers_of_a_known_load():
-    async with AsyncLLM.around(make_engine(num_blocks=256, caching=True, max_num_seqs=8)) as llm:
+    stored = {"prefix_report_blocks": 8}
+    async with AsyncLLM.around(make_engine(num_blocks=256, caching=True, max_num_seqs=8, stored=stored)) as llm:
         metrics = ServingMetrics(llm, "m", LoopLag().histogram)
         for asked in (asking(5), asking(5), asking(4, n=2, temperature=1)):
             await (await llm.submit(prompt_of(12), asked)).result()
@@ -58,6 +59,9 @@ async def test_the_numbers_of_a_known_load():
         assert computed + found["vllm:prompt_tokens_cached_total",] == 3 * 12 + 4
         assert found["vllm:request_prefill_kv_computed_tokens_sum",] == computed
         assert found["vllm:cache_config_info", "4", "f32", "True", "1024", "256"] == 1
+        by_cause = {key[1]: value for key, value in found.items() if key[0] == "ksana:prefix_misses_total"}
+        assert {cause: value for cause, value in by_cause.items() if value} == {"never_seen": 1, "partial_block": 3}
+        assert sum(v for key, v in found.items() if key[0] == "ksana:prefix_miss_tokens_total") == computed
         assert found["vllm:generation_tokens_total",] >= 5 + 5 + 2 * 4 + 1
         assert found["vllm:request_generation_tokens_sum",] >= 5 + 5 + 2 * 4 + 1
         assert found["vllm:request_generation_tokens_count",] == 4
