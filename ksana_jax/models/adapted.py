@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ from ksana_jax.models.layers import Linear
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind
 from ksana_jax.models.params import LayerParams, Params, param_shapes, weight_fields, weights_of
-from ksana_jax.models.pytree import pytree, static
 from ksana_jax.native.adapters import RANK
 from ksana_jax.native.shapes import PANEL
 
@@ -38,7 +38,7 @@ class AdapterWeights(NamedTuple):
 LayerAdapter = Mapping[str, AdapterWeights]
 
 
-@pytree
+@flax.struct.dataclass
 class Adapted(Matrix):
     """A matrix [out, in], or several of one input stacked, with S slots of adapters of rank R or less next to it.
 
@@ -50,8 +50,8 @@ class Adapted(Matrix):
     a: tuple[jax.Array, ...]  # [S, R, in] of each matrix stacked in base
     b: tuple[jax.Array, ...]  # [out, S, R] of each, out being its rows
     gains: tuple[jax.Array, ...]  # float32 [S, out] of each
-    linear: Linear = static()
-    rank: int = static()
+    linear: Linear = flax.struct.field(pytree_node=False)
+    rank: int = flax.struct.field(pytree_node=False)
     slots: jax.Array | None = None
     stacks = False
 

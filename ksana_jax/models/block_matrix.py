@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ksana_jax.models.matrix import Matrix, dot, finished
-from ksana_jax.models.pytree import pytree, static
 from ksana_jax.native.operators import Weights, project
 from ksana_jax.native.shapes import BLOCK, PANEL, WORD_BYTES
 
@@ -83,7 +83,7 @@ class Blocks(Matrix):
         raise NotImplementedError
 
 
-@pytree
+@flax.struct.dataclass
 class BlockMatrix(Blocks):
     """A matrix [out, in] in blocks, in a form of `FORMS`. Products unpack it, in float32.
 
@@ -95,7 +95,7 @@ class BlockMatrix(Blocks):
     codes: jax.Array  # uint8 [out, in / 32, 16, 20 or 24], see `code_levels`; or int8 [..., 32]
     scales: jax.Array  # float16, float32 or int8 [out, in / group]
     minima: jax.Array | None  # as scales
-    dtype: jnp.dtype = static()
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     factors: jax.Array | None = None  # float16 [out, in / 256, 1, or 2 with minima], of scales and minima in int8
 
     @classmethod
@@ -142,7 +142,7 @@ class BlockMatrix(Blocks):
         return jax.tree.map(lambda x: x[indices], self).numbers()
 
 
-@pytree
+@flax.struct.dataclass
 class PackedBlocks(Blocks):
     """`Blocks` in panels of 64 rows, the last one padded with zeros. Products round their input to codes, with a
     scale for each 32 neighbours of a row.
@@ -155,8 +155,8 @@ class PackedBlocks(Blocks):
     scales: jax.Array  # float16, float32 or int8 [ceil(out / 64), in / group, 64]
     minima: jax.Array | None  # as scales
     factors: jax.Array | None  # float16 [ceil(out / 64), in / 256, 1, or 2 with minima, 64]
-    num_rows: int = static()  # of one device
-    dtype: jnp.dtype = static()
+    num_rows: int = flax.struct.field(pytree_node=False)  # of one device
+    dtype: jnp.dtype = flax.struct.field(pytree_node=False)
     stacks = False
 
     @property

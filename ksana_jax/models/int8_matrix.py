@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.models.matrix import Matrix, dot, finished
-from ksana_jax.models.pytree import pytree, static
 
 MOST = 127  # codes are -127..127, symmetric
 
 
-@pytree
+@flax.struct.dataclass
 class Int8Matrix(Matrix):
     """A matrix [out, in] whose rows are codes times a scale.
 
@@ -24,8 +24,8 @@ class Int8Matrix(Matrix):
 
     codes: jax.Array  # int8 [out, in]
     scales: jax.Array  # float32 [out]
-    rounds_inputs: bool = static(default=False)
-    axis: str | None = static(default=None)
+    rounds_inputs: bool = flax.struct.field(pytree_node=False, default=False)
+    axis: str | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:

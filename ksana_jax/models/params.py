@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.struct import field
 
 from ksana_jax.core.config import ConfigError, ModelConfig
 from ksana_jax.core.layer_spec import NORM_PLACEMENTS, AttentionSpec
@@ -19,7 +20,6 @@ from ksana_jax.models.int8_matrix import QUANTISERS
 from ksana_jax.models.layers import norm_kind
 from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import mlp_kind, unstated
-from ksana_jax.models.pytree import pytree
 from ksana_jax.models.weight import KEY, Weight, matrix, of_experts, vector
 
 # Number of random weights drawn at a time. Drawing needs six times the memory of its result on top of it, and is
@@ -31,7 +31,7 @@ OF_KEYS_AND_VALUES = ("w_k", "b_k", "k_norm", "k_proj_norm", "w_v", "b_v")
 ROUTER = {KEY: Weight("whole", "normal", quantises=False)}
 
 
-@pytree(kw_only=True)
+@flax.struct.dataclass(kw_only=True)
 class LayerParams:
     """Weights of one layer. A field is None if the family has no such weight; its metadata is a `Weight`.
 
@@ -79,7 +79,7 @@ class LayerParams:
     b_down_experts: jax.Array | None = field(default=None, metadata=vector("once", "zeros", stacked=True))  # [E, D]
 
 
-@pytree
+@flax.struct.dataclass
 class Params:
     """Weights of a model. head is None if it is tied to the embedding, which then may be a `PackedMatrix`.
 

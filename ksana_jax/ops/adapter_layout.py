@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.struct
 import jax
 import numpy as np
 
 from ksana_jax.models.adapted import Adapted
 from ksana_jax.models.block_matrix import PackedBlocks
-from ksana_jax.models.pytree import pytree
 from ksana_jax.native.adapters import RANK, Adapter
 from ksana_jax.native.operators import Weights, project
 from ksana_jax.native.shapes import PANEL, WORD_BYTES
 from ksana_jax.ops.native_operators import PackedMatrix
 
 
-@pytree
+@flax.struct.dataclass
 class PackedAdapted(Adapted):
     """An `Adapted` whose base is a `PackedMatrix` or `PackedBlocks`, which never is several matrices of one input.
 

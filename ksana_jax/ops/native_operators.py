@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 
 from ksana_jax.core import processor
@@ -19,7 +20,6 @@ from ksana_jax.models.matrix import Matrix
 from ksana_jax.models.mlp import MLPS
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import LayerParams
-from ksana_jax.models.pytree import pytree, static
 from ksana_jax.native import operators as native
 from ksana_jax.native.grouped import grouped_blocks, grouped_linear
 from ksana_jax.native.operators import ACTIVATIONS, Norms, Weights, project, rest_of_layer
@@ -74,7 +74,7 @@ def normaliser(spec: NormSpec) -> Normalise:
     return jax.named_scope("norm")(functools.partial(apply, eps=spec.eps))
 
 
-@pytree
+@flax.struct.dataclass
 class PackedMatrix(Matrix):
     """A matrix [out, in] in panels of 64 rows, the last one filled up with zeros.
 
@@ -85,7 +85,7 @@ class PackedMatrix(Matrix):
     words: jax.Array  # [ceil(out / 64), in / p, 64, p] with p numbers of a word; int8 where they are codes
     scales: jax.Array | None  # float32 [out], of codes
     sums: jax.Array | None  # int32 [out], of a row's codes where inputs are rounded to codes as well
-    num_rows: int = static()
+    num_rows: int = flax.struct.field(pytree_node=False)
     stacks = False
 
     @property

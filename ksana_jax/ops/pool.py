@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.layout import EXACT, HIDDEN, SCORE, SUMMARY, TEXT_POSITION
-from ksana_jax.models.pytree import pytree, static
 
 
-@pytree
+@flax.struct.dataclass
 class KVCache:
     """The blocks of all layers.
 
@@ -28,7 +28,7 @@ class KVCache:
     """
 
     leaves: dict[str, jax.Array]
-    codec: str = static()
+    codec: str = flax.struct.field(pytree_node=False)
 
     @property
     def kv(self) -> jax.Array:

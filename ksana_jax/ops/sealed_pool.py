@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from ksana_jax.devices.features import ALL_FEATURES, Features
 from ksana_jax.kv.codecs.base import numbers
 from ksana_jax.kv.layout import SealedBlocks
-from ksana_jax.models.pytree import pytree, static
 from ksana_jax.ops.pool import KVCache
 
 # Blocks that are encoded at a time.
@@ -26,15 +26,15 @@ SEALED_AT_ONCE = 8
 PLACE = (0, 3, 4)
 
 
-@pytree
+@flax.struct.dataclass
 class SealedCache(KVCache):
     """The blocks of all layers, with a block codec.
 
     blocks: how they hold codes and exact tokens. size: B, tokens in a block.
     """
 
-    blocks: SealedBlocks = static()
-    size: int = static()
+    blocks: SealedBlocks = flax.struct.field(pytree_node=False)
+    size: int = flax.struct.field(pytree_node=False)
 
     @property
     def block_size(self) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.kv.codecs.base import TransformedCodec
 from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.layout import EXACT
-from ksana_jax.models.pytree import pytree
 from ksana_jax.ops.pool import KVCache
 
 
-@pytree
+@flax.struct.dataclass
 class TransformedCache(KVCache):
     """A pool with a `TransformedCodec`, of which vectors are read as they are stored."""
 

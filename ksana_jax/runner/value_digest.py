@@ -19,7 +19,7 @@ import numpy as np
 from ksana_jax.core.own_code import PACKAGES
 
 # Code of these is known by their versions; the package's own by its files.
-LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "rich", "scipy")
+LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "ml_dtypes", "opt_einsum", "rich", "scipy")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _BY_REPR = (np.dtype, np.ufunc, range, slice, pathlib.PurePath, re.Pattern, jax.P, TypeVar)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)

@@ -19,7 +19,7 @@ def draft_model(name: str):
     config, params = model()
     other = init_params(config, seed=9, std=0.5)
     if name == "first":
-        first = params.replace(layers=params.layers[:1])  # pyright: ignore[reportAttributeAccessIssue]
+        first = params.replace(layers=params.layers[:1])  # pyright: ignore[reportAttributeAccessIssue]  flax adds it
         return config.first_layers(1), first
     if name == "near":
         return config, jax.tree.map(lambda x, y: x + 0.08 * y, params, other)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,22 +18,21 @@ from ksana_jax.models import params as model_params
 from ksana_jax.models.layers import NORMS, Norm
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
 from ksana_jax.models.params import LayerParams, init_params
-from ksana_jax.models.pytree import pytree
 from ksana_jax.models.weight import matrix
 
 
-@pytree
+@flax.struct.dataclass
 class Unstated(LayerParams):
     """Adds a field without a statement."""
 
     w_new: jax.Array | None = None  # [F, D]
 
 
-@pytree
+@flax.struct.dataclass
 class Stated(LayerParams):
     """Adds a field with its statement."""
 
-    w_new: jax.Array | None = dataclasses.field(default=None, metadata=matrix("rows"))  # [F, D]
+    w_new: jax.Array | None = flax.struct.field(default=None, metadata=matrix("rows"))  # [F, D]
 
 
 def shapes(d_model, spec):

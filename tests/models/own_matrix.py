@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from ksana_jax.models.matrix import Matrix, dot, finished
 from ksana_jax.models.params import Params, stated, weights_of
-from ksana_jax.models.pytree import pytree
 
 SIZE = 8
 
 
-@pytree
+@flax.struct.dataclass
 class Blocks(Matrix):
     """A matrix [out, in] in blocks of SIZE codes."""
 

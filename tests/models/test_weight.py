@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.struct
 import jax
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from ksana_jax.models import params as model_params
 from ksana_jax.models.families import FAMILIES
 from ksana_jax.models.mlp import MLP, MLPS, gated_shapes
 from ksana_jax.models.params import LayerParams, init_params, param_shapes, quantised, weight_fields, weights_of
-from ksana_jax.models.pytree import pytree
 from ksana_jax.models.weight import Weight, matrix
 from ksana_jax.ops.weight_packing import packed, unpacked
 from ksana_jax.sharding.shares import local_model
@@ -80,9 +80,9 @@ def test_a_field_that_states_nothing_stays_as_it_is_where_nothing_needs_to_know(
 
 
 def test_a_statement_that_does_not_fit_the_kind_of_mlp_is_refused(registered, monkeypatch):
-    @pytree
+    @flax.struct.dataclass
     class Wrong(LayerParams):
-        w_new: jax.Array | None = dataclasses.field(default=None, metadata=matrix("columns"))
+        w_new: jax.Array | None = flax.struct.field(default=None, metadata=matrix("columns"))
 
     monkeypatch.setattr(model_params, "LayerParams", Wrong)
     said = r"tensor_parallel_size is 2: a part of w_new \[48, 32\] is \[48, 16\], a device needs \[24, 32\]$"

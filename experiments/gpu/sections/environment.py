@@ -25,6 +25,7 @@ PACKAGES = (
     "jax",
     "jaxlib",
     "jax-cuda13-plugin",
+    "flax",
     "numpy",
     "torch",
     "triton",
