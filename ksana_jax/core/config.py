@@ -376,10 +376,7 @@ class EngineConfig:
     @property
     def num_processes(self) -> int:
         """Number of processes that divide the model."""
-        if self.distributed is None:
-            return 1
-        assert isinstance(self.distributed, dict), "the engine asks the launcher first"
-        return self.distributed["num_processes"]
+        return 1 if self.distributed is None else self.distributed["num_processes"]  # the launcher has been asked
 
     def for_model(self, model: ModelConfig, patterns: Sequence[AttentionPattern]) -> EngineConfig:
         """Returns the config with max_model_len and max_repositioned_sinks filled in where they are None.
