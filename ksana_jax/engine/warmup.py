@@ -23,6 +23,8 @@ from ksana_jax.scheduler.step.ladders import plain_shapes, stages, verification_
 
 # Seconds for which a program waits until no request runs: compiling takes a core from steps.
 PATIENCE_S = 5.0
+# Of a first prompt, with its template.
+CHAT_TOKENS = 64
 
 logger = logging.getLogger("ksana_jax")
 
@@ -57,6 +59,9 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], b
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)
     if larger:
         _BackgroundCompiler(replica, [(each, runner.missing(keys_of(each))) for each in larger]).start()
+    elif behind:
+        chat = [buckets.shape(1, (), 1), buckets.shape(0, (min(CHAT_TOKENS, config.max_num_batched_tokens),), 1)]
+        runner.load(keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
 
 
 class _BackgroundCompiler(threading.Thread):

@@ -136,16 +136,16 @@ class StoredProgram:
     """
 
     def __init__(self, load: Callable[[], Any], program_bytes: int | None):
-        self._load, self.program_bytes, self._run = load, program_bytes, None
+        self.load, self.program_bytes, self._run = load, program_bytes, None
 
     def __call__(self, *arguments: Any) -> Any:
         if self._run is None:
-            found = self._load()
+            found = self.load()
             self._run = found.of(*arguments) if isinstance(found, Program) else found
         return self._run(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        found = self._run or self._load()
+        found = self._run or self.load()
         return getattr(found.of_leaves() if isinstance(found, Program) else found, name)
