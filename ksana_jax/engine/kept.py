@@ -45,13 +45,14 @@ class KeptTokens:
         Args:
           end: index in the step's tokens of the row's last one.
         """
-        runner, layout = self._runner, self._engine.scheduler.layout
+        runner, layout, arrays = self._runner, self._engine.scheduler.layout, step.arrays
         tile, recorded = Tile.of(step, end), functools.cache(lambda: self._recorder(step))
         found = np.zeros((len(layout.places), layout.num_kv_heads, num_tokens), bool)
         stored = functools.cache(functools.partial(tile.stored, runner))
         for place, (group, at) in enumerate(layout.places):
-            cached = tile.cached(group, layout.block_size)
-            used = cached < num_tokens - tile.num_evicted(group)
+            cached = (arrays.block_starts[group, tile.index][:, None] + np.arange(layout.block_size)).reshape(-1)
+            num_evicted = tile.begin - arrays.cache_positions[group, tile.first]
+            used = cached < num_tokens - num_evicted  # slots of the table
             if layout.selects_in[place] is not None:
                 [(weights, _)] = recorded().weights[place][tile.part]
                 newest = np.asarray(weights)[tile.nth, num_tokens - 1 - tile.begin]
@@ -67,13 +68,15 @@ class KeptTokens:
 
 
 class Tile(NamedTuple):
-    """A tile of a step. part: of the step. nth: in the part. index: in the step. first: its first token."""
+    """A tile of a step. part: of the step. nth: in the part. index: in the step. first: its first token, which is at
+    sequence position begin."""
 
     step: StepInput
     part: int
     nth: int
     index: int
     first: int
+    begin: int
 
     @classmethod
     def of(cls, step: StepInput, token: int) -> Tile:
@@ -81,21 +84,8 @@ class Tile(NamedTuple):
         places = enumerate(step.shape.places())
         number, (part, tokens, tiles) = next(place for place in places if token < place[1][1].stop)
         nth = (token - tokens.start) // part.width
-        return cls(step, number, nth, tiles.start + nth, tokens.start + nth * part.width)
-
-    @property
-    def begin(self) -> int:
-        """Sequence position of its first token."""
-        return int(self.step.arrays.positions[self.first])
-
-    def num_evicted(self, group: int) -> int:
-        """Returns how many tokens a group of layers has evicted."""
-        return self.begin - int(self.step.arrays.cache_positions[group, self.first])
-
-    def cached(self, group: int, block_size: int) -> np.ndarray:
-        """Returns the cache positions [C] of the slots of its table; at or beyond FAR if absent."""
-        starts = self.step.arrays.block_starts[group, self.index]
-        return (starts[:, None] + np.arange(block_size)).reshape(-1)
+        first = tokens.start + nth * part.width
+        return cls(step, number, nth, tiles.start + nth, first, int(step.arrays.positions[first]))
 
     def stored(self, runner: Runner, name: str, group: int) -> np.ndarray:
         """Returns what the slots of its table hold in a leaf of `kv.layout.OF_TOKENS`: [Lg, K, C]."""

@@ -17,11 +17,9 @@ def draw(figure: Figure, kept: np.ndarray, heads: Sequence[int] | None = None) -
     Args:
       kept: bool [L, K, T]. heads: None draws their mean.
     """
-    panels = [kept.mean(axis=1)] if heads is None else [kept[:, head] for head in heads]
-    drawn = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for number, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
-        image = axes.imshow(panel, cmap="Greys", vmin=0, vmax=1, aspect="auto", origin="lower", interpolation="none")
-        axes.set_ylabel("layer" if heads is None else f"layer, head {heads[number]}")
-        if heads is None:
-            figure.colorbar(image, ax=axes, label="KV heads that keep it")
-    drawn[-1].set_xlabel("position")
+    shown = {"layer": kept.mean(axis=1)} if heads is None else {f"layer, head {head}": kept[:, head] for head in heads}
+    panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (label, panel) in zip(panels, shown.items(), strict=True):
+        axes.imshow(panel, cmap="Greys", vmin=0, vmax=1, aspect="auto", origin="lower", interpolation="none")
+        axes.set_ylabel(label)
+    panels[-1].set_xlabel("position")
