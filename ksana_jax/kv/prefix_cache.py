@@ -125,13 +125,9 @@ class PrefixCache:
         if self._host is not None:
             self._host.pool.share(on_host)
 
-    def _links(self, state: KVState, token_ids: np.ndarray, group: int, num_blocks: int) -> list[Link]:
-        """Returns the links of at least the first num_blocks blocks of a sequence in one group."""
-        return self._index.chain(token_ids, state.salt, state.links[group], num_blocks, group)
-
     def link(self, state: KVState, token_ids: np.ndarray, group: int, depth: int) -> Link:
         """Returns the link of a sequence's block number `depth` in one group."""
-        return self._links(state, token_ids, group, depth + 1)[depth]
+        return self._index.chain(token_ids, state.salt, state.links[group], depth + 1, group)[depth]
 
     def needed(self, live: VisibleRange, num_blocks: int) -> list[int]:
         """Returns the indices of those first blocks of a sequence that later queries attend to."""
@@ -150,7 +146,7 @@ class PrefixCache:
         parent, links = self._index.root(state.salt, group), state.links[group]
         while len(found) < limit:
             if len(found) == len(links):  # hash as many blocks again: those after the first unknown one can wait
-                self._links(state, token_ids, group, min(2 * len(links) + 1, limit))
+                self._index.chain(token_ids, state.salt, links, min(2 * len(links) + 1, limit), group)
             for key, tokens in links[len(found) : limit]:
                 node = self._index.find(key, parent, tokens)
                 if node is None:

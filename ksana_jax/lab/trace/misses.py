@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,6 @@ from ksana_jax.core.files import open_to_read
 from ksana_jax.core.prefix_report import PrefixReport, read_sentence
 from ksana_jax.lab import recording
 
-NUM_POSITIONS = 10
 _POSITION = re.compile(r"at token ([\d,]+): (.+)")
 
 
@@ -34,16 +32,18 @@ def misses(path: Path) -> dict[str, list[dict[str, Any]]]:
             "enable_prefix_caching and prefix_report_blocks in `ksana trace run --record`"
         )
     positions = [(at[1], *report[1:3], at[2]) for report in found if (at := _POSITION.search(report[3])) is not None]
-    return {"cause": _grouped(found), "position": _grouped(positions)[:NUM_POSITIONS]}
+    return {"cause": _grouped(found), "position": _grouped(positions)[:10]}
 
 
 def _grouped(reports: Iterable[tuple[str, int, int, str]]) -> list[dict[str, Any]]:
-    rows: dict[str, Any] = collections.defaultdict(lambda: {"requests": 0, "tokens": 0, "computed": 0})
+    rows: dict[str, dict[str, Any]] = {}
     for group, num_cached, num_tokens, reason in reports:
-        row = rows[group]
-        row |= {"requests": row["requests"] + 1, "tokens": row["tokens"] + num_tokens, "last": reason}
+        row = rows.setdefault(group, {"of": group, "requests": 0, "tokens": 0, "computed": 0})
+        row["requests"] += 1
+        row["tokens"] += num_tokens
         row["computed"] += num_tokens - num_cached
-    return sorted(({"of": group, **row} for group, row in rows.items()), key=lambda row: -row["computed"])
+        row["last"] = reason
+    return sorted(rows.values(), key=lambda row: -row["computed"])
 
 
 def _lines(path: Path) -> Iterator[str]:
