@@ -107,6 +107,7 @@ def test_attention_multiplies_queries_and_results_instead_of_transformed_keys_an
 
 
 @compiled
+@pytest.mark.cpu("a plugin may lack native attention")
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -183,12 +183,10 @@ def test_rows_of_different_adapters_do_not_change_each_other(settings):
             assert texts(llm, requests)[at] == together[at]
 
 
-@pytest.mark.parametrize(
-    "change", [{"joins_matrices": True}, {"layers_of_program": 1}, {"layers_of_program": 4}], ids=str
-)
+@pytest.mark.cpu("it changes their tuning")
+@pytest.mark.parametrize("change", [{"joins_matrices": True}, {"layers_of_program": 1}, {"layers_of_program": 4}])
 def test_tokens_are_the_same_with_joined_matrices_and_in_programs_of_layers(change, usual, monkeypatch):
-    changed = dataclasses.replace(tuning.tuning("cpu"), **change)
-    monkeypatch.setitem(tuning._TUNING, "cpu", changed)
+    monkeypatch.setitem(tuning._TUNING, "cpu", dataclasses.replace(tuning.tuning("cpu"), **change))
     with engine(programs={}, operators={"linear": "xla"}) as llm:
         assert (llm.runner.params.layers[0].w_qkv is not None) == ("joins_matrices" in change)
         assert texts(llm, MIXED) == usual

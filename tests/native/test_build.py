@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ksana_jax.native import build, compiler
+from ksana_jax.native import build, callers, compiler
 from tests.machine import compiled, no_compiler
 
 ENGINE = """
@@ -193,3 +193,8 @@ def test_an_engine_goes_on_with_xla_where_nothing_can_be_kept(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["xla", "1"]
     assert "UserWarning: compiled steps are not kept for other processes: [Errno 20] Not a directory" in done.stderr
+
+
+def test_a_plugin_that_drops_functions_of_newer_ffi_headers_is_said_to_be_older(monkeypatch):
+    monkeypatch.setattr(callers, "rms_norm", lambda *_, eps: float("No FFI handler registered for it"))
+    assert "older than their FFI headers" in str(callers._tried.__wrapped__(callers.jax.devices()[0]))
