@@ -136,24 +136,27 @@ class Host(Bench):
 
     def columns(self, rows: Sequence[ResultRow]) -> list[Column]:
         keys = {key for row in rows for key in row.values}
-        titles = {"step_us": "step, µs", "wall_us": "wall, µs", **{f"{part}_us": f"{part}, µs" for part in PARTS}}
+        titles = {"step_us": "step, µs", **{f"{part}_us": f"{part}, µs" for part in PARTS}}
         titles |= {"add_us": "add a request, µs", "admit_us": "admit it, µs"}
         return [Column(key, title, lambda value: f"{value:,.1f}") for key, title in titles.items() if key in keys]
 
     def conclusion(self, rows: Sequence[ResultRow]) -> str:
         """Compares steps with and without eviction, and vLLM's steps with this engine's."""
         found = {(row.label, *row.point.values()): us for row in rows if (us := row.mean("step_us"))}
-        said = []
+        times: dict[tuple[str, str], list[str]] = {}
         for (label, count, cache), us in found.items():
             if label != OURS and (ours := found.get((OURS, count, cache))):
-                said.append(f"{count:,} rows, prefix cache {cache}: {label} takes {us / ours:.2f} times as long")
-        return f"{'; '.join(said)}." if said else ""
+                times.setdefault((label, cache), []).append(f"{us / ours:.2f}")
+        said = (
+            f"Prefix cache {cache}: {label} takes {', '.join(t)} times as long." for (label, cache), t in times.items()
+        )
+        return " ".join(said)
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
         turns = [m for row in rows for t in row.trials for m in t if "versions" in m]
         said = [
-            "Step: CPU time of a step without the device's; wall: the same by the clock. Add: to check and queue a "
-            "request as long as the context; admit: to give it a row and blocks, and with a prefix cache to hash them."
+            "Step: CPU time of a step without the device's. Add: to check and queue a request "
+            "as long as the context; admit: to give it a row and blocks, and with a prefix cache to hash them."
         ]
         if turns:
             said.append(

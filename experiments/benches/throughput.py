@@ -89,9 +89,9 @@ class PeerThroughput(throughput.Throughput):
             own = [label for label in OWN if label in rates]
             if own and peers:
                 best = max(peers, key=lambda label: peers[label])
-                ratios = " and ".join(f"{rates[label] / peers[best]:.2f}" for label in own)
-                together = f", the second with {self.num_scheduler_steps} steps together" * (len(own) > 1)
-                said.append(f"{what}: {ratios} times the output tokens/s of {best}{together}.")
+                first, *second = (f"{rates[label] / peers[best]:.2f}" for label in own)
+                together = f", {second[0]} with {self.num_scheduler_steps} steps together" if second else ""
+                said.append(f"{what}: {first} times the output tokens/s of {best}{together}.")
         return " ".join([*said, super().conclusion(rows)]).strip()
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:

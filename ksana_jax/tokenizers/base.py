@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import codecs
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class Piece(NamedTuple):
     opens: bool = False
 
 
+logger = logging.getLogger(__name__)
 NOTHING = Piece(b"", opens=True)
 # Enough tokens to hold every byte of a code point that a prompt leaves incomplete.
 _CONTEXT_TOKENS = 8
@@ -83,6 +85,7 @@ class Tokenizer(abc.ABC):
     no_template: str = ""
     byte_errors: str = "replace"
     strip_start: int = 0
+    _warned: bool = False
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -118,7 +121,13 @@ class Tokenizer(abc.ABC):
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"text has half of a surrogate pair at character {error.start:,}") from None
-        return self._encode(text, add_special_tokens)
+        ids = self._encode(text, add_special_tokens)
+        if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s adds %r to a text that begins with it: leave it out of the text", self.source, self.bos_token
+            )
+        return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Converts ids to text. Ids outside the vocabulary give no text; bytes that are not UTF-8 become U+FFFD."""

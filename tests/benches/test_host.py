@@ -29,7 +29,7 @@ def test_steps_that_evict_and_steps_with_a_prefix_cache_are_rows_beside_the_othe
         (OURS, "on"),
     ]
     assert all(row.mean("step_us") for row in made.rows)
-    assert "4 rows, prefix cache off: ksana_jax, evicting takes " in made.conclusion
+    assert "Prefix cache off: ksana_jax, evicting takes " in made.conclusion
 
 
 def test_engines_of_as_many_rows_take_turns_step_by_step(monkeypatch):

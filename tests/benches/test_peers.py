@@ -53,8 +53,7 @@ def test_peers_serve_in_turn_and_their_tokens_are_compared(engines, monkeypatch,
     found = rows["transformers, static batch", 2]
     assert (found.mean("same_tokens"), found.mean("of_bound")) == (1.0, 0.125)
     assert made.conclusion == (
-        "2 requests: 2.00 and 2.50 times the output tokens/s of transformers, static batch, the second with 8 steps "
-        "together."
+        "2 requests: 2.00 times the output tokens/s of transformers, static batch, 2.50 with 8 steps together."
     )
     assert "Peers: peer 1." in made.notes
     assert rows["vLLM", 2].mean("run_s") is None and "vLLM: failed: no." in made.notes

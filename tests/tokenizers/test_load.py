@@ -307,3 +307,10 @@ def test_ids_and_text_are_those_of_transformers(directory, kind):
         assert ids == theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text) == theirs.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_text_that_begins_with_the_bos_that_is_added_is_warned_of_once(caplog):
+    tokenizer = load_tokenizer("ksana-tiny")
+    assert [tokenizer.encode(text)[:2] for text in ("<s>a", "<s>b")] == [[1, 1]] * 2
+    tokenizer.encode("<s>a", add_special_tokens=False)
+    assert ["adds '<s>' to a text that begins with it" in line for line in caplog.messages] == [True]

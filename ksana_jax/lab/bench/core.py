@@ -156,9 +156,7 @@ def _machine_notes(machines: Sequence[Measurement], turns: Sequence[Measurement]
         return [*said, "How busy the machine was is not known."]
     mean = sum(load * seconds for load, seconds in loads) / sum(seconds for _, seconds in loads)
     most = max(load for load, _ in loads)
-    said.append(
-        f"Other programs took {mean:.0%} of the processors' time meanwhile, {most:.0%} in the worst repetition."
-    )
+    said.append(f"Other programs took {mean:.0%} of the processors' time, at worst {most:.0%}.")
     if mean >= BUSY:
         said.append("That is a busy machine: the times say little about an idle one.")
     return said

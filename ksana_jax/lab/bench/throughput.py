@@ -155,7 +155,6 @@ class Throughput(Bench):
         found = [
             Column("output_tokens_per_s", "output tokens/s", lambda value: f"{value:,.0f}"),
             spread("output_tokens_per_s"),
-            Column("run_s", "seconds", lambda value: f"{value:,.2f}"),
             Column("of_bound", "of the bound", lambda value: f"{value:.0%}"),
         ]
         if any(row.label not in (*OWN, BOUND) for row in rows):
@@ -179,8 +178,8 @@ class Throughput(Bench):
         if rates := [m for label, m in turns if label == BOUND]:
             gigabytes, gigaflop = (max(m[key] for m in rates) / 1e9 for key in ("bytes_per_s", "flop_per_s"))
             said.append(
-                f"Bound: the longer of what reading weights, keys and values takes at {gigabytes:,.1f} GB/s and what "
-                f"the products take at {gigaflop:,.0f} GFLOP/s, both measured in the same turns; prompts included."
+                f"Bound: the longer of reading weights, keys and values at {gigabytes:,.1f} GB/s and of the products "
+                f"at {gigaflop:,.0f} GFLOP/s, measured in the same turns; prompts included."
             )
         if any(row.label == STEPS for row in rows):
             said.append(f"Steps together: num_scheduler_steps={self.num_scheduler_steps}, decode steps in one call.")
