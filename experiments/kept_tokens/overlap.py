@@ -53,17 +53,23 @@ def pairs_of(masks: Mapping[str, np.ndarray]) -> dict[tuple[str, str], tuple[np.
 def main(folder: Path) -> None:
     from matplotlib.figure import Figure
 
+    from ksana_jax.lab.runs.figures import label_ends
+
     found = pairs_of(masks_of(folder))
     print("| methods | overlap | least and most of a layer | by chance |\n|---|---:|---:|---:|")
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes, ends = figure.subplots(), []
     for (a, b), (layers, chance) in sorted(found.items(), key=lambda item: -item[1][0].mean()):
         print(f"| {a}, {b} | {layers.mean():.3f} | {layers.min():.2f} to {layers.max():.2f} | {chance:.3f} |")
-        if "random" not in (a, b):
-            axes.plot(layers, label=f"{a}, {b}", linewidth=1)
-    axes.axhline(next(iter(found.values()))[1], color="#999999", linestyle=":", label="by chance")
-    axes.set(xlabel="layer", ylabel="Jaccard overlap of the chosen tokens")
-    figure.legend(fontsize=6, loc="outside right upper")
+        if layers.mean() > 2 * chance:
+            [line] = axes.plot(layers, linewidth=1)
+            ends.append((f"{a}, {b}", len(layers) - 1, layers[-1], line.get_color()))
+        elif "random" not in (a, b):
+            axes.plot(layers, linewidth=0.7, color="#bbbbbb")
+    end = len(layers) - 1
+    axes.axhline(chance, color="#555555", linestyle=":", linewidth=1)
+    axes.set(xlabel="layer", ylabel="Jaccard overlap of the chosen tokens", ylim=(0, None))
+    label_ends(axes, [*ends, ("other pairs", end, 1.5 * chance, "#888888"), ("by chance", end, chance, "#555555")])
     figure.savefig(Path(__file__).with_name("overlap.png"), dpi=150)
 
 
