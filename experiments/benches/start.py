@@ -5,7 +5,7 @@
 Prints one line of JSON. Run it twice: the first start compiles. The package is the one on the Python path. --cold adds
 starts with empty caches; --llama llama.cpp's, by a Python that has llama_cpp. Beside another commit, in turns:
 
-    .ci/speed 5 COMMIT "experiments/benches/start.py --cold --llama .venv-peers/bin/python"
+    .ci/speed 5 COMMIT "experiments/benches/start.py --cold --llama $PWD/.venv-peers/bin/python"
 """
 
 from __future__ import annotations
