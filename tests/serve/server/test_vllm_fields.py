@@ -85,5 +85,5 @@ def test_a_given_output_is_decoded(served):
     asked = {**TEXT, "forced_token_ids": [9, 4, 7], "return_token_ids": True}
     [choice] = served.post(COMPLETION, **asked).json["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == ([9, 4, 7], "length")
-    events = [event["choices"][0] for event in served.post(CHAT, **TALK, forced_token_ids=[9, 4, 7], stream=True).events]
-    assert "".join(event["delta"].get("content") or "" for event in events) == choice["text"]
+    events = served.post(CHAT, **TALK, forced_token_ids=[9, 4, 7], stream=True).events
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == choice["text"]
