@@ -8,25 +8,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 WORK = Path(sys.argv[1])
-FETCHED = Path.home() / ".cache/ksana_jax/fetched"
-GGUF = {name: next((FETCHED / name).glob("*/*.gguf")) for name in ("smollm2", "gemma3-270m")}
+GGUF = {
+    name: next(Path.home().glob(f".cache/ksana_jax/fetched/{name}/*/*.gguf")) for name in ("smollm2", "gemma3-270m")
+}
 TEXT = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))[20_000:60_000]
 LENGTH, HALF = 1024, 512  # tokens of a text; where only the cache matters, those from HALF on are scored
-ROWS = []
 
 
-def row(measure):
-    ROWS.append(measure)
-    return measure
-
-
-def run(*packages: str) -> None:
-    """Prints the records of all rows, or of those named after the folder, one JSON object a line."""
-    for measure in ROWS:
-        for record in measure() if not sys.argv[2:] or measure.__name__ in sys.argv[2:] else ():
-            rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in record.items()}
-            versions = {name: version(name) for name in packages}
-            print(json.dumps({"row": measure.__name__, **rounded, "versions": versions}), flush=True)
+def run(records, *packages: str) -> None:
+    """Prints pairs of a row's name and figures, one JSON object a line."""
+    for name, record in records:
+        rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in record.items()}
+        print(json.dumps({"row": name, **rounded, "versions": {p: version(p) for p in packages}}), flush=True)
 
 
 def token_ids(model: str = "smollm2", length: int = LENGTH) -> list[int]:
@@ -39,15 +32,3 @@ def compared(found: list[float], exact: list[float]) -> dict[str, float]:
     apart = [abs(a - b) for a, b in zip(found, exact, strict=True)]
     percent = 100 * math.expm1((math.fsum(exact) - math.fsum(found)) / len(found))
     return {"mean_nats": math.fsum(apart) / len(apart), "max_nats": max(apart), "perplexity_percent": percent}
-
-
-def perplexity(log_probs: list[float]) -> float:
-    return math.exp(-math.fsum(log_probs) / len(log_probs))
-
-
-def attempted(measure) -> dict:
-    """Returns what `measure` returns, or its error as a record."""
-    try:
-        return measure()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:160]}

@@ -1,18 +1,16 @@
-"""Rows on transformers, kvpress and lm-eval. See README.md."""
+"""Rows on transformers, lm-eval and kvpress, each where it is installed. See README.md."""
 
 import contextlib
 import json
 import math
-import sys
 import types
+from importlib.util import find_spec
 
 import torch
-import transformers
-from common import GGUF, HALF, LENGTH, WORK, attempted, compared, perplexity, row, run, token_ids
+from common import GGUF, HALF, LENGTH, WORK, compared, run, token_ids
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, QuantizedCache
 
-transformers.logging.set_verbosity_error()
 torch.set_grad_enabled(False)
 
 
@@ -26,12 +24,11 @@ def load(name: str = "smollm2", **settings):
     return AutoModelForCausalLM.from_pretrained(WORK / name, **settings).eval()
 
 
-def gguf_tokenizer(split_digits: bool = True):
-    """Returns SmolLM2's tokenizer as transformers reads it, or split as its file says: each digit alone."""
+def load_tokenizer():
+    """Returns SmolLM2's tokenizer, which transformers reads without the split of each digit that the file names."""
     made = AutoTokenizer.from_pretrained(GGUF["smollm2"].parent, gguf_file=GGUF["smollm2"].name)
-    if split_digits:
-        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return made
 
 
@@ -47,106 +44,71 @@ def scores(model, ids: list[int], starts=(0,), cache=None, press=None, positions
     return found
 
 
-@row
-def exact():
-    """Also writes the log-probabilities in float32 for the other scripts."""
-    found = scores(load(), token_ids())
-    (WORK / "exact.json").write_text(json.dumps(found))
-    yield {"perplexity": perplexity(found)}
-    yield {"dtype": "bfloat16", **compared(scores(load(dtype=torch.bfloat16), token_ids()), found)}
-
-
-@row
-def quantized_cache():
+def of_transformers():
     model, ids, parts = load(), token_ids(), (0, *range(HALF, LENGTH, 128))
-    plain = scores(model, ids)[HALF:]
+    plain = scores(model, ids)
+    (WORK / "exact.json").write_text(json.dumps(plain))  # for the other scripts
+    yield "exact", {"dtype": "bfloat16", **compared(scores(load(dtype=torch.bfloat16), ids), plain)}
     for backend, axis, starts in (("quanto", 0, (0,)), ("quanto", 0, parts), ("quanto", -1, parts), ("hqq", 1, parts)):
         cache = QuantizedCache(backend, model.config, nbits=4, axis_key=axis, axis_value=axis)
-        found = attempted(lambda: compared(scores(model, ids, starts, cache)[HALF:], plain))  # noqa: B023
-        yield {"backend": backend, "axis": axis, "parts": len(starts), **found}
+        found = compared(scores(model, ids, starts, cache)[HALF:], plain[HALF:])
+        yield "quantized_cache", {"backend": backend, "axis": axis, "parts": len(starts), **found}
 
 
-@row
-def sliding_cache():
-    model, ids = load("gemma3-270m"), [2, *token_ids("gemma3-270m", 1500)]
-    starts, plain = range(0, 1501, 128), None
-    for name, cache in (("config", DynamicCache(config=model.config)), ("no config", DynamicCache())):
-        found = scores(model, ids, starts, cache)
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 2**20
-        yield {"cache": name, "mib": size, **compared(found, plain or found)}
-        plain = found
-
-
-@row
-def lm_eval_rolling():
+def of_lm_eval():
     from lm_eval.models.huggingface import HFLM
 
-    tokenizer = gguf_tokenizer()
-    text = tokenizer.decode(token_ids(length=2048))
-    count, request = 2048, types.SimpleNamespace(args=(text,))
+    tokenizer, count = load_tokenizer(), 2048
+    text = tokenizer.decode(token_ids(length=count))
     for settings in ({"max_length": 512}, {}, {"add_bos_token": True}):
         lm = HFLM(pretrained=load(), tokenizer=tokenizer, batch_size=1, **settings)
-        nats = -float(lm.loglikelihood_rolling([request], disable_tqdm=True)[0])
-        yield {**settings, "nats": nats, "perplexity": math.exp(nats / count)}
-    units = {"word": len(text.split()), "byte": len(text.encode())}
-    yield {**settings, **{f"perplexity_per_{name}": math.exp(nats / count) for name, count in units.items()}}
+        nats = -float(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,))], disable_tqdm=True)[0])
+        yield "lm_eval_rolling", {**settings, "nats": nats, "perplexity": math.exp(nats / count)}
+    for name, count in {"word": len(text.split()), "byte": len(text.encode())}.items():
+        yield "lm_eval_rolling", {**settings, f"perplexity_per_{name}": math.exp(nats / count)}
 
 
-@row
-def kvpress_positions():
-    """Compresses 768 tokens, and reads 256 with the positions of the text or, as `model` chooses, of the cache."""
-    import kvpress
+def of_kvpress():
+    from kvpress import SnapKVPress
 
-    def measured():
-        model, ids, parts = load(), token_ids(), (0, 768)
-        press = kvpress.SnapKVPress(compression_ratio=0.5)
-        return compared(*(scores(model, ids, parts, None, press, positions)[768:] for positions in (False, True)))
-
-    yield attempted(measured)
-
-
-@row
-def kvpress_chunks():
-    import kvpress
-
-    model, cache, ids = load(), DynamicCache(), torch.tensor([token_ids(length=768)])
-    with kvpress.SnapKVPress(compression_ratio=0.5)(model):
-        for part in ids.split(256, dim=1):
+    model, press = load(), SnapKVPress(compression_ratio=0.5)
+    try:  # positions that the model chooses, which are of the compressed cache, against the text's
+        pair = (scores(model, token_ids(), (0, 768), None, press, given)[768:] for given in (False, True))
+        yield "kvpress_positions", compared(*pair)
+    except KeyError as error:
+        yield "kvpress_positions", {"error": f"KeyError: {error}"}
+        return
+    cache = DynamicCache()
+    with press(model):
+        for part in torch.tensor([token_ids(length=768)]).split(256, dim=1):
             model(part, past_key_values=cache)
-    yield {"context": 768, "kept": cache.get_seq_length()}
-
-
-@row
-def kvpress_windows():
-    import kvpress
-
-    model, ids = load("gemma3-270m"), [2, *token_ids("gemma3-270m", 1023)]
-    for ratio in (0.0, 0.25):
-        cache = DynamicCache()
-        found = scores(model, ids, (0, 768), cache, kvpress.KnormPress(compression_ratio=ratio))[768:]
-        yield {
-            "ratio": ratio,
-            "kept": [layer.keys.shape[2] - 256 for layer in cache.layers][:6],
-            "perplexity": perplexity(found),
-        }
-
-
-@row
-def kvpress_question():
-    """Log-probability of the five digits of a passkey, with the question inside and outside the compressed context."""
-    import kvpress
-
-    model, encode, ids = load(), gguf_tokenizer().encode, token_ids(length=700)
-    text = [*ids[:350], *encode(" The pass key is 71432. Remember it."), *ids[350:]]
-    asked, answer = encode(" What is the pass key? The pass key is"), encode(" 71432")
+    yield "kvpress_chunks", {"context": 768, "kept": cache.get_seq_length()}
+    # A passkey's log-probability, with the question inside and outside the compressed context.
+    said = [" The pass key is 71432. Remember it.", " What is the pass key? The pass key is", " 71432"]
+    key, asked, answer = load_tokenizer()(said, add_special_tokens=False).input_ids
+    text = [*token_ids(length=700)[:350], *key, *token_ids(length=700)[350:]]
     for ratio in (0.0, 0.75):
-        press = kvpress.SnapKVPress(compression_ratio=ratio)
-        parts = {"inside": len(text + asked) - 1, "outside": len(text)}
-        found = {
-            k: sum(scores(model, text + asked + answer, (0, n), None, press)[-len(answer) :]) for k, n in parts.items()
-        }
-        yield {"ratio": ratio, **found}
+        press, whole = SnapKVPress(compression_ratio=ratio), text + asked + answer
+        cases = {"inside": len(text + asked) - 1, "outside": len(text)}
+        found = {k: sum(scores(model, whole, (0, n), None, press)[-len(answer) :]) for k, n in cases.items()}
+        yield "kvpress_question", {"ratio": ratio, **found}
+    model, ids = load("gemma3-270m"), [2, *token_ids("gemma3-270m", 1023)]
+    plain, full = [], [not layer.self_attn.is_sliding for layer in model.model.layers]
+
+    class FullLayers(SnapKVPress):
+        def forward_hook(self, module, inputs, kwargs, output):
+            return super().forward_hook(module, inputs, kwargs, output) if full[module.layer_idx] else output
+
+    presses = {"none": SnapKVPress(0.0), "all layers": SnapKVPress(0.5), "full layers": FullLayers(0.5)}
+    for name, press in presses.items():
+        found = scores(model, ids, (0, 768), cache := DynamicCache(), press)[768:]
+        plain = plain or found
+        kept = [layer.keys.shape[2] - 256 for layer in cache.layers[:6]]
+        yield "kvpress_windows", {"press": name, "kept": kept, **compared(found, plain)}
 
 
 if __name__ == "__main__":
-    run("transformers", "torch", "kvpress" if any("kvpress" in name for name in sys.argv) else "lm_eval")
+    if find_spec("lm_eval"):
+        run(of_transformers(), "transformers", "torch", "lm_eval")
+        run(of_lm_eval(), "transformers", "torch", "lm_eval")
+    run(of_kvpress(), "transformers", "torch", "kvpress")

