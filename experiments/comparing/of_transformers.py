@@ -93,18 +93,12 @@ def of_kvpress():
         found = {k: sum(scores(model, whole, (0, n), None, press)[-len(answer) :]) for k, n in cases.items()}
         yield "kvpress_question", {"ratio": ratio, **found}
     model, ids = load("gemma3-270m"), [2, *token_ids("gemma3-270m", 1023)]
-    plain, full = [], [not layer.self_attn.is_sliding for layer in model.model.layers]
-
-    class FullLayers(SnapKVPress):
-        def forward_hook(self, module, inputs, kwargs, output):
-            return super().forward_hook(module, inputs, kwargs, output) if full[module.layer_idx] else output
-
-    presses = {"none": SnapKVPress(0.0), "all layers": SnapKVPress(0.5), "full layers": FullLayers(0.5)}
-    for name, press in presses.items():
-        found = scores(model, ids, (0, 768), cache := DynamicCache(), press)[768:]
+    plain = []
+    for ratio in (0.0, 0.5):
+        found = scores(model, ids, (0, 768), cache := DynamicCache(), SnapKVPress(ratio))[768:]
         plain = plain or found
         kept = [layer.keys.shape[2] - 256 for layer in cache.layers[:6]]
-        yield "kvpress_windows", {"press": name, "kept": kept, **compared(found, plain)}
+        yield "kvpress_windows", {"ratio": ratio, "kept": kept, **compared(found, plain)}
 
 
 if __name__ == "__main__":
