@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import codecs
-import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,7 +29,6 @@ class Piece(NamedTuple):
     opens: bool = False
 
 
-logger = logging.getLogger(__name__)
 NOTHING = Piece(b"", opens=True)
 # Enough tokens to hold every byte of a code point that a prompt leaves incomplete.
 _CONTEXT_TOKENS = 8
@@ -85,7 +84,6 @@ class Tokenizer(abc.ABC):
     no_template: str = ""
     byte_errors: str = "replace"
     strip_start: int = 0
-    _warned: bool = False
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -94,11 +92,7 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*first, *self.more_eos_ids)))
 
     def set_templates(self, named: Mapping[str, str], source: str) -> None:
-        """Takes chat templates by name; the one named "default" is used unless another is asked for.
-
-        Args:
-          source: the file they come from, for messages.
-        """
+        """Takes the chat templates of a file, `source`; "default" is used unless another is asked for."""
         self.chat_templates, self.chat_template, self.no_template = named, named.get("default"), ""
         if named and self.chat_template is None:
             names = ", ".join(f"{name!r:.30}" for name in named)
@@ -122,11 +116,8 @@ class Tokenizer(abc.ABC):
         except UnicodeEncodeError as error:
             raise ValueError(f"text has half of a surrogate pair at character {error.start:,}") from None
         ids = self._encode(text, add_special_tokens)
-        if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s adds %r to a text that begins with it: leave it out of the text", self.source, self.bos_token
-            )
+        if add_special_tokens and ids[:2] == [self.bos_id] * 2:
+            warnings.warn(f"{self.source} adds {self.bos_token!r} to a text that begins with it", stacklevel=2)
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
