@@ -162,5 +162,5 @@ def _load(
         llm.tokenizer.set_templates({"default": chat_template}, "--chat-template")
     if warm_up and llm.llm is not None:
         # A request without a temperature samples; what greedy ones need is always included.
-        llm.llm.warm_up(sampling_params=SamplingParams(), behind=True)
+        llm.llm.warm_up(sampling_params=SamplingParams(), in_background=True)
     return llm

@@ -234,19 +234,19 @@ class LoadedModel(LLMFacts, Sleeps):
         self,
         max_len: int | None = None,
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        behind: bool = False,
+        in_background: bool = False,
     ) -> int:
         """Compiles every step that sequences of up to max_len tokens can need; returns the number of new functions.
 
         Args:
           sampling_params: parameters of later requests, in any mixture; plain greedy sampling is always included.
-          behind: on a CPU, compile what a first chat needs, and the rest in a thread behind requests.
+          in_background: on a CPU, compile what a first chat needs, and the rest in a background thread.
         """
         before = self.num_compilations
         asked = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params or ())
         for replica in self.replicas.replicas:
             with replica.on_device():
-                warm_up(replica, max_len, asked, behind)
+                warm_up(replica, max_len, asked, in_background)
         for name, compared in self.memory_usage().items():
             logger.info("memory of %s: %s", name, compared)
         return self.num_compilations - before

@@ -157,10 +157,8 @@ class RequestFactory:
             )
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        ids = tuple(params.stop_token_ids or ()) + (
-            () if params.ignore_eos or params.forced_token_ids else self.eos_ids
-        )
-        return tuple(dict.fromkeys(ids))
+        eos_ids = () if params.ignore_eos or params.forced_token_ids else self.eos_ids
+        return tuple(dict.fromkeys((*(params.stop_token_ids or ()), *eos_ids)))
 
     def _new_request(
         self, asked: RequestInput, bad_words: BadWords, arrival_s: float, taken: Container[str]

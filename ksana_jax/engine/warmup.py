@@ -1,4 +1,4 @@
-"""Compiles ahead of time what the requests of an engine can need: before them, or in a thread behind them."""
+"""Compiles ahead of time what the requests of an engine can need: before them, or in a background thread."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ksana_jax.scheduler.step.ladders import plain_shapes, stages, verification_
 
 # Seconds for which a program waits until no request runs: compiling takes a core from steps.
 PATIENCE_S = 5.0
-# Of a first prompt, with its template.
+# Length of a first prompt, with its template.
 CHAT_TOKENS = 64
 
 logger = logging.getLogger("ksana_jax")
 
 
-def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], behind: bool) -> None:
+def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], in_background: bool) -> None:
     """Compiles every step that sequences of up to max_len tokens can need; see `LLM.warm_up`."""
     engine, larger = replica.engine, []
     runner: Any = engine.executor
@@ -49,7 +49,7 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], b
         return keys_for(shapes, buckets.decodes, asked, loops, engine.model.vocab_size, verifying, rule, drawn)
 
     simple = not loops and speculation is None and config.distributed is None
-    if behind and at_once and simple and runner.missing(keys_of(buckets)):
+    if in_background and at_once and simple and runner.missing(keys_of(buckets)):
         buckets, *larger = stages(buckets)
         _take(engine, buckets)
     widest = max(shape.table_width for shape in plain_shapes(buckets, width))
@@ -59,7 +59,7 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], b
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)
     if larger:
         _BackgroundCompiler(replica, [(each, runner.missing(keys_of(each))) for each in larger]).start()
-    elif behind:
+    elif in_background:
         chat = [buckets.shape(1, (), 1), buckets.shape(0, (min(CHAT_TOKENS, config.max_num_batched_tokens),), 1)]
         runner.load(keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
 

@@ -1,4 +1,4 @@
-"""Programs that are compiled behind requests: which shapes steps take meanwhile, and what ends the compiling."""
+"""Programs that are compiled in the background: which shapes steps take meanwhile, and what ends the compiling."""
 
 import logging
 import subprocess
@@ -18,7 +18,7 @@ from ksana_jax.runner import store
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.scheduler.step.ladders import plain_shapes, stages
 
-pytestmark = pytest.mark.cpu("programs are compiled behind requests on CPUs")
+pytestmark = pytest.mark.cpu("programs are compiled in the background on CPUs")
 SETTINGS: Any = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "query_tile": 16, "block_size": 2}
 SETTINGS |= {"max_model_len": 256, "num_blocks": 400}
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
@@ -65,7 +65,7 @@ def test_steps_take_larger_shapes_until_their_own_are_compiled(gate):
     expected = answers(llm)
     smallest = {record.shape for record in llm.records}
     llm = LLM("ksana-tiny", **SETTINGS)
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     left, compiled = llm.engine.num_compiling, llm.num_compilations
     assert left > 4 and answers(llm) == expected and llm.num_compilations == compiled
     meanwhile = {record.shape for record in llm.records}
@@ -83,7 +83,7 @@ def test_nothing_is_left_where_the_store_has_all_programs():
     LLM("ksana-tiny", **SETTINGS).warm_up()
     llm = LLM("ksana-tiny", **SETTINGS)
     buckets = llm.engine.builder.buckets
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     assert not compiling() and llm.engine.num_compiling == 0 and llm.engine.builder.buckets is buckets
 
 
@@ -98,7 +98,7 @@ def test_a_program_that_does_not_compile_is_one_error_and_requests_go_on(monkeyp
 
     monkeypatch.setattr(ModelPrograms, "compile", refuse)
     few = stages(llm.engine.builder.buckets)[0]
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     wait_for_end()
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert errors == ["steps take larger shapes, as one is not compiled: RuntimeError: INTERNAL: no"]
@@ -110,7 +110,7 @@ def test_a_program_that_does_not_compile_is_one_error_and_requests_go_on(monkeyp
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_sleeps_while_programs_are_compiled(level, gate):
     llm = LLM("ksana-tiny", **SETTINGS)
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     expected = answers(llm)
     llm.sleep(level)
     gate.set()
@@ -123,17 +123,17 @@ def test_an_engine_sleeps_while_programs_are_compiled(level, gate):
 def test_programs_compiled_asleep_are_found_by_the_next_process(gate):
     """Their keys are those of an engine that is awake."""
     llm = LLM("ksana-tiny", **SETTINGS)
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     llm.sleep(2)
     gate.set()
     wait_for_end()
-    LLM("ksana-tiny", **SETTINGS).warm_up(behind=True)
+    LLM("ksana-tiny", **SETTINGS).warm_up(in_background=True)
     assert not compiling()
 
 
 def test_another_eviction_method_ends_the_compiling_for_the_engine_before(gate):
     llm = LLM("ksana-tiny", **SETTINGS)
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     before = llm.runner
     llm.set_kv_eviction({"method": "h2o", "budget": 16})
     compiled = before.num_compilations
@@ -145,7 +145,7 @@ def test_another_eviction_method_ends_the_compiling_for_the_engine_before(gate):
 def test_numbers_of_the_eviction_method_change_while_programs_are_compiled(gate):
     llm = LLM("ksana-tiny", **SETTINGS, kv_eviction={"method": "h2o", "budget": 16})
     buckets = llm.engine.builder.buckets
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     llm.set_kv_eviction({"method": "h2o", "budget": 24})
     assert all(answers(llm))
     gate.set()
@@ -157,7 +157,7 @@ def test_programs_for_other_patterns_are_not_kept(gate):
     """With the native kernels' plan, a program depends on which layers are alike."""
     llm = LLM("ksana-tiny", **SETTINGS)
     patterns = [AttentionPattern(window=8 * (1 + layer % 2)) for layer in range(llm.model_config.num_layers)]
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     llm.set_pattern(patterns)
     gate.set()
     wait_for_end()
@@ -170,7 +170,7 @@ def test_programs_for_other_patterns_are_not_kept(gate):
 def test_a_busy_engine_lets_a_program_wait_but_not_forever(monkeypatch, gate):
     monkeypatch.setattr(warmup, "PATIENCE_S", 0.3)
     llm = LLM("ksana-tiny", **SETTINGS)
-    llm.warm_up(behind=True)
+    llm.warm_up(in_background=True)
     llm.engine.add_request(np.array([3, 5, 7]), GREEDY)
     left = llm.engine.num_compiling
     gate.set()
@@ -184,7 +184,7 @@ EXIT = """
 import sys
 from ksana_jax import LLM
 llm = LLM("ksana-tiny")
-llm.warm_up(behind=True)
+llm.warm_up(in_background=True)
 print(llm.engine.num_compiling)
 """
 

@@ -196,7 +196,7 @@ class RunningServer:
         while not self._stopping.is_set() and all(llm.is_alive for llm in llms):
             before, compiling = compiling, sum(llm.stats().num_compiling for llm in llms)
             if (compiling == 0) != (before == 0):
-                _say(f"compiling {compiling} programs behind requests" if compiling else "all programs are compiled")
+                _say(f"compiling {compiling} programs in the background" if compiling else "all programs are compiled")
             await asyncio.wait((stopping,), timeout=WATCH_S)
         stopping.cancel()
         if dead := [llm for llm in llms if not llm.is_alive]:
