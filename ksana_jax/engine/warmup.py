@@ -23,7 +23,7 @@ from ksana_jax.scheduler.step.ladders import plain_shapes, stages, verification_
 
 # Seconds for which a program waits until no request runs: compiling takes a core from steps.
 PATIENCE_S = 5.0
-# Length of a first prompt, with its template.
+# Tokens of a first prompt, with its template.
 CHAT_TOKENS = 64
 
 logger = logging.getLogger("ksana_jax")

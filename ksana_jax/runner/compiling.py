@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import jax
+
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.store import Place, places
 from ksana_jax.runner.stored_program import compile_to_keep
@@ -84,13 +86,30 @@ def sought(functions: Mapping[Any, Lowering]) -> tuple[dict[Any, Callable], dict
       Those in the store, neither traced nor compiled, and how to trace the others. Neither keeps arrays alive.
     """
     known: dict[int, Any] = {}
-    functions = {key: lower.of_shapes(known) for key, lower in functions.items()}
+    functions = {key: of_shapes(lower, known) for key, lower in functions.items()}
     at = {} if observers else places(functions)  # observers read what is lowered
     found = {key: program for key, place in at.items() if (program := place.read()) is not None}
     for key in found:
         logger.info("found %s compiled", key)
     missing = {key: lower for key, lower in functions.items() if key not in found}
     return found, {key: functools.partial(_traced, key, lower, at.get(key)) for key, lower in missing.items()}
+
+
+def of_shapes(lower: Lowering, known: dict[int, Any]) -> Lowering:
+    """Returns a function's lowering without arrays, which it would keep alive.
+
+    Args:
+      known: shapes of trees that were met, by id.
+    """
+    for tree in lower.args:
+        known[id(tree)] = known.get(id(tree)) or jax.tree.map(shape_of, tree)
+    return type(lower)(lower.func, *(known[id(tree)] for tree in lower.args), **lower.keywords)
+
+
+def shape_of(x: Any) -> Any:
+    """Returns the shape of an array, which lowers to the same program."""
+    sharding = x.sharding if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
 def _watched(functions: Mapping[Any, T]) -> Iterator[tuple[Any, T]]:

@@ -29,7 +29,7 @@ from ksana_jax.core.own_code import PACKAGES
 from ksana_jax.core.processor import machine
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.native import build
-from ksana_jax.runner.value_digest import LIBRARIES, ForeignCode, NotStored, Walk, shape_of
+from ksana_jax.runner.value_digest import LIBRARIES, ForeignCode, NotStored, Walk
 
 # Packages of ksana_jax that no program is traced through.
 UNTRACED = ("assets", "cli", "engine", "extend", "lab", "loading", "serve", "tokenizers")
@@ -46,12 +46,6 @@ class Lowering(functools.partial):
     Its positional arguments are trees of arrays, of which only shapes count; its keywords count by value. Nothing else
     may determine the program, except code and settings of the process.
     """
-
-    def of_shapes(self, known: dict[int, Any]) -> Lowering:
-        """Returns itself without arrays, which it would keep alive. known: shapes of trees that were met, by id."""
-        for tree in self.args:
-            known[id(tree)] = known.get(id(tree)) or jax.tree.map(shape_of, tree)
-        return type(self)(self.func, *(known[id(tree)] for tree in self.args), **self.keywords)
 
     def parts(self, lowered: Any) -> Sequence[Any]:
         """Returns the programs (`jax.stages.Lowered`) of which its result consists."""

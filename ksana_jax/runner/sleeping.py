@@ -10,8 +10,8 @@ import numpy as np
 
 from ksana_jax.devices.capabilities import capabilities
 from ksana_jax.models.params import Params
+from ksana_jax.runner.compiling import shape_of
 from ksana_jax.runner.runner import Runner
-from ksana_jax.runner.value_digest import shape_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Walk:
         self._shapes: dict[int, tuple[Any, bytes]] = {}
 
     def shapes(self, tree: Any) -> bytes:
-        """Digests a tree of `shape_of` arrays."""
+        """Digests a tree of `compiling.shape_of` arrays."""
         if id(tree) not in self._shapes:
             arrays, structure = jax.tree.flatten(tree)
             self._shapes[id(tree)] = tree, self([structure, *map(self._array, arrays)])
@@ -134,12 +134,6 @@ def _contents(x: Any) -> Sequence[Any]:
     names = {*vars(x), *getattr(x, "__dataclass_fields__", ())}
     derived = {name for name in vars(x) if isinstance(getattr(type(x), name, None), functools.cached_property)}
     return [(name, getattr(x, name)) for name in sorted(names - derived)]
-
-
-def shape_of(x: Any) -> Any:
-    """Returns the shape of an array, which lowers to the same program."""
-    sharding = x.sharding if getattr(x, "committed", isinstance(x, jax.ShapeDtypeStruct)) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
 def _code_of(code: types.CodeType) -> tuple[Any, ...]:

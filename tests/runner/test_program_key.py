@@ -28,6 +28,7 @@ from ksana_jax.models import layers, mlp_forms
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.native import build
 from ksana_jax.runner import evicting, movers, program_key
+from ksana_jax.runner.compiling import of_shapes
 from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.program_key import Lowering, bindings, digest_of
 from ksana_jax.runner.value_digest import NotStored, Walk
@@ -40,7 +41,7 @@ EVICTING: Any = {"kv_eviction": {"method": "h2o", "budget": 16}}
 
 
 def digest(lowering: Lowering) -> str:
-    return digest_of(lowering.of_shapes({}), Walk())
+    return digest_of(of_shapes(lowering, {}), Walk())
 
 
 def lowering(settings: Any) -> Lowering:
