@@ -101,7 +101,7 @@ def test_a_busy_machine_is_told():
 
         return ResultRow("", {"size": 1}, 1, [turns], {})
 
-    assert "took 1% of the processors' time meanwhile, 2% in the worst" in notes([0.0, 0.02])
+    assert "took 1% of the processors' time, at worst 2%" in notes([0.0, 0.02])
     assert "busy machine" not in notes([0.0, 0.02])
     assert "took 30%" in notes([0.1, 0.5]) and "That is a busy machine" in notes([0.1, 0.5])
     assert "is not known" in notes([None])
