@@ -27,9 +27,8 @@ class CompletionOutput:
     distributions: [tokens, V] float32 log-probabilities of the whole vocabulary, if logprobs is -1; None otherwise.
     cumulative_logprob: sum over the tokens, for beams and if log-probabilities were requested; None otherwise.
     error: why it ended, if finish_reason is "error".
-    kept_tokens: with `EngineConfig.kept_tokens`, which tokens the last computed one attends to, in each layer and KV
-      head: bool [L, K, tokens], prompt and output without the last sampled one. None until it has ended, unless it is
-      streamed, and for beams.
+    kept_tokens: bool [L, K, tokens], those to which the last computed token attends, of prompt and output without the
+    last sampled one; with `EngineConfig.kept_tokens`. None for beams, and before the end unless it is streamed.
     """
 
     index: int
