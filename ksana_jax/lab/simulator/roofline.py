@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ksana_jax.core import checks
 from ksana_jax.core.config import ConfigError, EngineConfig
@@ -18,19 +18,19 @@ from ksana_jax.lab.simulator.step_size import StepSize
 from ksana_jax.loading.config_json import load_config
 from ksana_jax.runner.planner.chips import CHIPS
 
+if TYPE_CHECKING:
+    from ksana_jax.models.flops import StepFlops
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RooflineCost(Cost):
     """Seconds by operations and bytes: step_s + max(operations / flops_per_s, bytes / bytes_per_s).
 
-    token_flops: of a token's products with weights. pair_flops: of a token and one that it attends to. sampled_flops:
-    of the logits of one token. weight_bytes: read in each step. kv_token_bytes: of a token's keys and values.
+    flops: operations of a step. weight_bytes: read in each step. kv_token_bytes: of a token's keys and values.
     flops_per_s, bytes_per_s: that are reached. step_s: overhead of a step.
     """
 
-    token_flops: float
-    pair_flops: float
-    sampled_flops: float
+    flops: StepFlops
     weight_bytes: float
     kv_token_bytes: float
     flops_per_s: float
@@ -38,8 +38,7 @@ class RooflineCost(Cost):
     step_s: float = 0.0
 
     def seconds(self, size: StepSize) -> float:
-        flops = self.token_flops * size.num_tokens + self.pair_flops * size.num_attended
-        flops += self.sampled_flops * size.num_sampled
+        flops = self.flops.count(size.num_tokens, size.num_attended, size.num_sampled)
         # The tokens of a row's chunk read its keys and values together.
         kv_tokens = size.num_attended * size.num_rows / size.num_tokens + size.num_tokens
         num_bytes = self.weight_bytes + self.kv_token_bytes * kv_tokens
@@ -72,7 +71,7 @@ class RooflineSettings:
           ConfigError: there is no such chip, no published rate for the dtype, or a share is not one.
           LoadError: there is no such model.
         """
-        from ksana_jax.models.params import num_active_params
+        from ksana_jax.models.flops import StepFlops
         from ksana_jax.runner.planner.terms import weights_bytes
 
         checks.require(
@@ -90,12 +89,8 @@ class RooflineSettings:
         config = EngineConfig(dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype, quantization=self.quantization)  # pyright: ignore[reportArgumentType]
         # A step reads one row for each token of an embedding that is not also the head.
         without_embedding = "device" if model.tie_embeddings else "host"
-        table = model.vocab_size * model.d_model
-        matrices = num_active_params(model) - table * (1 if model.tie_embeddings else 2)
         return RooflineCost(
-            token_flops=2.0 * matrices,
-            pair_flops=4.0 * model.num_layers * model.num_heads * model.head_dim,
-            sampled_flops=2.0 * table,
+            flops=StepFlops.of(model),
             weight_bytes=float(weights_bytes(model, self.dtype, without_embedding, self.quantization)),
             kv_token_bytes=reads * make_layout(model, per_layer(model.pattern, model.num_layers), config).token_bytes,
             flops_per_s=chip.flops_per_s[self.dtype] * self.compute_efficiency,

@@ -127,7 +127,7 @@ def _write(trace: TraceBundle) -> None:
         header = recorder.header
         patterns = "; ".join({str(read_pattern(given)): None for given in header["patterns"]})
         about = {"engine": recorder.number, **header, "patterns": patterns, "num_requests": len(recorder.requests)}
-        engines.append(about | summary(recorder.steps, parts))
+        engines.append(about | summary(recorder.steps, parts, recorder.flops))
         events.append(recorder.plain())
         recording.write(trace.folder / f"engine-{recorder.number}" / recording.NAME, header, events[-1])
     write_atomic(trace.folder / "timeline.json", timeline(events))

@@ -25,6 +25,7 @@ from ksana_jax.lab.trace.profile import Profiler
 from ksana_jax.lab.trace.requests import plain_input, plain_request
 from ksana_jax.lab.trace.steps import StepTrace, share
 from ksana_jax.lab.trace.wrapping import Wrappers
+from ksana_jax.models.flops import StepFlops
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput
 
@@ -61,7 +62,8 @@ class Recorder:
       number: of the engine within a trace. log: of compilations. profiler: notified of each step.
 
     Attributes:
-      header: see `header`. events: as `recording` describes them, steps as `StepTrace`. steps, requests: so far.
+      flops: of the model's steps. header: see `header`.
+      events: as `recording` describes them, steps as `StepTrace`. steps, requests: so far.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Recorder:
         profiler: Profiler | None = None,
     ):
         self.header = header(engine, decisions)
+        self.flops = StepFlops.of(engine.model)
         self.events: list[recording.Event | StepTrace] = []
         self.steps: list[StepTrace] = []
         self.requests: list[Request] = []

@@ -8,30 +8,31 @@ from typing import Any
 
 from ksana_jax.lab.trace.functions import CompiledFunction, name_of
 from ksana_jax.lab.trace.steps import PHASES, StepTrace
+from ksana_jax.models.flops import StepFlops
 from ksana_jax.scheduler.step.types import StepShape
 
 
-def summary(steps: Sequence[StepTrace], parts: Mapping[str, float]) -> dict[str, Any]:
+def summary(steps: Sequence[StepTrace], parts: Mapping[str, float], flops: StepFlops) -> dict[str, Any]:
     """Summarises the steps of one engine as plain values.
 
     padding: fraction of all tokens that were padding. padding_s: the same fraction of each step's time on the device,
     an upper bound for the cost of padding, since attention skips it. median_ms: of the timed_steps, see `_timed`; None
     without any. device_idle: fraction of the time with work when the device had
-    nothing to do, at least; of the same steps. buckets: the steps by shape, those that took the most time on the device
-    first.
+    nothing to do, at least; of the same steps. flops: operations by definition, with full attention. buckets: the steps
+    by shape, those that took the most time on the device first.
 
     Args:
-      parts: seconds of each part of the model in the profiled steps.
+      parts: seconds of each part of the model in the profiled steps. flops: of the model's steps.
     """
     timed = _timed(steps)
     shapes: dict[StepShape, list[StepTrace]] = {}
     for step in steps:
         shapes.setdefault(step.record.shape, []).append(step)
-    buckets = [{"name": name_of(shape), **_totals(some, timed)} for shape, some in shapes.items()]
+    buckets = [{"name": name_of(shape), **_totals(some, timed, flops)} for shape, some in shapes.items()]
     clean = [s for s in steps if id(s) in timed]
     idle_s, device_s = sum(s.idle_s for s in clean), _seconds(clean, "device")
     return {
-        **_totals(steps, timed),
+        **_totals(steps, timed, flops),
         "padding_s": sum(bucket["padding"] * bucket["device_s"] for bucket in buckets),
         "seconds": steps[-1].ended_s - steps[0].began_s if steps else 0.0,
         "device_idle": idle_s / (idle_s + device_s) if clean else None,
@@ -51,7 +52,7 @@ def _timed(steps: Sequence[StepTrace]) -> set[int]:
     return {id(s) for s, now, later in zip(steps, delayed, following, strict=False) if not (now or later or s.profiled)}
 
 
-def _totals(steps: Sequence[StepTrace], timed: Set[int]) -> dict[str, Any]:
+def _totals(steps: Sequence[StepTrace], timed: Set[int], flops: StepFlops) -> dict[str, Any]:
     clean = [s.ended_s - s.began_s for s in steps if id(s) in timed]
     computed, padded = sum(s.record.num_tokens for s in steps), sum(s.record.shape.num_tokens for s in steps)
     return {
@@ -62,6 +63,7 @@ def _totals(steps: Sequence[StepTrace], timed: Set[int]) -> dict[str, Any]:
         "timed_steps": len(clean),
         "median_ms": 1e3 * statistics.median(clean) if clean else None,
         "device_s": _seconds(steps, "device"),
+        "flops": sum(flops.count(r.num_tokens, r.num_attended, r.num_sampled) for r in (s.record for s in steps)),
     }
 
 
