@@ -216,7 +216,7 @@ def other_blocks(monkeypatch):
 
 PLANTED = [a_token_too_few, a_step_late, a_block_twice, no_count_of_what_went, in_cached_blocks]
 PLANTED = [(plant, StoringSimulation, range(60)) for plant in PLANTED]
-FIRST = {scores_in_snapshots: 25, any_prompt: 12, copied_at_once: 440}  # of ten seeds
+FIRST = {scores_in_snapshots: 25, any_prompt: 30, copied_at_once: 440}  # of ten seeds
 PLANTED += [(plant, SnapshotSimulation, range(first, first + 10)) for plant, first in FIRST.items()]
 PLANTED += [(the_last_of_a_prompt, SelectingSimulation, range(40))]
 PLANTED += [(plant, SelectingSimulation, range(40, 80)) for plant in (a_summary_left_behind, other_blocks)]

@@ -262,7 +262,7 @@ class Engines:
         kind = Buckets if config.num_scheduler_steps > 1 or config.speculative_config else OneShape
         groups = tuple(group.layers for group in layout.groups)
         programs = self._programs[
-            repr((num_layers, kv_layers, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
+            repr((num_layers, kv_layers, layout.leaves, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
         ]
         return LLM.around(
             build_engine(model_config, weights, config, patterns=patterns, buckets=kind(**few), programs=programs)

@@ -135,7 +135,7 @@ def test_an_error_at_any_call_turns_the_tier_off_with_one_warning(open_tier, tmp
         assert not tier.enabled and not tier.keys() and tier.num_bytes == 0
         (message,) = open_tier.told
         assert message.startswith(
-            f"the disk cache in {tier.folder} is off, requests go on without it: OSError: [Errno "
+            f"the disk cache in {tier.folder} is off, requests continue without it: OSError: [Errno "
         )
         assert not all(found) and not read(tier, chain(1)[0]) and tier.counters.errors == 1
         assert not list(tier.folder.glob("*.tmp"))

@@ -67,7 +67,7 @@ def test_a_lock_that_is_no_file_of_ours_turns_the_tier_off(open_tier, outside, p
     tier = in_time(open_tier)
     write(tier, *chain(1))
     (message,) = open_tier.told
-    assert not tier.enabled and message.startswith(f"the disk cache in {folder} is off, requests go on without it:")
+    assert not tier.enabled and message.startswith(f"the disk cache in {folder} is off, requests continue without it:")
 
 
 def test_a_folder_of_blocks_that_is_a_link_turns_the_tier_off(open_tier, tmp_path):

@@ -190,8 +190,9 @@ def said(process: subprocess.Popen, what: str) -> str:
 
 
 def test_prefixes_are_cached_unless_the_settings_say_otherwise():
-    assert _with_cache({"block_size": 8}) == {"enable_prefix_caching": True, "block_size": 8}
-    assert _with_cache({"enable_prefix_caching": False}) == {"enable_prefix_caching": False}
+    explained = {"enable_prefix_caching": True, "prefix_report_blocks": 4096}
+    assert _with_cache({"block_size": 8}) == {"block_size": 8, **explained}
+    assert _with_cache(dict.fromkeys(explained, 0)) == dict.fromkeys(explained, 0)
 
 
 def test_a_server_says_what_it_does_until_it_serves(capfd):

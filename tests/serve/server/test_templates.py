@@ -56,7 +56,7 @@ def test_templates_of_a_model_that_do_harm_are_refused_while_a_stream_runs_on(sl
 @pytest.mark.parametrize("template", ["{{ messages }}", HOSTILE[0], TEMPLATE])
 def test_templates_of_clients_are_refused_unread(slow, monkeypatch, template):
     rendered = []
-    monkeypatch.setattr("ksana_jax.tokenizers.chat.render", lambda *given: rendered.append(given))
+    monkeypatch.setattr("ksana_jax.tokenizers.template_sandbox.render", lambda *given: rendered.append(given))
     for path in ("/v1/chat/completions", "/tokenize"):
         reply = slow.post(path, messages=MESSAGES, chat_template=template)
         assert (reply.status, reply.error["param"]) == (400, "chat_template")
