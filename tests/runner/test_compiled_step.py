@@ -41,7 +41,8 @@ class Compilations:
 
 
 @pytest.fixture
-def compilations():
+def compilations(monkeypatch):
+    monkeypatch.setenv("KSANA_PROGRAMS", "off")  # what is stored is not compiled
     counter = Compilations()
     jax.monitoring.register_event_duration_secs_listener(counter)
     yield counter
