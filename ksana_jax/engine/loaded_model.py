@@ -66,6 +66,7 @@ class LoadedModel(LLMFacts, Sleeps):
             raise ConfigError(f"model is of type {type(model).__name__}, must be a path or a name")
         given = {"pattern": pattern, "tokenizer": tokenizer, **settings}
         self._load(compose(model, revision, gguf_file), load_format, given)
+        self._warn_beyond_training()
 
     def _load(self, model: str, load_format: str, given: Mapping[str, Any]) -> None:
         """Loads a model. given: what an LLM takes besides."""
@@ -95,7 +96,7 @@ class LoadedModel(LLMFacts, Sleeps):
                 tokenizer = load_tokenizer(tokenizer)
             elif tokenizer is None:
                 tokenizer = find_tokenizer(model_dir)
-            self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers, 4)
+            self._build(model_config, config, lambda at: opened(at)[1], pattern, tokenizer, before, workers)
         for engine in self.replicas.engines:
             engine.source = (self.name, load_format)
 
@@ -111,6 +112,7 @@ class LoadedModel(LLMFacts, Sleeps):
         before, weights = resident_bytes(), sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         before = before and max(before - weights, 0)
         self._build(model_config.validate(), config, lambda at: params, pattern, tokenizer, before)
+        self._warn_beyond_training()
         return self
 
     @classmethod
@@ -121,6 +123,10 @@ class LoadedModel(LLMFacts, Sleeps):
         self._take(Replicas([Replica(engine)]), None)
         return self
 
+    def _warn_beyond_training(self) -> None:
+        if warning := beyond_training(self.engine.model, self.engine.max_model_len):
+            warnings.warn(warning, stacklevel=3)  # at the caller of a constructor
+
     def _build(
         self,
         model: ModelConfig,
@@ -130,7 +136,6 @@ class LoadedModel(LLMFacts, Sleeps):
         tokenizer: Tokenizer | None,
         resident_before: int | None,
         workers: Workers | None = None,
-        stacklevel: int = 3,
     ) -> None:
         keep_compiled_steps()
 
@@ -139,8 +144,6 @@ class LoadedModel(LLMFacts, Sleeps):
             return build_engine(model, params(placement), config, **settings)
 
         self._take(build_replicas(config, build), resident_before)
-        if warning := beyond_training(model, self.engine.max_model_len):
-            warnings.warn(warning, stacklevel=stacklevel)
         pool_bytes, layout = self.num_blocks * self.block_bytes, self.runner.layout
         blocks = f"{self.num_blocks:,} blocks of {self.config.block_size} tokens, {byte_size(pool_bytes)}"
         codes = "" if layout.sealed is None else " as codes, fewer with those that are kept exactly"
