@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import secrets
@@ -22,6 +21,7 @@ from ksana_jax.engine.llm import LLM
 from ksana_jax.engine.prompts import Prompt, read_requests
 from ksana_jax.engine.steps import Step
 from ksana_jax.kv.layout import TEXT_POSITION
+from ksana_jax.loading.tensor_files import write_header
 from ksana_jax.runner.recording import Recorded, step_recorder
 
 # Settings under which rows or heads are elsewhere too.
@@ -153,14 +153,12 @@ def _chosen(name: str, given: Sequence[int] | None, count: int) -> tuple[int, ..
 
 def _in_file(path: str | os.PathLike[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Creates a safetensors file of zeros in float32; returns its arrays, which are written as they change."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    found: dict[str, np.ndarray] = {}
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    starts = {name: 8 + len(text) + entry["data_offsets"][0] for name, entry in header.items()}
-    return {name: np.memmap(path, np.float32, "r+", starts[name], shape) for name, shape in shapes.items()}
+        zeros = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}  # takes no memory
+        for name, array in write_header(file, zeros).items():
+            start = file.tell()
+            file.truncate(start + array.nbytes)
+            found[name] = np.memmap(path, np.float32, "r+", start, array.shape)
+            file.seek(0, os.SEEK_END)
+    return found

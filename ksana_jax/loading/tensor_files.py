@@ -106,12 +106,10 @@ def find_tensors(directory: Path) -> dict[str, SafetensorsTensor]:
     return found
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> None:
-    """Writes a safetensors file. The library's own function leaves a temporary file behind when the process is killed.
-
-    Args:
-      tensors: contiguous arrays of numbers, by name.
-    """
+def write_header(
+    file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}
+) -> dict[str, np.ndarray]:
+    """Writes the header of a safetensors file; returns the arrays in the order in which they follow, without gaps."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # each begins at a multiple of its size
@@ -122,7 +120,16 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: M
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     file.write(struct.pack("<Q", len(header)) + header)
-    for values in ordered.values():
+    return ordered
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> None:
+    """Writes a safetensors file. The library's own function leaves a temporary file behind when the process is killed.
+
+    Args:
+      tensors: contiguous arrays of numbers, by name.
+    """
+    for values in write_header(file, tensors, metadata).values():
         file.write(values.reshape(-1).view(np.uint8).data)
 
 
