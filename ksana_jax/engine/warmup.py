@@ -58,7 +58,8 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], i
     if speculation is not None:
         speculation.proposer.warm_up(widest, any(not p.greedy for p in asked), workers)
     if larger:
-        _BackgroundCompiler(replica, [(each, runner.missing(keys_of(each))) for each in larger]).start()
+        left = [(each, [key for key in keys_of(each) if key not in runner.programs]) for each in larger]
+        _BackgroundCompiler(replica, left).start()
     elif in_background:
         chat = [buckets.shape(1, (), 1), buckets.shape(0, (min(CHAT_TOKENS, config.max_num_batched_tokens),), 1)]
         runner.load(keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
@@ -110,7 +111,4 @@ def _compile(engine: Engine, key: Any) -> None:
 
 
 def _take(engine: Engine, buckets: Buckets) -> None:
-    def take() -> None:
-        engine.builder = dataclasses.replace(engine.builder, buckets=buckets)
-
-    engine.lock.run(take)
+    engine.lock.run(lambda: setattr(engine, "builder", dataclasses.replace(engine.builder, buckets=buckets)))
