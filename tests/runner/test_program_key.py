@@ -4,9 +4,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 import types
@@ -18,19 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ksana_jax
-import pallas_kernels
 from ksana_jax.core import processor
 from ksana_jax.devices.features import Features
 from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.methods.eviction.h2o import H2O
 from ksana_jax.models import layers, mlp_forms
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.native import build
 from ksana_jax.runner import evicting, movers, program_key
 from ksana_jax.runner.compiling import of_shapes
 from ksana_jax.runner.decode_loop import LoopKey
-from ksana_jax.runner.program_key import Lowering, bindings, digest_of
+from ksana_jax.runner.program_key import Lowering, digest_of
 from ksana_jax.runner.value_digest import NotStored, Walk
 from ksana_jax.runner.verification import VerificationKey
 from ksana_jax.scheduler.step.types import StepShape, TileGroup
@@ -353,49 +348,3 @@ def test_closures_of_the_package_differ_by_what_they_close_over():
     gated: Any = mlp_forms.gated
     one, same, other = (gated(function).apply for function in (jax.nn.silu, jax.nn.silu, jax.nn.relu))
     assert Walk()(one) == Walk()(same) != Walk()(other)
-
-
-class TestReplaced:
-    """Names of modules that a process binds to something else."""
-
-    modules = ("ksana_jax.runner.evicting", "ksana_jax.methods.eviction.h2o", "ksana_jax.models.mlp")
-
-    def test_a_constant_a_method_and_a_function_of_the_package_change_the_digest(self, monkeypatch):
-        expected = bindings(self.modules)
-        for place, name, value in (
-            (evicting, "BLOCKS_AT_ONCE", 65),
-            (evicting, "_moved", evicting._hidden),
-            (H2O, "priority", EvictionMethod.priority),
-        ):
-            with monkeypatch.context() as patch:
-                patch.setattr(place, name, value)
-                assert bindings(self.modules) != expected, name
-            assert bindings(self.modules) == expected
-
-    def test_an_entry_of_a_table_changes_the_digest(self, monkeypatch):
-        from ksana_jax.models import mlp
-
-        expected = bindings(self.modules)
-        monkeypatch.setitem(mlp.MLPS, "another", mlp.MLPS["swiglu"])
-        assert bindings(self.modules) != expected
-
-    @pytest.mark.parametrize("place", ["module", "class", "table"])
-    def test_code_from_outside_is_refused(self, place, monkeypatch):
-        from ksana_jax.models import mlp
-
-        if place == "module":
-            monkeypatch.setattr(evicting, "evict", lambda *_: None)
-        elif place == "class":
-            monkeypatch.setattr(H2O, "priority", lambda *_: None)
-        else:
-            monkeypatch.setitem(mlp.MLPS, "mine", mlp.MLPS["swiglu"]._replace(apply=lambda *_: None))
-        with pytest.raises(NotStored, match=r"was replaced: tests\.runner\.test_program_key"):
-            bindings(self.modules)
-
-
-def test_every_module_that_programs_may_be_traced_through_can_be_in_the_key():
-    for package in (ksana_jax, pallas_kernels):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name.split(".")[1] not in program_key.UNTRACED:
-                importlib.import_module(found.name)
-                assert len(bindings([found.name])) == 64
