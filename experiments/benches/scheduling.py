@@ -142,8 +142,8 @@ class Scheduling(Bench):
         if not parts:
             return ""
         return (
-            "Requests/s of iteration-level against request-level batching, where the median latency may be that of a "
-            f"request alone ({floor * 1000:,.1f} ms per token) times a limit: {'; '.join(parts)}."
+            "Requests/s of iteration-level relative to request-level batching, where the median latency may be that of "
+            f"a request alone ({floor * 1000:,.1f} ms per token) times a limit: {'; '.join(parts)}."
         )
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:

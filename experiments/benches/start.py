@@ -3,7 +3,7 @@
     python experiments/benches/start.py [MODEL] [--cold] [--llama PYTHON]     smollm2 by default
 
 Prints one line of JSON. Run it twice: the first start compiles. The package is the one on the Python path. --cold adds
-starts with empty caches; --llama llama.cpp's, by a Python that has llama_cpp. Beside another commit, in turns:
+starts with empty caches; --llama llama.cpp's, by a Python that has llama_cpp. To alternate with another commit:
 
     .ci/speed 5 COMMIT "experiments/benches/start.py --cold --llama $PWD/.venv-peers/bin/python"
 """

@@ -1,4 +1,4 @@
-"""Reports of what the prefix cache reused of a prompt, and why no more. Knows no cache."""
+"""Reports how much of a prompt the prefix cache reused, and why it reused no more."""
 
 from __future__ import annotations
 

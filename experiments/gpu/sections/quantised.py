@@ -1,7 +1,7 @@
 """Decode over keys and values of 8 and 4 bits against the same in bfloat16, for kernels that support `scales`.
 
 `scales` is [M, L, 2, K, B] float32 next to a pool of codes, int8 or float8_e4m3fn: one for each token and kv head.
-Those of int4 are `pallas_kernels.int4`'s.
+int4 uses those of `pallas_kernels.int4`.
 """
 
 from __future__ import annotations
