@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -19,13 +18,7 @@ def lazy_names(package: str, public: Mapping[str, str]) -> tuple[Callable[[str],
 
     def __getattr__(name: str) -> Any:
         if name in modules:
-            enabled = gc.isenabled()
-            gc.disable()  # modules make many objects and hardly any garbage
-            try:
-                return getattr(import_module(modules[name]), name)
-            finally:
-                if enabled:
-                    gc.enable()
+            return getattr(import_module(modules[name]), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
