@@ -130,10 +130,11 @@ def report_of_rows(
     """Returns the report of rows, with the given notes followed by those on the numbers and on versions.
 
     Args:
-      starts: start records of all trials. pivot: see `Experiment`.
+      starts: start records of all trials. pivot: see `Experiment`; without effect where no row has a value of it.
     """
     try:
         columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
+        pivot = pivot if any(row.point.get(pivot) is not None for row in rows) else ""
         headline = task.headline(rows) if pivot else None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
