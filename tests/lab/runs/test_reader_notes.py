@@ -30,6 +30,7 @@ def test_sequences_beyond_the_training_of_a_model_are_noted(num_tokens, make_llm
 def test_budgets_that_the_tokens_that_always_stay_may_fill_are_noted(budget, said):
     eviction = {"method": "h2o", "budget": budget, "sinks": 8, "recent": 32, "prompts": "streamed"}
     given = {"model": "ksana-tiny", "engine": {"block_size": 4, "kv_eviction": eviction}}
+    given["settings"] = {"num_tokens": 128}
     notes = reader_notes(trial.config for trial in plan(given).trials)
     assert len(notes) == (said is not None)
     if said is not None:
