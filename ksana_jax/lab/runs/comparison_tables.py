@@ -84,12 +84,12 @@ def _test_notes(made: Comparison) -> list[str]:
     said = []
     if any(change.p is not None for change in found):
         said.append(
-            f"Change: from {made.a} to {made.b}, with the {PER_CENT} % confidence interval of this row alone. p: "
+            f"Change: from {made.a} to {made.b}, with the {PER_CENT} % confidence interval, uncorrected. p: "
             "two-sided paired t-test over the texts or questions that both scored, or else over seeds, with Holm's "
             f"correction for the number of rows. Bold: better, with p below {LEVEL:g}; exact counts by any difference."
         )
     if any(change.num_pairs == 1 for change in found):
-        said.append(f"One pair has no deviation: {NOT_RESOLVED}.")
+        said.append(f"One pair gives no standard deviation: {NOT_RESOLVED}.")
     return said
 
 
