@@ -76,17 +76,19 @@ class Runner(ModelPrograms):
         dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
+        mask = step.mask() if callable(step.mask) else step.mask
         if step.drafts is not None:
             verify = self._program(key := VerificationKey.of_step(step, num_top))
-            arguments = self.params, sampled, *asked, key.drafts_of(step)
+            arguments = self.params, sampled, *asked, key.drafts_of(step), mask
             if key.tree:
                 self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
             else:
                 report = verify(*arguments)
             tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
-            choose = self.compile_sampler(sampled, step.num_sampled, sampling is not None, dense is not None, num_top)
-            self._sampled, report = choose(self.params, sampled, *asked)
+            given = sampling is not None, dense is not None, mask is not None
+            choose = self.compile_sampler(sampled, step.num_sampled, *given, num_top)
+            self._sampled, report = choose(self.params, sampled, *asked, mask)
             tokens = Fetched(report, report_packing(step.num_sampled, num_top)).result
         return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
 
@@ -152,12 +154,14 @@ class Runner(ModelPrograms):
         """The network on a step of one shape; see `step_program.lower_whole`."""
         return self._program(shape)
 
-    def compile_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Callable:
-        """Logits and the choice of tokens: (params, hidden, settings, dense) as `choose_tokens` takes and returns them.
+    def compile_sampler(
+        self, hidden, count: int, samples: bool, dense: bool, masks: bool, num_top: int | None
+    ) -> Callable:
+        """Logits and the choice of tokens; takes (params, hidden, settings, dense, mask), see `choose_tokens`.
 
         Args:
           hidden: [J, D], or its shape. count: number of chosen tokens, after the first ones of hidden.
-          samples: True with settings. dense: True with penalties or biases.
+          samples: True with settings. dense: True with penalties or biases. masks: True with a mask.
           num_top: most probable tokens to score; None scores nothing.
         """
-        return self._program(("sample", hidden.shape[0], count, samples, dense, num_top))
+        return self._program(("sample", hidden.shape[0], count, samples, dense, masks, num_top))
