@@ -11,6 +11,7 @@ import numpy as np
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
 from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
+from ksana_jax.runner.late_choice import LateChoice
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.prompt_scores import scores_packing
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
@@ -25,6 +26,8 @@ class Runner(ModelPrograms):
 
     # Tokens [J] that the last step samples, on the device.
     _sampled: Any = None
+    # Of the last step, if its mask was not known yet.
+    _late: LateChoice | None = None
 
     @property
     def chooses_in_step(self) -> bool:
@@ -41,7 +44,7 @@ class Runner(ModelPrograms):
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: two may not fit
-        self.cache, self._sampled = self.placement.pool(self.layout, num_blocks), None
+        self.cache, self._sampled, self._late = self.placement.pool(self.layout, num_blocks), None, None
         self.mover.reset()
 
     def submit(self, step: StepInput) -> StepOutput:
@@ -63,6 +66,7 @@ class Runner(ModelPrograms):
             raise
 
     def _run(self, step: StepInput) -> StepOutput:
+        self._choose_late()
         before, shape, sampling = len(self._compiled), step.shape, step.sampling
         finish, move_s, compiled = self._start_moves(step.moves)
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
@@ -76,8 +80,8 @@ class Runner(ModelPrograms):
         dense = None if sampling is None or sampling.counts is None else tuple(sampling[-3:])
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
-        mask = step.mask() if callable(step.mask) else step.mask
         if step.drafts is not None:
+            mask = step.mask() if callable(step.mask) else step.mask
             verify = self._program(key := VerificationKey.of_step(step, num_top))
             arguments = self.params, sampled, *asked, key.drafts_of(step), mask
             if key.tree:
@@ -86,11 +90,21 @@ class Runner(ModelPrograms):
                 report = verify(*arguments)
             tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
-            given = sampling is not None, dense is not None, mask is not None
-            choose = self.compile_sampler(sampled, step.num_sampled, *given, num_top)
-            self._sampled, report = choose(self.params, sampled, *asked, mask)
-            tokens = Fetched(report, report_packing(step.num_sampled, num_top)).result
+            kinds = sampling is not None, dense is not None, step.mask is not None
+            choose = self.compile_sampler(sampled, step.num_sampled, *kinds, num_top)
+            packing = report_packing(step.num_sampled, num_top)
+            if callable(step.mask):
+                self._late = LateChoice(functools.partial(choose, self.params, sampled, *asked), step.mask, packing)
+                tokens = self._late.result
+            else:
+                self._sampled, report = choose(self.params, sampled, *asked, step.mask)
+                tokens = Fetched(report, packing).result
         return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
+
+    def _choose_late(self) -> None:
+        """Starts the choice of the last step's tokens, if it has not been."""
+        if self._late is not None:
+            (self._sampled, _), self._late = self._late.chosen, None
 
     def run_loop(
         self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
@@ -103,6 +117,7 @@ class Runner(ModelPrograms):
         Returns:
           The outputs; and the distributions of all steps on the device, see `LoopKey`, or None.
         """
+        self._choose_late()
         before, key = len(self._compiled), LoopKey.of(steps, self.config.vocab_size, distributions, stop)
         finish, move_s, compiled = self._start_moves(steps[0].moves)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])

@@ -166,16 +166,15 @@ class Scheduler:
 
     def _needs_tokens(self) -> bool:
         """True if the next step depends on the tokens of the running one beyond decoding them: beams are chosen by
-        scores, forks begin with a computed prompt, penalties, biases and grammars follow tokens, moves to the host are
-        confirmed step by step, blocks enter the prefix index before windows and evictions make room, and drafts need
-        them.
+        scores, forks begin with a computed prompt, penalties and biases count tokens, moves to the host are confirmed
+        step by step, blocks enter the prefix index before windows and evictions make room, and drafts need them.
         """
         r, memory = self.rows, self.memory
         waits = memory.host is not None or bool(self.queue.leaders)
         waits |= self.speculation is not None and self.speculation.most_at(self.order) > 0
         waits |= memory.prefixes.enabled and bool(self.row_blocks.windowed)
         waits |= self.eviction is not None and self.eviction.waits
-        return waits or bool(r.num_beams + r.settings.num_dense + len(r.settings.matchers))
+        return waits or bool(r.num_beams + r.settings.num_dense)
 
     def _schedule(self, ahead: bool = False) -> ScheduledBatch | None:
         """Chooses a step; ahead: None if blocks might be missing for tokens of running rows."""

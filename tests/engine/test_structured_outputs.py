@@ -85,6 +85,13 @@ def test_other_rows_of_a_batch_keep_their_tokens_and_scores():
         assert a.outputs[0].token_ids == b.outputs[0].token_ids and a.outputs[0].logprobs == b.outputs[0].logprobs
 
 
+def test_rows_with_grammars_run_ahead_of_their_tokens():
+    llm, ahead = tiny(), []
+    llm.engine.observers.append(lambda engine: ahead.append(engine.num_steps_under_way))
+    llm.generate([PROMPT] * 2, [asked(SCHEMAS[0]), asked(max_tokens=40)])
+    assert ahead.count(1) > 0.9 * len(ahead) > 20
+
+
 def test_forced_tokens_are_drafts_that_are_accepted():
     only = StructuredOutputsParams(choice=["def one_of_the_longest_names_of_all(): return None"])
     llm = tiny(**NGRAM)
