@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,20 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.structured_outputs import StructuredOutputsParams
 from ksana_jax.tokenizers import Tokenizer
 
-# Compiled grammars that are kept; an object of 100 properties takes about a megabyte.
-MAX_GRAMMARS = 128
+# Compiled grammars that are kept; each takes up to 10 MB (50,000 states).
+MAX_GRAMMARS = 64
 # Generated white space ends, so that a bounded schema has bounded texts.
 WHITESPACE = r"[ \t\n\r]{1,32}"
-# A mask that would take longer than about 60 ms is an error: clients send ((a{100}){100}){100}. llguidance's own limits
-# allow 2 s.
-LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 20_000, "verbose_errors": False}
+# A mask of ((a{100}){100}){100} takes 2 s with llguidance's own limits, and is an error after 60 ms with these.
+LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+# Seconds of a core that the masks of a sequence may take: these, and as many for each. SmolLM2's take up to 0.35 ms on
+# average, those of ((a{300}){300}) 24 ms.
+SPARE_S, MASK_S = 0.1, 0.005
 
 
 class Grammars:
@@ -52,7 +61,12 @@ class Grammars:
                 self._compiled[asked] = found
                 if len(self._compiled) > MAX_GRAMMARS:
                     self._compiled.popitem(last=False)
-        return GrammarMatcher(found.deep_copy())
+        return GrammarMatcher(found.deep_copy(), functools.partial(self._drop, asked))
+
+    def _drop(self, asked: StructuredOutputsParams) -> None:
+        """Forgets a grammar after an error: all its matchers share what has reached a limit."""
+        with self._lock:
+            self._compiled.pop(asked, None)
 
     def _compile(self, asked: StructuredOutputsParams) -> Any:
         guidance = _library()
@@ -62,7 +76,7 @@ class Grammars:
         except (ValueError, AssertionError) as error:
             raise ValueError(f"structured_outputs has a {asked.kind} that cannot be read: {error}") from None
         found = guidance.LLMatcher(vocabulary, text, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
-        first, mask = GrammarMatcher(found.deep_copy()), np.zeros(-(-self._vocab_size // 32), np.int32)
+        first, mask = GrammarMatcher(found.deep_copy(), lambda: None), np.zeros(-(-self._vocab_size // 32), np.int32)
         first.allow(mask, ())
         if problem := _problem(found) or first.error:
             raise ValueError(f"structured_outputs has a {asked.kind} that cannot be enforced: {problem}")
@@ -81,11 +95,16 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """The `Matcher` of a sequence; see `scheduler.step.masks`."""
+    """The `Matcher` of a sequence; see `scheduler.step.masks`.
 
-    def __init__(self, matcher: Any):
+    Args:
+      failed: called after an error.
+    """
+
+    def __init__(self, matcher: Any, failed: Callable[[], None]):
         self.error: str | None = None
-        self._matcher, self._num_read = matcher, 0
+        self._matcher, self._failed = matcher, failed
+        self._num_read, self._left_s = 0, SPARE_S
 
     def follow(self, output: np.ndarray) -> None:
         if len(new := output[self._num_read :]):
@@ -93,14 +112,16 @@ class GrammarMatcher:
             self._matcher.consume_tokens(new.tolist())
 
     def allow(self, mask: np.ndarray, drafts: Sequence[int]) -> None:
-        matcher = self._matcher
+        matcher, began = self._matcher, time.thread_time()
         count = matcher.try_consume_tokens(list(drafts)) if drafts else 0
         if count == len(drafts):
             matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if count:
             matcher.rollback(count)
-        if matcher.is_error():
-            self.error, mask[:] = _problem(matcher), 0
+        self._left_s += MASK_S - (time.thread_time() - began)
+        if matcher.is_error() or self._left_s < 0:
+            self.error, mask[:] = _problem(matcher) or "its masks take too long", 0
+            self._failed()
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         return self._matcher.validate_tokens(list(drafts)) if drafts else 0

@@ -1,10 +1,12 @@
 """Outputs keep to their grammars: whatever the model, the speculation, the number of completions and the pool."""
 
 import asyncio
+import contextlib
 import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jsonschema_rs
@@ -192,11 +194,27 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_by_name(given, message):
     assert not llm.engine.records
 
 
-def test_a_grammar_that_takes_too_long_fails_its_request_alone():
-    slow = StructuredOutputsParams(regex="((a{100}){100}){100}")
-    outputs = tiny().generate([PROMPT] * 2, [asked(structured_outputs=slow), asked(SCHEMAS[0])])
-    assert outputs[0].outputs[0].finish_reason == "error" and "lexer" in (outputs[0].outputs[0].error or "")
-    assert outputs[1].outputs[0].finish_reason == "stop"
+def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch):
+    llm, slow, good = tiny(), asked(structured_outputs={"regex": "[a-z]{99}"}), asked(SCHEMAS[0])
+    assert llm.generate(PROMPT, good)[0].outputs[0].finish_reason == "stop"
+    compiled = llm.engine.factory.grammars.matcher(slow.structured_outputs)
+    monkeypatch.setattr(grammar, "SPARE_S", 0)
+    monkeypatch.setattr(grammar, "MASK_S", 1e-7)
+    [failed] = llm.generate(PROMPT, slow)
+    assert failed.outputs[0].error == "structured_outputs: its masks take too long" and compiled.error is None
+    monkeypatch.undo()
+    assert [o.outputs[0].finish_reason for o in llm.generate([PROMPT] * 2, [slow, good])] == ["stop", "stop"]
+
+
+@pytest.mark.parametrize("regex", ["((a{100}){100}){100}", "((a{300}){300})"])
+def test_a_client_cannot_hold_up_steps_by_a_grammar(regex):
+    grammars, took = tiny().engine.factory.grammars, time.thread_time()
+    with contextlib.suppress(ValueError):
+        matcher, mask = grammars.matcher(StructuredOutputsParams(regex=regex)), np.zeros(32, np.int32)
+        while matcher.error is None:
+            matcher.follow(np.append(np.zeros(matcher._num_read, np.int32), 933))  # the letter a
+            matcher.allow(mask, ())
+    assert time.thread_time() - took < 2
 
 
 def test_what_an_engine_needs_for_grammars(monkeypatch):
