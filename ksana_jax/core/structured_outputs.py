@@ -1,4 +1,4 @@
-"""What the text of an output must follow: a JSON Schema, a regular expression or a grammar. Knows no tokens."""
+"""Constraints on the text of an output: a JSON Schema, a regular expression, a grammar. Independent of tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text of an output must follow: one of the first six fields; names and meanings as in vLLM.
+    """Constraint on the text of an output: one of the first six fields. Names and meanings as in vLLM.
 
     Args:
       json: a JSON Schema as a dict or a text, or a Pydantic model, whose schema is taken.

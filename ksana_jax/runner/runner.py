@@ -26,7 +26,7 @@ class Runner(ModelPrograms):
 
     # Tokens [J] that the last step samples, on the device.
     _sampled: Any = None
-    # Of the last step, if its mask was not known yet.
+    # The last step's choice of tokens, if its mask was not known yet.
     _late: LateChoice | None = None
 
     @property

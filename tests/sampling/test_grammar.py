@@ -1,4 +1,4 @@
-"""What of JSON Schema llguidance enforces and what it refuses, as docs/use/serving.md says; and masks under jit."""
+"""Describes what of JSON Schema llguidance enforces and refuses, as docs/use/serving.md does; and tests masks under jit."""
 
 import re
 from pathlib import Path
