@@ -1,4 +1,4 @@
-"""Describes what of JSON Schema llguidance enforces and refuses, as docs/use/serving.md does; and tests masks under jit."""
+"""JSON Schema as llguidance enforces or refuses it, which docs/use/serving.md lists; and masks under jit."""
 
 import re
 from pathlib import Path
