@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ksana_jax.core.outputs import CompletionOutput, Logprob, RequestOutput
     from ksana_jax.core.patterns import AttentionPattern
     from ksana_jax.core.request import SamplingParams
+    from ksana_jax.core.structured_outputs import StructuredOutputsParams
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
@@ -54,6 +55,7 @@ _PUBLIC = {
     "ksana_jax.engine.llm": "LLM",
     "ksana_jax.engine.async_llm": "AsyncLLM",
     "ksana_jax.core.request": "SamplingParams",
+    "ksana_jax.core.structured_outputs": "StructuredOutputsParams",
     "ksana_jax.core.outputs": "RequestOutput CompletionOutput Logprob",
     "ksana_jax.core.lora": "LoRARequest",
     "ksana_jax.core.patterns": "AttentionPattern",
@@ -65,4 +67,5 @@ _PUBLIC = {
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
 __all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "TileGroup", "run"]
+__all__ += ["StructuredOutputsParams"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -54,9 +54,13 @@ SOME = {
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.5},
     "min_p": {"min_p": 0.1},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}},
+    "ignore_eos": {"ignore_eos": True},
+    refusals.FORBIDS: {"bad_words": ["a"]},
 }
 OF_REQUESTS = {"beam_width", "stop", "logprobs", "prompt_logprobs", "min_tokens", refusals.BIASES}
 OF_REQUESTS |= {"top_k", "top_p", "min_p", "stop_token_ids", "forced_token_ids"}
+OF_REQUESTS |= {"structured_outputs", "ignore_eos", refusals.FORBIDS}
 
 
 @pytest.fixture(scope="module")

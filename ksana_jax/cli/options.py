@@ -78,6 +78,8 @@ class TextOptions:
       temperature: 0 always takes the most probable token.
       top_p: sample from the smallest set of tokens with this probability.
       seed: equal seeds give equal texts; None takes the engine's.
+      structured_outputs: what the text follows, as in YAML, such as '{json_object: true}' or '{regex: "[a-z]+"}'; None
+        means anything.
       dtype: weights and KV: f32, bf16, f16, or auto for the checkpoint's.
       numerics: fast, or invariant: the same bits however a request is served.
       window: attention window in tokens; None takes the model's.
@@ -94,6 +96,7 @@ class TextOptions:
     temperature: float = 0.8
     top_p: float = 0.95
     seed: int | None = None
+    structured_outputs: Any = None
     dtype: str = "f32"
     numerics: str = "fast"
     window: int | None = None
@@ -108,7 +111,13 @@ class TextOptions:
         """Returns these options as SamplingParams."""
         from ksana_jax import SamplingParams
 
-        return SamplingParams(max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            structured_outputs=self.structured_outputs,
+        )
 
     def make_llm(self, model: str, **settings: Any) -> LLM:
         """Creates an engine that serves one request at a time."""

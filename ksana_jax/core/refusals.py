@@ -53,6 +53,7 @@ INVARIANT = 'numerics "invariant"'
 HOST_EMBEDDING = 'embedding_device "host"'
 PREFER = "operators.prefer"
 BIASES = "penalties, logit_bias, bad_words or allowed_token_ids"
+FORBIDS = "bad_words or allowed_token_ids"
 
 REFUSALS = (
     Refusal(
@@ -117,6 +118,11 @@ REFUSALS = (
     Refusal("forced_token_ids", "stop_token_ids", "the output is given", principle=True),
     Refusal("forced_token_ids", "min_tokens", "the output is given", principle=True),
     Refusal("forced_token_ids", BIASES, "the output is given", principle=True),
+    Refusal("structured_outputs", "beam_width", "no grammar follows beams"),
+    Refusal("structured_outputs", "ignore_eos", "together they may leave no token", principle=True),
+    Refusal("structured_outputs", "min_tokens", "together they may leave no token", principle=True),
+    Refusal("structured_outputs", "forced_token_ids", "together they may leave no token", principle=True),
+    Refusal("structured_outputs", FORBIDS, "together they may leave no token", principle=True),
 )
 
 
@@ -132,6 +138,9 @@ def of_request(params: Any) -> dict[str, object]:
         "prompt_logprobs": params.prompt_logprobs is not None,
         "min_tokens": params.min_tokens > 0,
         BIASES: params.penalised,
+        FORBIDS: bool(params.bad_words) or params.allowed_token_ids is not None,
+        "ignore_eos": params.ignore_eos,
+        "structured_outputs": params.structured_outputs is not None,
         "top_k": params.top_k > 0,
         "top_p": params.top_p < 1,
         "min_p": params.min_p > 0,

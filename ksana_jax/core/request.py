@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ksana_jax.core import checks, refusals, vllm_names
+from ksana_jax.core.structured_outputs import StructuredOutputsParams, read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,8 +94,10 @@ class SamplingParams:
       prompt_logprobs: number of top tokens whose log-probabilities are returned for each prompt token; None for none.
       detokenize: whether to produce text.
       skip_special_tokens: omit special tokens from the text.
+      structured_outputs: what the text must follow, or a dict of its fields.
 
-    Log-probabilities are the model's, before penalties, temperature and truncation.
+    Log-probabilities are the model's, before penalties, temperature and truncation; with structured_outputs, over the
+    tokens that it allows.
 
     Raises:
       ValueError: a field is out of range; the message gives the range.
@@ -125,6 +128,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         largest = 2**31 - 1
@@ -157,7 +161,9 @@ class SamplingParams:
     def _check_combination(self):
         if self.beam_width and self.n > self.beam_width:
             raise ValueError(f"n is {self.n}, more than the {self.beam_width} beams of beam_width")
-        if self.beam_width or self.forced_token_ids is not None:
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", read(self.structured_outputs))
+        if self.beam_width or self.forced_token_ids is not None or self.structured_outputs is not None:
             refusals.check(refusals.of_request(self), ValueError)
 
     def _check_stops(self):

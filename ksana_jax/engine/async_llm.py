@@ -191,6 +191,9 @@ class AsyncLLM:
             asked = await self._read(list(prompts), sampling_params, streams)
             if request_ids is not None:
                 asked = [one._replace(request_id=name) for one, name in zip(asked, request_ids, strict=True)]
+            for given in {one.params.structured_outputs for one in asked}:
+                if given is not None:  # compiled where it holds up no loop
+                    await self.threads.run(self.engine.factory.grammars.matcher, given)
             if lora_request is not None:
                 await self.threads.run(self.engine.factory.adapter_of, lora_request)
                 asked = [one._replace(lora_request=lora_request) for one in asked]

@@ -62,7 +62,9 @@ class Completion:
         if not self._closed:
             self._closed = True
             if self.seq.finish_reason is FinishReason.ERROR:
-                self.error = NO_TOKEN
+                matcher = self.seq.matcher
+                broken = None if matcher is None else matcher.error
+                self.error = NO_TOKEN if broken is None else f"structured_outputs: {broken}"
             self._complete()
 
     def _complete(self) -> None:

@@ -19,6 +19,7 @@ from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
 from ksana_jax.engine.watched import WatchedCompletion, check_distributions, special_stops
 from ksana_jax.kv.state import KVState
+from ksana_jax.sampling.grammar import Grammars
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.sampling import bad_word_ids
@@ -63,7 +64,7 @@ class RequestFactory:
       seed: from which requests draw theirs if they have none.
 
     Attributes:
-      adapters: of the engine; None without `enable_lora`.
+      adapters: of the engine; None without `enable_lora`. grammars: that requests have asked for.
     """
 
     def __init__(self, scheduler: Scheduler, model: ModelConfig, tokenizer: Tokenizer | None, seed: int):
@@ -71,6 +72,7 @@ class RequestFactory:
         self._vocab_size, self._seed = model.vocab_size, seed
         self.adapters: Adapters | None = None
         self.eos_ids = ending_ids(model, tokenizer)
+        self.grammars = Grammars(tokenizer, model.vocab_size, self.eos_ids)
         self._request_numbers, self._seq_ids = itertools.count(), itertools.count()
 
     def new_requests(
@@ -126,6 +128,8 @@ class RequestFactory:
         spellings = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
         # A spelling with an id that has no row in the embedding is never generated.
         bad_words = tuple(ids for ids in spellings if max(ids) < self._vocab_size)
+        if params.structured_outputs is not None:
+            self.grammars.matcher(params.structured_outputs)
         if params.allowed_token_ids is not None:
             bad = {ids[0] for ids in bad_words if len(ids) == 1}
             ends = set(self._stop_ids(params)) if params.min_tokens else set()
@@ -226,6 +230,7 @@ class RequestFactory:
             bad_words=bad_words,
             num_question=num_question,
             adapter=request.adapter,
+            matcher=None if (asked := params.structured_outputs) is None else self.grammars.matcher(asked),
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 

@@ -95,6 +95,8 @@ class StepLoop:
         feeds = config.embedding_device == "device"
         self.runs_ahead = config.async_scheduling and feeds
         self._most_steps = config.num_scheduler_steps if feeds else 1
+        # Other processes, and the second step of a call, get masks before the tokens that these follow from.
+        self._masks_late = config.distributed is None and self._most_steps == 1
         # Called with each step, whose pool they may read, and the rows of completions; steps then run one by one.
         self.inspectors: list[Callable[..., None]] = []
 
@@ -154,6 +156,8 @@ class StepLoop:
         wait for them, or there is none."""
         self.scheduler.advance(step.batch)
         blocks_after = self.scheduler.blocks.num_used
+        if self.scheduler.rows.settings.matchers and not self._masks_late:
+            return None
         if (batch := self.scheduler.schedule_ahead(step.batch)) is not None:
             step.blocks_after = blocks_after
         return batch

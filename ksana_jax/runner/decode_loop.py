@@ -67,9 +67,9 @@ def only_decodes(shape: StepShape) -> bool:
 
 def serves(step: StepInput) -> bool:
     """True if a program with the sampling inside can compute a step: decodes alone, without drafts, scores of
-    prompts, penalties and biases."""
+    prompts, penalties, biases and masks."""
     dense = step.sampling is not None and step.sampling.counts is not None
-    return only_decodes(step.shape) and share_a_call([step]) and not dense
+    return only_decodes(step.shape) and share_a_call([step]) and not dense and step.mask is None
 
 
 def report_of(reports: Fetched, step: int) -> Any:

@@ -41,19 +41,22 @@ def keys_for(
     prompt_tops = {bucket_of_top(p.prompt_logprobs, vocab_size) for p in asked if p.prompt_logprobs is not None}
     kinds = {(False, False)} | {(True, False) for p in asked if not p.greedy or p.forced_token_ids}
     kinds |= {(True, True) for p in asked if p.penalised or p.min_tokens}
-    serves_all = 1 in loops and not prompt_tops and not any(dense for _, dense in kinds)
+    masked = sorted({False} | {p.structured_outputs is not None for p in asked})
+    serves_all = 1 in loops and not prompt_tops and not any(dense for _, dense in kinds) and not any(masked)
     keys: dict[Any, None] = dict.fromkeys(itertools.filterfalse(only_decodes, shapes) if serves_all else shapes)
     for tokens in {shape.num_tokens for shape in shapes}:
         keys |= dict.fromkeys(("score", tokens, top) for top in prompt_tops)
     for most, count in itertools.product({shape.max_sampled for shape in shapes}, num_sampled):
-        keys |= dict.fromkeys(("sample", most, count, *kind, top) for kind in kinds for top in tops)
+        keys |= dict.fromkeys(
+            ("sample", most, count, *kind, masks, top) for kind in kinds for masks in masked for top in tops
+        )
     keys |= dict.fromkeys(verifying)
     tree = any(shape.tree for shape in verifying)
     for shape in verifying:
-        for (samples, dense), top in itertools.product(kinds, tops):
+        for (samples, dense), top, masks in itertools.product(kinds, tops, masked):
             rule = rule_of(acceptance, samples)
             drawn = [sizes for sizes in drawn_shapes if sizes[0] >= shape.parts[0].width] if samples else []
-            of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule, tree=tree)
+            of_shape = functools.partial(VerificationKey.of, shape, samples, dense, top, rule, tree=tree, masks=masks)
             keys |= dict.fromkeys(map(of_shape, drawn or [None]))
     asked_of_loops = itertools.product(filter(only_decodes, shapes), loops, {samples for samples, _ in kinds}, tops)
     keys |= dict.fromkeys(LoopKey(*of_loop) for of_loop in asked_of_loops)

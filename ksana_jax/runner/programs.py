@@ -261,7 +261,7 @@ class ModelPrograms:
         if kind == "score":
             return Lowering(lower_scores, params, head=head, num_tokens=size, num_top=rest[0])
         hidden = jax.ShapeDtypeStruct((size, self.config.d_model), params.final_norm.dtype)
-        settings = dict(zip(("count", "samples", "dense", "num_top"), rest, strict=True))
+        settings = dict(zip(("count", "samples", "dense", "masks", "num_top"), rest, strict=True))
         return Lowering(lower_choice, params, hidden, head=head, **settings)
 
     def _compile(self, key: Any) -> Callable:

@@ -11,6 +11,7 @@ import numpy as np
 from ksana_jax.kv.moves import Moves
 from ksana_jax.models.params import check_undeleted
 from ksana_jax.runner.decode_loop import LoopKey, Stop, report_of, serves
+from ksana_jax.runner.late_choice import LateChoice
 from ksana_jax.runner.programs import ModelPrograms
 from ksana_jax.runner.prompt_scores import scores_packing
 from ksana_jax.runner.token_programs import bucket_of_top, report_packing, settings_packing
@@ -25,6 +26,8 @@ class Runner(ModelPrograms):
 
     # Tokens [J] that the last step samples, on the device.
     _sampled: Any = None
+    # The last step's choice of tokens, if its mask was not known yet.
+    _late: LateChoice | None = None
 
     @property
     def chooses_in_step(self) -> bool:
@@ -41,7 +44,7 @@ class Runner(ModelPrograms):
         num_blocks = self.cache.num_blocks
         for leaf in self.cache.leaves.values():
             leaf.delete()  # first: two may not fit
-        self.cache, self._sampled = self.placement.pool(self.layout, num_blocks), None
+        self.cache, self._sampled, self._late = self.placement.pool(self.layout, num_blocks), None, None
         self.mover.reset()
 
     def submit(self, step: StepInput) -> StepOutput:
@@ -63,6 +66,7 @@ class Runner(ModelPrograms):
             raise
 
     def _run(self, step: StepInput) -> StepOutput:
+        self._choose_late()
         before, shape, sampling = len(self._compiled), step.shape, step.sampling
         finish, move_s, compiled = self._start_moves(step.moves)
         run, vector = self.compile_step(shape), self.packed(shape, step.arrays, sampling)
@@ -77,18 +81,30 @@ class Runner(ModelPrograms):
         asked = None if sampling is None else settings, dense
         num_top = None if step.num_logprobs is None else bucket_of_top(step.num_logprobs, self.config.vocab_size)
         if step.drafts is not None:
+            mask = step.mask() if callable(step.mask) else step.mask
             verify = self._program(key := VerificationKey.of_step(step, num_top))
-            arguments = self.params, sampled, *asked, key.drafts_of(step)
+            arguments = self.params, sampled, *asked, key.drafts_of(step), mask
             if key.tree:
                 self.cache, report = verify(self.cache, step.arrays.slots, *arguments)
             else:
                 report = verify(*arguments)
             tokens = functools.partial(verified, Fetched(report, verification_packing(key)), shape.parts[0])
         elif step.num_sampled:
-            choose = self.compile_sampler(sampled, step.num_sampled, sampling is not None, dense is not None, num_top)
-            self._sampled, report = choose(self.params, sampled, *asked)
-            tokens = Fetched(report, report_packing(step.num_sampled, num_top)).result
+            kinds = sampling is not None, dense is not None, step.mask is not None
+            choose = self.compile_sampler(sampled, step.num_sampled, *kinds, num_top)
+            packing = report_packing(step.num_sampled, num_top)
+            if callable(step.mask):
+                self._late = LateChoice(functools.partial(choose, self.params, sampled, *asked), step.mask, packing)
+                tokens = self._late.result
+            else:
+                self._sampled, report = choose(self.params, sampled, *asked, step.mask)
+                tokens = Fetched(report, packing).result
         return started(tokens, prompt_scores, finish, move_s, compiled or len(self._compiled) > before)
+
+    def _choose_late(self) -> None:
+        """Starts the choice of the last step's tokens, if it has not been."""
+        if self._late is not None:
+            (self._sampled, _), self._late = self._late.chosen, None
 
     def run_loop(
         self, steps: Sequence[StepInput], distributions: bool = False, stop: Stop | None = None
@@ -101,6 +117,7 @@ class Runner(ModelPrograms):
         Returns:
           The outputs; and the distributions of all steps on the device, see `LoopKey`, or None.
         """
+        self._choose_late()
         before, key = len(self._compiled), LoopKey.of(steps, self.config.vocab_size, distributions, stop)
         finish, move_s, compiled = self._start_moves(steps[0].moves)
         vectors = np.stack([self.packed(each.shape, each.arrays, each.sampling) for each in steps])
@@ -152,12 +169,14 @@ class Runner(ModelPrograms):
         """The network on a step of one shape; see `step_program.lower_whole`."""
         return self._program(shape)
 
-    def compile_sampler(self, hidden, count: int, samples: bool, dense: bool, num_top: int | None) -> Callable:
-        """Logits and the choice of tokens: (params, hidden, settings, dense) as `choose_tokens` takes and returns them.
+    def compile_sampler(
+        self, hidden, count: int, samples: bool, dense: bool, masks: bool, num_top: int | None
+    ) -> Callable:
+        """Logits and the choice of tokens; takes (params, hidden, settings, dense, mask), see `choose_tokens`.
 
         Args:
           hidden: [J, D], or its shape. count: number of chosen tokens, after the first ones of hidden.
-          samples: True with settings. dense: True with penalties or biases.
+          samples: True with settings. dense: True with penalties or biases. masks: True with a mask.
           num_top: most probable tokens to score; None scores nothing.
         """
-        return self._program(("sample", hidden.shape[0], count, samples, dense, num_top))
+        return self._program(("sample", hidden.shape[0], count, samples, dense, masks, num_top))

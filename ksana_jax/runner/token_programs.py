@@ -16,6 +16,7 @@ from ksana_jax.models.params import Params
 from ksana_jax.models.transformer import logits
 from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.transfer import Packing, packed
+from ksana_jax.sampling.masks import mask_shape, masked
 from ksana_jax.sampling.probabilities import score
 from ksana_jax.sampling.sampler import sample
 from ksana_jax.sampling.vocabulary import Vocabulary
@@ -86,13 +87,22 @@ class OutputHead:
 
 
 def lower_choice(
-    params: Params, hidden, *, head: OutputHead, count: int, samples: bool, dense: bool, num_top: int | None
+    params: Params,
+    hidden,
+    *,
+    head: OutputHead,
+    count: int,
+    samples: bool,
+    dense: bool,
+    masks: bool,
+    num_top: int | None,
 ) -> Any:
     """Lowers `choose_tokens`; arguments as in `Runner.compile_sampler`."""
     run = head.placement.jit(functools.partial(choose_tokens, head=head, count=count, num_top=num_top))
     settings = jax.ShapeDtypeStruct((settings_packing(hidden.shape[0]).size,), jnp.int32) if samples else None
     given = sampling_shapes(count, head.config.vocab_size)[-3:] if dense else None
-    return lower(run, params, hidden, settings, given)
+    mask = mask_shape(count, head.config.vocab_size) if masks else None
+    return lower(run, params, hidden, settings, given, mask)
 
 
 def sampling_of(settings, dense, hidden, count: int, head: OutputHead) -> SamplingArrays | None:
@@ -104,12 +114,13 @@ def sampling_of(settings, dense, hidden, count: int, head: OutputHead) -> Sampli
     return SamplingArrays(*(x[:count] for x in jax.tree.leaves(settings)), *given)
 
 
-def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: int, num_top: int | None):
+def choose_tokens(params, hidden, settings, dense, mask=None, *, head: OutputHead, count: int, num_top: int | None):
     """Chooses a token for each of the first `count` of hidden [J, D].
 
     Args:
       settings: vector of `settings_packing`; None chooses the most probable tokens.
       dense: counts, in_prompt and bias of `SamplingArrays`, of `count` tokens; None without penalties and biases.
+      mask: of `StepInput`.
 
     Returns:
       The tokens [J], padded, and a vector of `report_packing`.
@@ -117,6 +128,8 @@ def choose_tokens(params, hidden, settings, dense, *, head: OutputHead, count: i
     # This name separates these operations from layers in a program that also computes layers.
     with jax.named_scope("choice"):
         scores_SV = head(params, hidden[:count])
+        if mask is not None:
+            scores_SV = masked(scores_SV, mask, head.vocabulary)
         tokens = sample(scores_SV, sampling_of(settings, dense, hidden, count, head), head.vocabulary)
         scores = () if num_top is None else score(scores_SV, tokens, num_top, head.vocabulary)
         # One fixed size, because the next step may take its tokens from there.

@@ -18,6 +18,7 @@ from ksana_jax.runner.compiling import lower
 from ksana_jax.runner.token_programs import OutputHead, sampling_of, sampling_shapes, score_shapes, settings_packing
 from ksana_jax.runner.transfer import Fetched, Packing, packed
 from ksana_jax.sampling.acceptance import RULES, accept_tree, equal_sampled, good_enough, num_before, rule_of
+from ksana_jax.sampling.masks import mask_shape, masked
 from ksana_jax.sampling.noise import gumbel_noise, of_stream, uniforms
 from ksana_jax.sampling.probabilities import distribution, score
 from ksana_jax.sampling.sampler import adjust, sample
@@ -35,6 +36,7 @@ class VerificationKey(NamedTuple):
     samples, dense: True with sampling settings, and with penalties or biases.
     num_top: most probable tokens to score; None scores nothing. acceptance: see `StepInput`.
     drawn_from: lengths of the first axes of `Drafts.drawn_from`; None without it. tree: True if drafts have parents.
+    masks: True with `StepInput.mask`.
     """
 
     count: int
@@ -45,6 +47,7 @@ class VerificationKey(NamedTuple):
     acceptance: str = "sampled"
     drawn_from: tuple[int, int] | None = None
     tree: bool = False
+    masks: bool = False
 
     @classmethod
     def of(
@@ -56,12 +59,13 @@ class VerificationKey(NamedTuple):
         rule: str,
         drawn_from: tuple[int, int] | None = None,
         tree: bool = False,
+        masks: bool = False,
     ) -> VerificationKey:
         """Returns the key for a step's shape and a rule of `rule_of`."""
         by_row = tree or rule in RULES
         drawn_from = drawn_from if rule in RULES else None
         part = shape.parts[0] if by_row else None
-        return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, tree)
+        return cls(shape.max_sampled, part, samples, dense, num_top, rule, drawn_from, tree, masks)
 
     @classmethod
     def of_step(cls, step: StepInput, num_top: int | None) -> VerificationKey:
@@ -71,7 +75,7 @@ class VerificationKey(NamedTuple):
         sizes = None if drawn is None else tuple(drawn.shape[:2])
         dense = sampling is not None and sampling.counts is not None
         rule = rule_of(step.acceptance, sampling is not None)
-        return cls.of(step.shape, sampling is not None, dense, num_top, rule, sizes, tree)
+        return cls.of(step.shape, sampling is not None, dense, num_top, rule, sizes, tree, step.mask is not None)
 
     def drafts_of(self, step: StepInput) -> Drafts | FlatDrafts:
         """Returns a step's drafts as the program takes them."""
@@ -122,24 +126,26 @@ def verification_arguments(head: OutputHead, params: Params, key: VerificationKe
         drafts = Drafts(ids, ints((key.part.count,)), drawn_from, None, ids if key.tree else None)
     settings = ints((settings_packing(count).size,)) if key.samples else None
     dense = sampling_shapes(count, vocab_size)[-3:] if key.dense else None
-    return params, hidden, settings, dense, drafts
+    return params, hidden, settings, dense, drafts, mask_shape(count, vocab_size) if key.masks else None
 
 
 def verify_tokens(
-    params, hidden, settings, dense, drafts: Drafts | FlatDrafts, *, head: OutputHead, key: VerificationKey
+    params, hidden, settings, dense, drafts: Drafts | FlatDrafts, mask=None, *, head: OutputHead, key: VerificationKey
 ):
     """Chooses a token after each row's newest one and after each of its draft tokens, and accepts drafts.
 
     Args:
       hidden: [J, D], whose first rows belong to R tiles of K + 1 tokens. settings, dense: of all of them, as
         `choose_tokens` has them.
-      drafts: ids [R, K], counts [R]; or, for rules that judge each token separately, ids [J].
+      drafts: ids [R, K], counts [R]; or, for rules that judge each token separately, ids [J]. mask: of `StepInput`.
 
     Returns:
       A vector of `verification_packing`, with the number of accepted draft tokens [R], or which of them [J] are usable;
       and for trees the path [R, K + 1] of `accept_tree`, which orders the tokens, else None.
     """
     scores_SV, path, in_order = head(params, hidden), None, ()
+    if mask is not None:
+        scores_SV = masked(scores_SV, mask, head.vocabulary)
     sampling = sampling_of(settings, dense, hidden, len(hidden), head)
     if isinstance(drafts, FlatDrafts):
         tokens, accepted = _by_token(scores_SV, sampling, drafts, head)

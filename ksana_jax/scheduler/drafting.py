@@ -10,6 +10,7 @@ from ksana_jax.scheduler.row_blocks import RowBlocks
 from ksana_jax.scheduler.row_returns import trim
 from ksana_jax.scheduler.speculative.speculation import Speculation
 from ksana_jax.scheduler.step.drafts import Drafts
+from ksana_jax.scheduler.step.masks import constrained
 from ksana_jax.scheduler.step.types import ScheduledBatch
 
 
@@ -45,6 +46,8 @@ class Drafting:
         if self.speculation.needs_blocks:
             most = self._provide(decodes, most)
         drafts = self.speculation.draft(r, decodes, most)
+        if r.settings.matchers:  # a draft model has no blocks for other tokens than its own
+            drafts = constrained(r, decodes, most, drafts, forces=not self.speculation.needs_blocks)
         if self.speculation.needs_blocks:
             trim(self.row_blocks, decodes, 1 + (0 if drafts is None else drafts.counts))
         elif drafts is not None:

@@ -36,6 +36,7 @@ class Sequence:
       is_beam: True if its request, not the scheduler, chooses and appends its tokens (beam search).
       num_question: last tokens of its prompt, see `RequestInput`.
       adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
+      matcher: follows its output through a grammar, see `scheduler.step.masks`; None without one.
 
     Attributes:
       row: its row while it runs; None while it waits. rank: its rank in the order of service.
@@ -60,6 +61,7 @@ class Sequence:
     is_beam: bool = False
     num_question: int = 0
     adapter: Any = None
+    matcher: Any = None
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None
@@ -89,7 +91,7 @@ class Sequence:
         """True if its steps return more than greedy tokens."""
         p = self.params
         given = (p.logprobs, p.prompt_logprobs, p.forced_token_ids) != (None, None, None)
-        return not p.greedy or self.dense_sampling or given
+        return not p.greedy or self.dense_sampling or given or self.matcher is not None
 
     @property
     def dense_sampling(self) -> bool:
@@ -183,7 +185,7 @@ class Rows:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(seq.stop_ids)] = seq.stop_ids
         if seq.asks:
-            self.settings.place(row, seq.params, seq.seed, seq.dense_sampling)
+            self.settings.place(row, seq.params, seq.seed, seq.dense_sampling, seq.matcher)
 
     def clear(self, row: int) -> None:
         """Frees a row and moves its known tokens back to its sequence. Its blocks must have been released."""

@@ -30,7 +30,7 @@ from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.ladders import make_buckets
 from ksana_jax.scheduler.step.types import StepShape
 from tests.engine.drafters import draft_model
-from tests.engine.small import VOCAB, model
+from tests.engine.small import VOCAB, Letters, model
 from tests.statistics_files import setting_of
 
 NUM_TOKENS, BLOCK_SIZE = 24, 16
@@ -155,6 +155,9 @@ _ALL = [
     Setting("quantization w8a8", "weights", {"quantization": "w8a8"}),
     Setting("enable_lora", "adapters", {"enable_lora": True}, keeps=True),
     Setting("embedding_device host", "embedding", {"embedding_device": "host"}, keeps=True),
+    Setting(
+        "structured_outputs", "grammar", params={"structured_outputs": {"regex": "[a-m ]{99}"}, "ignore_eos": False}
+    ),
 ]
 SETTINGS = {setting.name: setting for setting in _ALL}
 
@@ -265,7 +268,15 @@ class Engines:
             repr((num_layers, kv_layers, layout.leaves, groups, config.kv_dtype, config.kv_eviction, _compiled(config)))
         ]
         return LLM.around(
-            build_engine(model_config, weights, config, patterns=patterns, buckets=kind(**few), programs=programs)
+            build_engine(
+                model_config,
+                weights,
+                config,
+                patterns=patterns,
+                tokenizer=Letters(),
+                buckets=kind(**few),
+                programs=programs,
+            )
         )
 
     def _with_folders(self, given: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def lower_sampling(target: aot.Target, model: ModelConfig, rows: int, *, num_dev
     """Lowers the choice of a token by temperature and top-p for each of `rows` hidden states."""
     runner = runner_of(target, model, num_devices=num_devices, num_blocks=1)
     with _described(target, num_devices):
-        return runner.lower(("sample", rows, rows, True, False, None))
+        return runner.lower(("sample", rows, rows, True, False, False, None))
 
 
 def _described(target: aot.Target, num_devices: int) -> contextlib.AbstractContextManager[Any]:

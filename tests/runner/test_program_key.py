@@ -51,7 +51,7 @@ def lowerings() -> dict[str, Lowering]:
     keys = {
         "step": SHAPE,
         "loop": LoopKey(SHAPE, 2, True, None),
-        "choice": ("sample", 4, 4, True, False, None),
+        "choice": ("sample", 4, 4, True, False, False, None),
         "score": ("score", 16, 0),
         "verification": VerificationKey(4, None, True, False, None),
     }

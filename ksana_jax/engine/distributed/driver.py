@@ -159,6 +159,8 @@ class DriverRunner(Runner):
         self.workers = workers
 
     def _run(self, step: StepInput) -> StepOutput:
+        if callable(step.mask):
+            step.mask = step.mask()
         with self.workers.doing("step", step):
             return self._watched(super()._run(step))
 

@@ -165,9 +165,9 @@ def name_of(key: Any) -> str:
         asked = ["by temperature"] * key.samples + [f"{key.num_top} log-probabilities"] * (key.num_top is not None)
         times = f"{key.num_steps} times " if key.num_steps > 1 else ""
         return ", ".join([f"{times}{name_of(key.shape)}", *(asked or ["greedy"])])
-    if isinstance(key, tuple) and key[:1] == ("sample",) and len(key) == 6:
-        _, _, count, settings, dense, top = key
-        asked = ["by temperature"] * bool(settings) + ["penalties and biases"] * bool(dense)
+    if isinstance(key, tuple) and key[:1] == ("sample",) and len(key) == 7:
+        _, _, count, settings, dense, masks, top = key
+        asked = ["by temperature"] * bool(settings) + ["penalties and biases"] * bool(dense) + ["masks"] * bool(masks)
         asked += [] if top is None else [f"{top} log-probabilities"]
         return ", ".join([f"sample {count}", *(asked or ["greedy"])])
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)

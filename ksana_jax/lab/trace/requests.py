@@ -19,6 +19,8 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
     """Returns a replay's input for a request."""
     default = SamplingParams()
     params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(default)}
+    if (structured := request.params.structured_outputs) is not None:
+        params["structured_outputs"] = dataclasses.asdict(structured)
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids.tolist(),

@@ -12,6 +12,7 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
+from ksana_jax.scheduler.step.masks import masks_for
 from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, query_numbers
 from ksana_jax.scheduler.step.sampling import add_settings
 from ksana_jax.scheduler.step.shared_prefix import sharing_decodes
@@ -69,6 +70,8 @@ class BatchBuilder:
         else:
             step, ends = self._build(batch, rows)
             self._keep(batch, rows, step, ends)
+        if rows.settings.matchers:
+            step.mask = masks_for(step, batch.sampled, rows, self.vocab_size)
         if self.numbers is not None:
             numbers = query_numbers(self.numbers, step.shape, batch, rows, ends)
             step.arrays = step.arrays._replace(query_numbers=numbers)

@@ -50,7 +50,7 @@ class RowSettings:
 
     columns: [R] each, of which num_outputs and forced are not used. forced: {row: its forced tokens}. samples, dense:
     [R] True if a row needs settings, and if it needs penalties or biases. num_logprobs, num_prompt_logprobs: [R] -1
-    for none. num_asking, num_dense: numbers of rows.
+    for none. num_asking, num_dense: numbers of rows. matchers: {row: the `masks.Matcher` of its grammar}.
     """
 
     def __init__(self, num_rows: int):
@@ -61,11 +61,14 @@ class RowSettings:
         self.num_logprobs, self.num_prompt_logprobs = i32 - 1, i32 - 1
         self.num_asking = self.num_dense = 0
         self.forced: dict[int, np.ndarray] = {}
+        self.matchers: dict[int, Any] = {}
 
-    def place(self, row: int, p: SamplingParams, seed: int, dense: bool) -> None:
+    def place(self, row: int, p: SamplingParams, seed: int, dense: bool, matcher: Any = None) -> None:
         """Writes the settings of a row's sequence."""
         self.num_asking += 1
         self.num_dense += dense
+        if matcher is not None:
+            self.matchers[row] = matcher
         words = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         temperature, forces = p.temperature, p.forced_token_ids is not None
@@ -81,6 +84,7 @@ class RowSettings:
         self.num_asking -= 1
         self.num_dense -= int(self.dense[row])
         self.forced.pop(row, None)
+        self.matchers.pop(row, None)
         self._write(row, _DEFAULTS)
         self.samples[row] = self.dense[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1

@@ -274,6 +274,8 @@ class StepInput:
     num_sampled: number of the J sampled tokens that are used, from a bucket; 0 computes no logits.
     num_attended: sum over the tokens of the cached tokens up to each, itself included, as a mean over groups of layers.
     sampling: settings of num_sampled tokens; None if all are greedy.
+    mask: [num_sampled, ceil(V / 32)] int32, which tokens may be sampled (see `masks.Matcher.allow`), or a function that
+      returns it: called once, after the step before has been settled. None allows all.
     num_logprobs: number of top tokens to report for sampled tokens; None for no log-probabilities.
     targets: [T] the token that follows each packed token in its prompt, -1 for none; None scores no prompt.
     num_prompt_logprobs: number of top tokens to report for scored prompt tokens.
@@ -294,6 +296,7 @@ class StepInput:
     moves: Moves | None = None
     drafts: Drafts | None = None
     acceptance: str = "sampled"
+    mask: Array | Callable[[], Array] | None = None
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ server refuses.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ from ksana_jax.core.request import (
     SamplingParams,
 )
 from ksana_jax.serve.server.errors import APIError, bad_request
+from ksana_jax.serve.server.response_format import structured
 from ksana_jax.serve.server.validation import Body
 
 MAX_N = 64
@@ -49,7 +51,6 @@ UNSUPPORTED: dict[str, list[Any]] = {
     "prediction": [],
     "priority": [0],
     "reasoning_effort": [],
-    "response_format": [{"type": "text"}],
     "return_tokens_as_token_ids": [False],
     "service_tier": ["auto", "default"],
     "store": [False],
@@ -174,6 +175,9 @@ class Sampling(Body):
     forced_token_ids: TokenIds | None = Field(None, min_length=1, description="the output, decoded token by token")
     skip_special_tokens: bool = Field(True, description="omit special tokens from the text")
     prompt_logprobs: NumTop | None = Field(None, description="top tokens returned for each prompt token; not streamed")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="what the text must follow: one of json, regex, choice, grammar, json_object, structural_tag"
+    )
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Returns the sampling parameters that these fields ask for.
@@ -182,6 +186,8 @@ class Sampling(Body):
           APIError: status 400: fields that are each valid contradict each other.
         """
         given = {name: getattr(self, name) for name in Sampling.model_fields}
+        if (structured := given["structured_outputs"]) is not None:
+            given["structured_outputs"] = {name: value for name, value in structured.items() if value is not None}
         try:
             return SamplingParams(**given | more)
         except ValueError as error:
@@ -189,7 +195,7 @@ class Sampling(Body):
 
     def refused(self, error: ValueError) -> APIError:
         """Returns an error of the engine as one of the field with which its message begins, if it is one."""
-        first = str(error).partition(" ")[0]
+        first = re.split(r"[ .]", str(error), maxsplit=1)[0]
         return bad_request(str(error), first if first in type(self).model_fields else None)
 
 
@@ -217,11 +223,29 @@ class Generation(Named, Sampling):
         None, min_length=1, max_length=128, description="the end of the answer's id; absent takes a random one"
     )
     cache_salt: Name | None = Field(None, description="divides the prefix cache of your API key further")
+    response_format: dict[str, Any] | None = Field(
+        None, description="{type: text, json_object, json_schema with json_schema.schema, or structural_tag}"
+    )
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     spaces_between_special_tokens: bool | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        if self.response_format is not None:
+            if self.structured_outputs is not None:
+                raise bad_request("response_format does not go with structured_outputs", "response_format")
+            try:
+                more["structured_outputs"] = structured(self.response_format)
+            except ValueError as error:
+                raise self.refused(error) from None
+        return super().sampling_params(**more)
+
+    def refused(self, error: ValueError) -> APIError:
+        if self.response_format is not None:
+            error = ValueError(str(error).replace("structured_outputs", "response_format", 1))
+        return super().refused(error)
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:

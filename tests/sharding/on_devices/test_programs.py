@@ -71,7 +71,9 @@ def test_sampling_gathers_candidates_and_not_scores(dense, num_top):
     params = runner.placement.params(model, abstract_params(model))
     hidden = jax.ShapeDtypeStruct((rows, model.d_model), "float32")
     found = collectives(
-        lower_choice(params, hidden, head=head, count=rows, samples=True, dense=dense, num_top=num_top).compile()
+        lower_choice(
+            params, hidden, head=head, count=rows, samples=True, dense=dense, masks=dense, num_top=num_top
+        ).compile()
     )
     assert {name for name, _ in found} == {"all-gather", "all-reduce"}
     assert max(size for name, size in found if name == "all-gather") == 4 * rows * n * NUM_CANDIDATES < rows * 8192
