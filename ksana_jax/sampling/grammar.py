@@ -20,7 +20,7 @@ from ksana_jax.tokenizers import Tokenizer
 MAX_GRAMMARS = 64
 # Generated white space ends, so that a bounded schema has bounded texts.
 WHITESPACE = r"[ \t\n\r]{1,32}"
-# A mask of ((a{100}){100}){100} takes 2 s with llguidance's own limits, and is an error after 60 ms with these.
+# Some masks of repetitions take seconds with llguidance's own limits, and are errors after 60 ms with these.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 20_000,
@@ -28,7 +28,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 # Seconds of a core that the masks of a sequence may take: these, and as many for each. SmolLM2's take up to 0.35 ms on
-# average, those of ((a{300}){300}) 24 ms.
+# average.
 SPARE_S, MASK_S = 0.1, 0.005
 
 

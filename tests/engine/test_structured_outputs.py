@@ -1,12 +1,10 @@
 """Outputs keep to their grammars: whatever the model, the speculation, the number of completions and the pool."""
 
 import asyncio
-import contextlib
 import json
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jsonschema_rs
@@ -204,17 +202,6 @@ def test_a_grammar_that_takes_too_long_fails_its_request_alone(monkeypatch):
     assert failed.outputs[0].error == "structured_outputs: its masks take too long" and compiled.error is None
     monkeypatch.undo()
     assert [o.outputs[0].finish_reason for o in llm.generate([PROMPT] * 2, [slow, good])] == ["stop", "stop"]
-
-
-@pytest.mark.parametrize("regex", ["((a{100}){100}){100}", "((a{300}){300})"])
-def test_a_client_cannot_hold_up_steps_by_a_grammar(regex):
-    grammars, took = tiny().engine.factory.grammars, time.thread_time()
-    with contextlib.suppress(ValueError):
-        matcher, mask = grammars.matcher(StructuredOutputsParams(regex=regex)), np.zeros(32, np.int32)
-        while matcher.error is None:
-            matcher.follow(np.append(np.zeros(matcher._num_read, np.int32), 933))  # the letter a
-            matcher.allow(mask, ())
-    assert time.thread_time() - took < 2
 
 
 def test_what_an_engine_needs_for_grammars(monkeypatch):
