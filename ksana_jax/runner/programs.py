@@ -33,8 +33,7 @@ from ksana_jax.runner.network import Network, pool_and
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.prompt_scores import lower_scores
 from ksana_jax.runner.step_program import lower_whole, step_whole
-from ksana_jax.runner.step_runs import LoweringInRuns, compiled_programs, lower_in_runs
-from ksana_jax.runner.stored_program import StoredProgram
+from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
@@ -47,15 +46,8 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     groups, tokens, width = len(layout.groups), shape.num_tokens, shape.table_width
     tables = ints((groups, shape.num_tiles, width))
-    arrays = StepArrays(
-        ints((tokens,)),
-        ints((tokens,)),
-        ints((groups, tokens)),
-        ints((groups, tokens)),
-        tables,
-        tables,
-        ints((shape.max_sampled,)),
-    )
+    of_tokens, by_group, sampled = map(ints, ((tokens,), (groups, tokens), (shape.max_sampled,)))
+    arrays = StepArrays(of_tokens, of_tokens, by_group, by_group, tables, tables, sampled)
     if shape.shared_rows:
         shared = ints((groups, shape.num_groups, width))
         arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
@@ -230,13 +222,6 @@ class ModelPrograms:
         found, missing = sought({key: self._lowering(key) for key in keys if key not in self._compiled})
         self._compiled |= found
         return list(missing)
-
-    def load(self, keys: Sequence[Any]) -> None:
-        """Loads compiled programs that are of the store, which their first call would do."""
-        for key in keys:
-            for program in compiled_programs(self._compiled[key]):
-                if isinstance(program, StoredProgram):
-                    program.load()
 
     def lower(self, key: Any) -> Any:
         """Lowers the program of a key, as it will run."""

@@ -127,15 +127,6 @@ class TileGroup(NamedTuple):
     width: int
 
 
-def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[TileGroup, ...]:
-    """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
-
-    Short chunks would leave most of a tile of query_tile tokens empty, so tiles of a quarter of it exist, too.
-    """
-    widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
-    return tuple(TileGroup(-(-max_num_batched_tokens // width), width) for width in widths)
-
-
 class StepShape(NamedTuple):
     """The sizes for which a step is compiled.
 
