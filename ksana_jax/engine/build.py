@@ -22,6 +22,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
+from ksana_jax.methods.steering import steer
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees, read_speculative
 from ksana_jax.scheduler.speculative.base import ProposerContext
@@ -211,4 +212,5 @@ def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> 
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
         additions=numbered(additions, half.layout.numbers_queries),
+        steer=functools.partial(steer, model),
     )

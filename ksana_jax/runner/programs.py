@@ -16,6 +16,7 @@ from ksana_jax.core.patterns import AttentionPattern, stack
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.methods.steering import Steered
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
@@ -271,6 +272,8 @@ class ModelPrograms:
     def step_arguments(self, shape: StepShape):
         """Returns the arguments of `pure_step`, or their shapes."""
         arrays = array_shapes(shape, self.layout)
+        if shape.steered:
+            arrays = arrays._replace(steering=Steered.shapes(shape, self.config, jax.ShapeDtypeStruct))
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.final_norm.dtype)
             arrays = arrays._replace(tokens=rows)

@@ -13,6 +13,7 @@ from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.completion import Request
 from ksana_jax.lab.recording import Event
+from ksana_jax.methods.steering import Steering
 
 
 def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids.tolist(),
-        "params": {name: value for name, value in params.items() if value != getattr(default, name)},
+        "params": {name: _plain(value) for name, value in params.items() if value != getattr(default, name)},
         "seeds": [completion.seq.seed for completion in request.completions],
         "cache_salt": asked.cache_salt,
         "num_question": asked.num_question,
@@ -30,6 +31,10 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
         "arrival_s": request.metrics.arrival_s,
         **({} if asked.lora_request is None else {"lora_request": dataclasses.asdict(asked.lora_request)}),
     }
+
+
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, Steering) else value
 
 
 def read_input(given: Mapping[str, Any]) -> RequestInput:
@@ -42,6 +47,9 @@ def read_input(given: Mapping[str, Any]) -> RequestInput:
         params = given["params"]
         if (bias := params.get("logit_bias")) is not None:
             params = params | {"logit_bias": {int(token): x for token, x in bias.items()}}  # keys of JSON are strings
+        if (steering := params.get("steering")) is not None:
+            parts = {name: {int(layer): x for layer, x in part.items()} for name, part in steering.items()}
+            params = params | {"steering": Steering(**parts)}
         return RequestInput(
             np.array(given["prompt_token_ids"], np.int32),
             SamplingParams(**params),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class BatchBuilder:
       residual_groups: groups of layers with exact tokens next to a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
       additions: further arrays of `StepArrays` by name, functions (shape, batch, rows, ends) of `per_token`.
+      steer: adds arrays to a step with steered rows, see `methods.steering`.
     """
 
     buckets: Buckets
@@ -52,6 +54,7 @@ class BatchBuilder:
     residual_groups: tuple[int, ...] | None = None
     acceptance: str = "sampled"
     additions: Mapping[str, Callable[..., np.ndarray]] = dataclasses.field(default_factory=dict)
+    steer: Any = None
     _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -67,6 +70,8 @@ class BatchBuilder:
             self._keep(batch, rows, step, ends)
         for name, of_step in self.additions.items():
             step.arrays = step.arrays._replace(**{name: of_step(step.shape, batch, rows, ends)})
+        if rows.num_steered:
+            self.steer(step, batch, rows, ends)
         return step, ends
 
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:

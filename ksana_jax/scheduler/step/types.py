@@ -132,7 +132,8 @@ class StepShape(NamedTuple):
 
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do. tree: True if the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
+    0 if none do. tree: True if the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`. steered: slots for
+    steering; 0 without steered rows.
     """
 
     parts: tuple[TileGroup, ...]
@@ -140,6 +141,7 @@ class StepShape(NamedTuple):
     max_sampled: int
     shared_rows: int = 0
     tree: bool = False
+    steered: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -197,6 +199,7 @@ class StepArrays(NamedTuple):
       the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
       visible position. Tokens before the root are attended to as usual. None unless shape.tree.
     adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
+    steering: a `methods.steering.Steered`; None unless shape.steered.
     """
 
     tokens: Array
@@ -212,6 +215,7 @@ class StepArrays(NamedTuple):
     full_blocks: Array | None = None
     ancestors: Array | None = None
     adapters: Array | None = None
+    steering: Any = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""
