@@ -42,12 +42,12 @@ def salted(digest: str, cache_salt: str, kind: str = "lora") -> str:
 def unsalted(salt: str) -> dict[str, str]:
     """Returns the parts of a salt of prefixes: the request's own "salt", and digests of "adapter" and "steering", each
     empty without one."""
-    found = {}
-    for name, kind in (("steering", "steering"), ("adapter", "lora")):
-        before, end, own = salt.partition("\0")
-        is_salted = end and before.startswith(f"{kind} ")
-        found[name], salt = (before.removeprefix(f"{kind} "), own) if is_salted else ("", salt)
-    return {"salt": salt} | found
+    found = {"salt": salt, "adapter": "", "steering": ""}
+    for name, kind in (("steering", "steering "), ("adapter", "lora ")):
+        before, end, own = found["salt"].partition("\0")
+        if end and before.startswith(kind):
+            found |= {name: before.removeprefix(kind), "salt": own}
+    return found
 
 
 def of_prompts(given: Any, num_prompts: int) -> Sequence[Any]:

@@ -31,7 +31,7 @@ from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
 from ksana_jax.scheduler.step.ladders import make_buckets
-from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, numbered
+from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, numbering
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _scheduler(
 
 
 def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> BatchBuilder:
-    config, additions = half.config, {}
+    config, additions = half.config, numbering(half.layout.numbers_queries)
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
@@ -211,6 +211,6 @@ def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> 
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
-        additions=numbered(additions, half.layout.numbers_queries),
+        additions=additions,
         steer=functools.partial(steer, model),
     )

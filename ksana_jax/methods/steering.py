@@ -22,8 +22,8 @@ from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.per_token import of_tokens
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepInput, StepShape
 
-# Different steerings in a step: 4, 16, 64 and so on. A step with more has another program.
-FEWEST, RATIO = 4, 4
+# Different steerings in a step are 4, 16, 64 and so on: one with more has another program.
+SLOTS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,10 +55,7 @@ class Steering:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of its contents, 32 hex digits."""
-        digest = hashlib.sha256(repr(self.heads_off).encode())
-        for layer, vector in self.vectors.items():
-            digest.update(f"{layer} {len(vector)} ".encode() + vector.tobytes())
-        return digest.hexdigest()[:32]
+        return hashlib.sha256(repr(self.plain()).encode()).hexdigest()[:32]
 
     def plain(self) -> dict[str, Any]:
         """Returns its arguments as lists."""
@@ -73,9 +70,8 @@ def check_steering(given: Any, model: ModelConfig) -> None:
     for name in ("vectors", "heads_off"):
         checks.require(*(checks.integer(f"steering: a layer of {name}", n, 0, layer) for n in getattr(given, name)))
     for n, vector in given.vectors.items():
-        if len(vector) != model.d_model:
-            length = f"{len(vector):,} numbers, hidden states have {model.d_model:,}"
-            raise ValueError(f"steering: vectors[{n}] has {length}")
+        if (count := len(vector)) != model.d_model:
+            raise ValueError(f"steering: vectors[{n}] has {count:,} numbers, hidden states have {model.d_model:,}")
     for n, heads in given.heads_off.items():
         checks.require(*(checks.integer(f"steering: a head of heads_off[{n}]", one, 0, head) for one in heads))
 
@@ -105,8 +101,7 @@ def _heads(name: str, given: Any) -> tuple[int, ...]:
 class Steered(NamedTuple):
     """Steering of a step's tokens, NumPy or jax; S is `StepShape.steered`.
 
-    slots: [T] of each token, -1 for none. vectors: [S, L, D] float32. kept: [S, L, N] float32, 0 for heads that are
-    off and 1 for others.
+    slots: [T] of each token, -1 for none. vectors: [S, L, D] float32. kept: [S, L, N] float32, 0 for heads off.
     """
 
     slots: Any
@@ -116,9 +111,8 @@ class Steered(NamedTuple):
     @staticmethod
     def shapes(shape: StepShape, model: ModelConfig, array: Callable[[tuple[int, ...], Any], Any]) -> Steered:
         """Returns the arrays of a step, each made by `array` from its shape and dtype."""
-        layers = shape.steered, model.num_layers
-        tables = (array((*layers, width), np.float32) for width in (model.d_model, model.num_heads))
-        return Steered(array((shape.num_tokens,), np.int32), *tables)
+        vectors, kept = ((shape.steered, model.num_layers, width) for width in (model.d_model, model.num_heads))
+        return Steered(array((shape.num_tokens,), np.int32), array(vectors, np.float32), array(kept, np.float32))
 
 
 def steer(model: ModelConfig, step: StepInput, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> None:
@@ -127,21 +121,22 @@ def steer(model: ModelConfig, step: StepInput, batch: ScheduledBatch, rows: Rows
     used = {steering.digest: steering for steering in of_rows if steering is not None}
     if not used:
         return
-    size, places = FEWEST, {digest: slot for slot, digest in enumerate(sorted(used))}
+    size, places = SLOTS, {digest: slot for slot, digest in enumerate(sorted(used))}
     while size < len(used):
-        size *= RATIO
-    step.shape = step.shape._replace(steered=size)
+        size *= SLOTS
     slots = np.array([-1 if steering is None else places[steering.digest] for steering in of_rows], np.int32)
-    tables = _tables(tuple(used[digest] for digest in places), step.shape, model)
-    slots = of_tokens(slots, step.shape, batch, ends)
-    step.arrays = step.arrays._replace(steering=Steered(slots, *tables))
+    tables = _tables(tuple(map(used.get, places)), size, model.num_layers, model.d_model, model.num_heads)
+    step.shape = step.shape._replace(steered=size)
+    step.arrays = step.arrays._replace(steering=Steered(of_tokens(slots, step.shape, batch, ends), *tables))
 
 
 @functools.lru_cache(maxsize=4)
-def _tables(used: tuple[Steering, ...], shape: StepShape, model: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+def _tables(used: tuple[Any, ...], size: int, num_layers: int, d_model: int, num_heads: int) -> Sequence[np.ndarray]:
     """Returns vectors and kept heads of `Steered`."""
-    _, vectors, kept = Steered.shapes(shape, model, np.zeros)
-    kept[:] = 1
+    vectors, kept = (
+        np.zeros((size, num_layers, d_model), np.float32),
+        np.ones((size, num_layers, num_heads), np.float32),
+    )
     for slot, steering in enumerate(used):
         for layer, vector in steering.vectors.items():
             vectors[slot, layer] = vector
@@ -153,8 +148,7 @@ def _tables(used: tuple[Steering, ...], shape: StepShape, model: ModelConfig) ->
 def steered(
     attend: Callable[..., Any], given: Steered, layers: Sequence[Any], of_heads: Callable[[Any], Any], xp: Any
 ) -> tuple[Callable[..., Any], Callable[[int, Any], Any]]:
-    """Returns an `Attend` without the heads that are off, and a function that adds the vectors to hidden states [T, D]
-    after a layer, by its index.
+    """Returns an `Attend` without heads that are off, and a function (index, x) that adds the vectors after a layer.
 
     Args:
       layers: number in the model of each layer, which may be traced. of_heads: `Operators.of_heads`. xp: jax.numpy.
@@ -167,7 +161,6 @@ def steered(
         return xp.where(is_steered[..., None] & (kept == 0)[..., None], 0, out), state
 
     def after_layer(index: int, x: Any) -> Any:
-        added = x + given.vectors[:, layers[index]][row].astype(x.dtype)
-        return xp.where(is_steered, added, x)
+        return xp.where(is_steered, x + given.vectors[:, layers[index]][row].astype(x.dtype), x)
 
     return attend_with, after_layer

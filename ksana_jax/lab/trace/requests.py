@@ -20,10 +20,12 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
     """Returns a replay's input for a request."""
     default = SamplingParams()
     params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(default)}
+    if request.params.steering is not None:
+        params["steering"] = request.params.steering.plain()
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids.tolist(),
-        "params": {name: _plain(value) for name, value in params.items() if value != getattr(default, name)},
+        "params": {name: value for name, value in params.items() if value != getattr(default, name)},
         "seeds": [completion.seq.seed for completion in request.completions],
         "cache_salt": asked.cache_salt,
         "num_question": asked.num_question,
@@ -31,10 +33,6 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
         "arrival_s": request.metrics.arrival_s,
         **({} if asked.lora_request is None else {"lora_request": dataclasses.asdict(asked.lora_request)}),
     }
-
-
-def _plain(value: Any) -> Any:
-    return value.plain() if isinstance(value, Steering) else value
 
 
 def read_input(given: Mapping[str, Any]) -> RequestInput:

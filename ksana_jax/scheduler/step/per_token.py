@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,13 +13,10 @@ from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape, padded
 
-Additions: TypeAlias = Mapping[str, Callable[..., np.ndarray]]
 
-
-def numbered(additions: Additions, method: EvictionMethod | SelectionMethod | None) -> Additions:
-    """Returns `BatchBuilder.additions` with the query numbers of a method that gives some, or without any for None."""
-    others = {name: of_step for name, of_step in additions.items() if name != "query_numbers"}
-    return others if method is None else others | {"query_numbers": functools.partial(query_numbers, method)}
+def numbering(method: EvictionMethod | SelectionMethod | None) -> dict[str, Callable[..., np.ndarray]]:
+    """Returns the entry of `BatchBuilder.additions` of a method that numbers queries; none for None."""
+    return {} if method is None else {"query_numbers": functools.partial(query_numbers, method)}
 
 
 def query_numbers(
