@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def measured(trial: TrialContext, kept: Mapping[str, np.ndarray | None]) -> Iterator[Measurement]:
-    """Saves the `kept_tokens` [L, K, T] of texts by digest, and yields the measurement "kept"; nothing if all are
-    None."""
+    """Saves the `kept_tokens` [L, K, T] of texts by digest, and yields the measurement "kept"; nothing without any."""
     found = {digest: mask for digest, mask in kept.items() if mask is not None}
     if found:
         share = float(np.mean([mask.mean() for mask in found.values()]))
@@ -24,8 +23,7 @@ def measured(trial: TrialContext, kept: Mapping[str, np.ndarray | None]) -> Iter
 
 def summarised(measurements: Sequence[Measurement]) -> dict[str, float]:
     """Returns kept: the share of a text's tokens to which its last one attends, mean over layers and KV heads."""
-    shares = [m["share"] for m in measurements if m["metric"] == "kept"]
-    return {"kept": shares[-1]} if shares else {}
+    return {m["metric"]: m["share"] for m in measurements if m["metric"] == "kept"}
 
 
 def columns(rows: Sequence[ResultRow]) -> list[Column]:

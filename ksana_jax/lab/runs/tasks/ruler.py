@@ -123,12 +123,8 @@ class Ruler(AskingTask):
         """Computes the mean score of each task, 0 to 1, the mean over tasks, and live_kv_bytes."""
         scores = {f"score_{task}": statistics.fmean(found) for task, found in _scores([measurements]).items()}
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
-        return {
-            "score": statistics.fmean(scores.values()),
-            **scores,
-            "live_kv_bytes": kv["held_kv_bytes"],
-            **kept.summarised(measurements),
-        }
+        scores |= {"score": statistics.fmean(scores.values()), "live_kv_bytes": kv["held_kv_bytes"]}
+        return scores | kept.summarised(measurements)
 
     def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
         """Returns the score of each prompt; in the mean over all, tasks weigh the same."""
