@@ -34,8 +34,7 @@ class LoRARequest:
 
 
 def salted(digest: str, cache_salt: str, kind: str = "lora") -> str:
-    """Returns the salt of a request's prefixes, given its own: they depend on the contents of its adapter, or of its
-    "steering", which comes last."""
+    """Returns the salt of a request's prefixes, given its own: they depend on its adapter and, last, its "steering"."""
     return f"{kind} {digest}\0{cache_salt}"
 
 

@@ -47,8 +47,7 @@ def environment() -> dict[str, Any]:
 
 @functools.cache
 def host_environment() -> dict[str, Any]:
-    """Returns commit and dirty flag (None outside a git checkout), versions, processor with instruction sets, cores and
-    XLA flags. No jax."""
+    """Returns commit and dirty flag (None outside a git checkout), versions, processor, cores and XLA flags. No jax."""
     return {
         **_git(Path(__file__).parent),
         "python": platform.python_version(),

@@ -75,8 +75,7 @@ def _events(folder: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
 
 def call_starts(folder: Path) -> dict[int, float]:
     """Returns the nanosecond at which each call of `Profiler.calls` began, by its number."""
-    marks = [(event.start_ns, stats) for _, event, stats in _events(folder) if event.name == CALL]
-    return {int(stats["call"]): start for start, stats in marks if "call" in stats}
+    return {int(stats["call"]): event.start_ns for _, event, stats in _events(folder) if event.name == CALL}
 
 
 def parted(ran: Iterable[Operation], programs: Sequence[HasParts]) -> list[tuple[Operation, str, float]]:

@@ -86,11 +86,8 @@ def _mean(seconds: Sequence[float]) -> str:
 
 def write(folder: Path, made: Grid, trace: Mapping[str, Any]) -> None:
     """Writes `table` as parts.tex. trace: content of trace.json."""
-    said = (
-        f"Milliseconds of operations under jax's profiler, mean over the steps in parentheses, with its {PER_CENT} % "
-        "confidence interval."
-    )
-    write_atomic(folder / "parts.tex", tables.latex(TITLE, made, [said, circumstances(trace)], "parts"))
+    said = f"Operations under jax's profiler: means over the steps in parentheses, with {PER_CENT} % intervals; "
+    write_atomic(folder / "parts.tex", tables.latex(TITLE, made, [said + circumstances(trace)], "parts"))
 
 
 def circumstances(trace: Mapping[str, Any]) -> str:

@@ -29,5 +29,5 @@ def summarised(measurements: Sequence[Measurement]) -> dict[str, float]:
 def columns(rows: Sequence[ResultRow]) -> list[Column]:
     """Returns the column of `summarised`; none if no row has it."""
     note = "Tokens kept: those to which a text's last token attends, mean over layers and KV heads."
-    shown = any(row.mean("kept") is not None for row in rows)
-    return [Column("kept", "tokens kept, %", percent(), exact=True, note=note)] * shown
+    column = Column("kept", "tokens kept, %", percent(), exact=True, note=note)
+    return [column] * any(row.mean("kept") is not None for row in rows)
