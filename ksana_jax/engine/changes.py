@@ -57,7 +57,7 @@ class IdleChanges(StepLoop):
         self.check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method.encoded(self.tokenizer))
         self.lock.begin_write()
-        additions = self.builder.additions | numbering(layout.numbers_queries)
+        additions = {**self.builder.additions, **numbering(layout.numbers_queries)}
         self.builder = dataclasses.replace(self.builder, additions=additions)
         self.scheduler.set_layout(layout)
 

@@ -40,7 +40,7 @@ class Steering:
     """
 
     vectors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    heads_off: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    heads_off: Mapping[int, Sequence[int] | np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for name, read in (("vectors", _vector), ("heads_off", _heads)):

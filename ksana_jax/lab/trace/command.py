@@ -83,7 +83,8 @@ def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> Non
       out: folder for compare.json, and parts.md, parts.tex and parts.json of traces; None writes nothing.
     """
     sides = recording.read(a), recording.read(b)
-    if all((side.path.parents[1] / "trace.json").is_file() and step_parts.by_kind(side.steps) for side in sides):
+    folders = {side.path.resolve().parents[1] for side in sides if step_parts.by_kind(side.steps)}
+    if len(folders) == 2 and all((folder / "trace.json").is_file() for folder in folders):
         show_comparison(step_parts.comparison(*sides), out, as_json, "parts")
         if not all(side.header.get("decisions") for side in sides):
             return

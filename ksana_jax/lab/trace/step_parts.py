@@ -104,14 +104,13 @@ def circumstances(trace: Mapping[str, Any]) -> str:
 
 def comparison(a: Recording, b: Recording) -> Comparison:
     """Compares the parts of two traces, kind by kind, over the profiled steps that compute the same."""
-    rows = [by_kind(side.steps) for side in (a, b)]
+    mine, theirs, differs = by_kind(a.steps), by_kind(b.steps), other_settings(a, b)
     folders = [side.path.parents[1] for side in (a, b)]
-    names, differs = names_of(folders), other_settings(a, b)
-    joined = [
-        JoinedRow(*(side.get(kind) for side in rows), differs, kind) for kind in dict.fromkeys([*rows[0], *rows[1]])
-    ]
-    columns = [Column(part, f"{part}, ms", _write, "min") for part in _parts([*rows[0].values(), *rows[1].values()])]
+    names = names_of(folders)
+    joined = [JoinedRow(mine.get(kind), theirs.get(kind), differs, kind) for kind in dict.fromkeys([*mine, *theirs])]
+    columns = [Column(part, f"{part}, ms", _write, "min") for part in _parts([*mine.values(), *theirs.values()])]
     said = ["Intervals and p are over steps of one process each; other processes may differ more."]
     for name, folder in zip(names, folders, strict=True):
         said.append(f"{name}: {circumstances(json.loads((folder / 'trace.json').read_text('utf-8')))}")
-    return Comparison(*names, f"{TITLE}: {' against '.join(reversed(names))}", "trace", joined, columns, {}, said)
+    title = f"{TITLE}: {names[1]} against {names[0]}"
+    return Comparison(names[0], names[1], title, "trace", joined, columns, {}, said)
