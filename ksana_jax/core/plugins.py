@@ -87,7 +87,9 @@ def read_method(setting: Mapping[str, Any], registry: Mapping[str, Any], kind: t
       ConfigError: there is no such method or field, or a value is out of range.
     """
     if not isinstance(setting, Mapping) or "method" not in setting:
-        raise ConfigError(f"{what} is {setting!r:.80}, must be None or a dict such as {example}")
+        no_method = "; it names no method: a row that a grid must not change needs grid: false"
+        hint = no_method if isinstance(setting, Mapping) else ""
+        raise ConfigError(f"{what} is {setting!r:.80}, must be None or a dict such as {example}{hint}")
     name, fields = setting["method"], {key: value for key, value in setting.items() if key != "method"}
     found = resolve(name, registry, f"{what} method")
     if not (isinstance(found, type) and issubclass(found, kind)):

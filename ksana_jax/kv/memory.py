@@ -114,7 +114,8 @@ class KVMemory:
 
     def set_layout(self, layout: KVLayout, scope: Scope) -> None:
         """Changes the visible positions and the scope of cache keys. Only while nothing runs or waits."""
-        self.layout, self.index.scope = layout, scope
+        self.layout = layout
+        self.index.set_scope(scope)
         self.prefixes.set_layout(layout)
         self.index.group_keys = [group.key for group in layout.groups]
         for tier in (self.device, self.host):

@@ -296,9 +296,11 @@ class PrefixCache:
           The blocks that it should hold. If another block already has the same content, that block, now shared; the
           caller releases its own.
         """
-        kept = [self._insert(state, token_ids, group, of_group) for group, of_group in enumerate(ids)]
+        size, first, count = self._index.block_size, state.num_indexed, len(ids[0])
+        data = np.asarray(token_ids[first * size : (first + count) * size], np.int32).tobytes()
+        kept = [self._insert(state, data, group, of_group) for group, of_group in enumerate(ids)]
         if state.cacheable:
-            state.num_indexed += len(ids[0])
+            state.num_indexed = first + count
             if state.num_expected:
                 self._expect_next(state, token_ids)
         else:
@@ -307,15 +309,19 @@ class PrefixCache:
             self.expect_no_more(state)
         return kept
 
-    def _insert(self, state: KVState, token_ids: np.ndarray, group: int, ids: list[int]) -> list[int]:
-        index, first = self._index, state.num_indexed
-        now = index.tick()
-        links = index.chain(token_ids, state.salt, state.links[group], first + len(ids), group)
-        parent = index.current(state.nodes.get(group) or index.root(state.salt, group))
-        kept = list(ids)
+    def _insert(self, state: KVState, data: bytes, group: int, ids: list[int]) -> list[int]:
+        """Adds blocks of one group; see `insert`. data: their tokens as bytes."""
+        index, links, depth = self._index, state.links[group], state.num_indexed
+        now, length, kept = index.tick(), 4 * index.block_size, list(ids)
+        parent = state.nodes.get(group) or index.root(state.salt, group)
+        if not parent.known and (parent := index.current(parent)) is None:
+            state.cacheable = False
+            return kept
         for at, block in enumerate(ids):
-            key, tokens = links[first + at]
-            node = None if parent is None else index.child(parent, tokens, key)
+            if depth + at == len(links):
+                links.append(index.link(parent.key, data[at * length : (at + 1) * length], depth + at))
+            key, tokens = links[depth + at]
+            node = index.child(parent, tokens, key)
             if node is None:  # other content has the same key: later blocks of this sequence cannot be found
                 state.cacheable = False
                 break
@@ -329,9 +335,9 @@ class PrefixCache:
             elif node.at[DEVICE] != block:
                 kept[at] = node.at[DEVICE]
                 self._device.pool.share(np.array([kept[at]], np.int32))
-        if parent is not None:
-            state.nodes[group] = parent
-        index.drop_if_empty(parent)
+        state.nodes[group] = parent
+        if not parent.is_stored:
+            index.drop_if_empty(parent)
         return kept
 
 

@@ -76,7 +76,8 @@ class PrefixIndex:
         digest: Callable[[bytes], bytes] = sha256,
         cost: Callable[[int], float] = lambda position: 1.0,
     ):
-        self.block_size, self.scope = block_size, scope or Scope()
+        self.block_size = block_size
+        self.set_scope(scope or Scope())
         self.group_keys: Sequence[str] = ("",)
         self.nodes: dict[bytes, Node] = {}
         self._digest, self._cost = digest, cost
@@ -86,6 +87,11 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def set_scope(self, scope: Scope) -> None:
+        """Changes what keys depend on besides tokens."""
+        self.scope = scope
+        self._num_shared, self._pattern = scope.full_until // self.block_size, scope.pattern.encode()
 
     def clear(self) -> None:
         """Forgets all nodes."""
@@ -121,18 +127,18 @@ class PrefixIndex:
         links += self._follow(parent, tokens, first)
         return links
 
-    def key(self, parent: bytes, tokens: bytes, depth: int) -> bytes:
-        """Returns the key of a block that follows the block of key `parent`, `depth` blocks into the sequence."""
-        return self._follow(parent, tokens, depth)[0].key
+    def link(self, parent: bytes, tokens: bytes, depth: int) -> Link:
+        """Returns the link of a block that follows the block of key `parent`, `depth` blocks into the sequence."""
+        before = parent if depth < self._num_shared else parent + self._pattern
+        return Link(self._digest(before + tokens), tokens)
 
     def _follow(self, parent: bytes, data: bytes, first: int) -> list[Link]:
         """Returns the links of blocks that follow the block of key `parent`, `first` blocks into the sequence."""
-        digest, length, links = self._digest, 4 * self.block_size, []
-        shared, pattern = self.scope.full_until // self.block_size, self.scope.pattern.encode()
+        length, links = 4 * self.block_size, []
         for depth, at in enumerate(range(0, len(data), length), first):
-            tokens = data[at : at + length]
-            parent = digest(parent + tokens if depth < shared else parent + pattern + tokens)
-            links.append(Link(parent, tokens))
+            link = self.link(parent, data[at : at + length], depth)
+            parent = link.key
+            links.append(link)
         return links
 
     def find(self, key: bytes, parent: Node, tokens: bytes) -> Node | None:
@@ -144,7 +150,7 @@ class PrefixIndex:
         """Returns the node that continues `parent` with a block of tokens, creating it if necessary; None if other
         content has its key."""
         depth = parent.depth + 1
-        key = key or self.key(parent.key, tokens, depth)
+        key = key or self.link(parent.key, tokens, depth).key
         node = self.nodes.get(key)
         if node is not None:
             return node if node.parent is parent and node.tokens == tokens else None
@@ -153,10 +159,8 @@ class PrefixIndex:
     def add(self, parent: Node, key: bytes, depth: int, tokens: bytes | None = None) -> Node:
         """Adds and returns a node; no other has its key. Without tokens, it is not found by them: zeros stand there."""
         tokens = bytes(4 * self.block_size) if tokens is None else tokens
-        node = Node(key, parent, tokens, depth, self._cost(depth * self.block_size), group=parent.group)
-        node.inserted = node.last_use = self.tick()
-        self.nodes[key] = node
-        node.known = True
+        now, cost = self.tick(), self._cost(depth * self.block_size)
+        self.nodes[key] = node = Node(key, parent, tokens, depth, cost, now, now, group=parent.group, known=True)
         parent.num_children += 1
         return node
 

@@ -154,6 +154,8 @@ def test_errors_of_users_are_one_line_and_exit_code_2(run_ksana, tmp_path):
     path.write_text("model: nowhere\n")
     assert "there is no model 'nowhere'" in fails(run_ksana, "run", path)
     assert "no records.jsonl here" in fails(run_ksana, "report", tmp_path)
+    assert "there is no such folder" in fails(run_ksana, "report", tmp_path / "missing")
+    assert "bad.yaml is a file, must be a folder" in fails(run_ksana, "run", "quickstart", "--out", path)
     assert "shard '9/2' is not k/n" in fails(run_ksana, "run", path, "--shard", "9/2")
 
 

@@ -184,7 +184,7 @@ def test_an_engine_that_selects_refuses_blocks_without_summaries(tmp_path):
 def test_an_engine_of_another_model_refuses_it(saved):
     llm = make_llm(kv_eviction=H2O)
     index, scope = llm.engine.memory.index, llm.engine.memory.index.scope
-    index.scope = dataclasses.replace(scope, model="0" * 32)
+    index.set_scope(dataclasses.replace(scope, model="0" * 32))
     with pytest.raises(SessionError, match=f"with model digest {scope.model}, this engine has {'0' * 32}"):
         llm.restore_session(saved)
 

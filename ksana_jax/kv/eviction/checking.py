@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from pathlib import Path
@@ -45,6 +46,13 @@ def check_priority(method: EvictionMethod) -> None:
     if (state := method.state_shape(2, 8)) is not None:
         fields["state"] = rng.random((*shape[:3], *state), np.float32)
     name, cached = f"kv_eviction {name_of(type(method))}: priority", cached._replace(**fields)
+    taken = inspect.signature(method.priority)
+    try:
+        taken.bind(cached, np)
+    except TypeError:
+        code = inspect.unwrap(type(method).priority).__code__
+        place = f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
+        raise ConfigError(f"{name} takes {taken}, must take (self, cached, xp) ({place})") from None
     try:
         with np.errstate(all="ignore"):
             found = np.asarray(method.priority(cached, np))

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ksana_jax.core.compilation_cache import cache_use
+from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combine
@@ -51,6 +52,8 @@ def run_and_report(
     """
     part, plan = Shard.parse(shard), load(file, overrides)
     folder, errors = out or Path("runs") / plan.name, Console(stderr=True, highlight=False)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, must be a folder")
     if dry_run:
         for line in (*outlook(plan, folder, part), *memory(plan, part)):
             errors.print(line, markup=False)

@@ -8,7 +8,6 @@ the only such row of the other; a run with a single row is compared with every r
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def compare(a: Path, b: Path, trusted: Collection[str] | None = ()) -> Compariso
     rows = [row for run in runs for row in run.rows]
     columns = _measured_columns(runs[0].task, rows)
     title = " against ".join(reversed(names))
-    environment = _differing(*(run.environment for run in runs))
+    environment = dotted.differing(*(run.environment for run in runs))
     return Comparison(names[0], names[1], title, runs[0].name, joined, columns, environment, notes)
 
 
@@ -166,17 +165,10 @@ class _Config:
     def differs(self, other: _Config) -> Differs:
         """Returns the settings that define other trials, and those that two methods share, with their values."""
         keys = [key for key in self.all if key.startswith(_METHOD) and key in other.all]
-        keys = dict.fromkeys([*keys, *_differing(self.defining, other.defining)])
+        keys = dict.fromkeys([*keys, *dotted.differing(self.defining, other.defining)])
         both = {key: tuple(c.all.get(key, c.defining.get(key)) for c in (self, other)) for key in keys}
         # Others have no effect in one of them, such as the position of no sinks.
         return {key: (a, b) for key, (a, b) in both.items() if a != b}
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Differs:
-    keys = dict.fromkeys((*a, *b))
-    # As JSON, in which NaN equals itself.
-    texts = {k: [json.dumps(values.get(k), sort_keys=True) for values in (a, b)] for k in keys}
-    return {k: (a.get(k), b.get(k)) for k, (mine, theirs) in texts.items() if mine != theirs}
 
 
 def _join(a: Sequence[_Config | None], b: Sequence[_Config | None]) -> list[tuple[int | None, int | None]]:

@@ -7,7 +7,8 @@ import math
 from typing import Any, Literal
 
 from ksana_jax.lab.runs import tables
-from ksana_jax.lab.runs.compare import Comparison, Differs, JoinedRow
+from ksana_jax.lab.runs.compare import Comparison, JoinedRow
+from ksana_jax.lab.runs.dotted import changes_text
 from ksana_jax.lab.runs.report import kind_of
 from ksana_jax.lab.runs.significance import LEVEL, PER_CENT, Change, holm
 from ksana_jax.lab.runs.tables import Grid, number_text
@@ -60,7 +61,7 @@ def notes(made: Comparison) -> list[str]:
     joined = [row for row in made.rows if row.a is not None and row.b is not None]
     names: dict[str, list[str]] = {}
     for row in joined:
-        names.setdefault(_said(row.differs), []).append(row.name)
+        names.setdefault(changes_text(row.differs), []).append(row.name)
     said = []
     for differs, found in names.items():
         which = "; ".join(found) if len(found) < len(joined) else f"{made.b} against {made.a}"
@@ -72,7 +73,7 @@ def notes(made: Comparison) -> list[str]:
         if alone:
             said.append(f"Only in {name}, or without one nearest row in the other: {'; '.join(r.name for r in alone)}.")
     if made.environment:
-        said.append(f"Environment: {_said(made.environment)}.")
+        said.append(f"Environment: {changes_text(made.environment)}.")
     return [*said, *made.notes, *_test_notes(made)]
 
 
@@ -83,18 +84,13 @@ def _test_notes(made: Comparison) -> list[str]:
     said = []
     if any(change.p is not None for change in found):
         said.append(
-            f"Change: from {made.a} to {made.b}, with the {PER_CENT} % confidence interval of this row alone. p: "
+            f"Change: from {made.a} to {made.b}, with the {PER_CENT} % confidence interval, uncorrected. p: "
             "two-sided paired t-test over the texts, questions or steps of both, or else over seeds, with Holm's "
             f"correction for the number of rows. Bold: better, with p below {LEVEL:g}; exact counts by any difference."
         )
     if any(change.num_pairs == 1 for change in found):
-        said.append(f"One pair has no deviation: {NOT_RESOLVED}.")
+        said.append(f"One pair gives no standard deviation: {NOT_RESOLVED}.")
     return said
-
-
-def _said(differs: Differs) -> str:
-    texts = {key: ["none" if value is None else value for value in both] for key, both in differs.items()}
-    return ", ".join(f"{key} {a} → {b}" for key, (a, b) in texts.items())
 
 
 def markdown(made: Comparison) -> str:

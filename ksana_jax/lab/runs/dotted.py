@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -102,3 +103,17 @@ def at(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the values of keys that differ between two flat configurations; None for a key that one of them lacks."""
+    keys = dict.fromkeys((*a, *b))
+    # As JSON, in which NaN equals itself.
+    texts = {k: [json.dumps(values.get(k), sort_keys=True) for values in (a, b)] for k in keys}
+    return {k: (a.get(k), b.get(k)) for k, (mine, theirs) in texts.items() if mine != theirs}
+
+
+def changes_text(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns the values of `differing` as text: "key 1 → 2, other none → x"."""
+    texts = {key: ["none" if value is None else value for value in both] for key, both in differing.items()}
+    return ", ".join(f"{key} {a} → {b}" for key, (a, b) in texts.items())

@@ -16,12 +16,14 @@ from ksana_jax.core.patterns import per_layer
 from ksana_jax.core.sources import commit_of, model_path
 from ksana_jax.core.statistics import read_statistics
 from ksana_jax.engine.settings import beyond_training
+from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.kv.groups import group_layers
 from ksana_jax.lab.runs.tasks import task_named
 from ksana_jax.loading.config_json import load_config, read_json
 from ksana_jax.loading.digest import digest_of_files
 from ksana_jax.loading.gguf_config import hf_values
 from ksana_jax.loading.statistics import statistics_inputs
+from ksana_jax.methods.eviction.window import Window
 from ksana_jax.methods.full_heads import KIND
 from ksana_jax.models.families import FAMILIES
 
@@ -39,15 +41,33 @@ def training_context(model: str) -> int:
 
 
 def reader_notes(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns notes for readers of trials of quality whose sequences are longer than their model's training."""
+    """Returns notes for readers of trials of quality whose sequences are longer than their model's training, or whose
+    budgets leave the eviction method no token to choose."""
     found: dict[str | None, None] = {}
+    small: dict[str | None, None] = {}
     for config in configs:
+        with contextlib.suppress(ConfigError):  # of an invalid setting: the trial says more
+            small[_without_choice(config["engine"])] = None
         task = task_named(config["task"])
         longest = task.max_model_len(task.Settings(**config["settings"])) or config["engine"]["max_model_len"]
         if not task.measures_speed and longest is not None:
             with contextlib.suppress(ConfigError, LoadError):  # of an unusable model: its engine says more
                 found[beyond_training(model_config(config["model"]), longest)] = None
-    return [f"Beyond training: {said}." for said in found if said]
+    return [*(f"Beyond training: {said}." for said in found if said), *filter(None, small)]
+
+
+def _without_choice(engine: Mapping[str, Any]) -> str | None:
+    """Returns a note if the tokens that always stay may fill a budget in tokens, so that scores choose none."""
+    setting = engine["kv_eviction"]
+    method = read_eviction(setting)
+    if method is None or isinstance(method, Window) or isinstance(method.budget, float):
+        return None
+    recent = round(method.recent * method.budget) if isinstance(method.recent, float) else method.recent
+    chosen = method.budget - method.sinks - recent
+    if chosen >= (method.interval or engine["block_size"]):
+        return None
+    kept = f"of a budget of {method.budget} tokens, {method.sinks} sinks and {recent} newest always stay"
+    return f"{setting['method']}: {kept}; its scores choose at most {max(chosen, 0)}, at times none."
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from ksana_jax.core.errors import ConfigError, LoadError
 from ksana_jax.core.plugins import trusting
 from ksana_jax.core.units import byte_size
 from ksana_jax.kv.eviction import read_eviction
+from ksana_jax.lab.runs import dotted
 from ksana_jax.lab.runs.config import Plan, Trial
 from ksana_jax.lab.runs.models import reader_notes
 from ksana_jax.lab.runs.progress import duration
@@ -34,21 +35,41 @@ def outlook(plan: Plan, folder: Path, shard: Shard) -> list[str]:
             done = read(folder)
     todo = [trial for trial in mine if trial.id not in done.done]
     if not todo:
-        return [f"all {len(mine)} trials are done"]
+        return [f"all {len(mine)} trials are done", *_changes(plan, folder, done)]
     tokens = _tokens(todo)
     size = f", about {tokens:,} tokens" if tokens else ""
     lines = [f"{len(todo)} trial{'s' * (len(todo) > 1)}{size}"]
     if len(todo) < len(mine):
         rows = Counter(trial.label for trial in todo)
-        lines[0] += f"; {len(mine) - len(todo)} others are done"
+        lines[0] = f"{len(todo)} of {len(mine)} trials to run{size}; {len(mine) - len(todo)} are done"
         lines.append(f"to run: {'; '.join(f'{label} ({count})' for label, count in rows.items())}")
+    lines += _changes(plan, folder, done)
     timed = [trial for trial in mine if (cost := done.costs.get(trial.id)) and cost.seconds]
     if known := tokens and _tokens(timed):
         seconds = sum(done.costs[trial.id].seconds or 0.0 for trial in timed) / known * tokens
-        lines.append(f"about {duration(seconds)}, at the speed of the trials that are done")
+        rows = ", ".join(dict.fromkeys(trial.label for trial in timed))
+        lines.append(f"about {duration(seconds)}, at the speed of the trials that are done ({rows})")
     elif tokens:
-        lines.append("no estimate of the time yet: it needs the speed of a finished trial in this folder")
+        lines.append("no estimate of the time until a first trial has finished in this folder")
     return [*lines, *reader_notes(trial.config for trial in todo), *_defaults(plan), *_resolution(plan)]
+
+
+def _changes(plan: Plan, folder: Path, done: Records) -> list[str]:
+    """Returns lines on what differs from the folder's last run: another experiment, or settings of rows."""
+    if done.plan is None:
+        return []
+    if done.plan["name"] != plan.name:
+        return [
+            f"{folder} has the run of {done.plan['name']!r}: its tables and figure will be replaced, its records stay"
+        ]
+    before = {(row["label"], str(row["point"])): row["trials"][0] for row in done.plan["rows"] if row["trials"]}
+    changes: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in plan.rows:
+        last, now = before.get((row.label, str(row.point))), row.trials[0]
+        if last in done.starts and last != now.id:
+            configs = (dotted.flat({**config, "seed": None}) for config in (done.starts[last]["config"], now.config))
+            changes[dotted.changes_text(dotted.differing(*configs))][row.label or now.label] = None
+    return [f"{', '.join(labels)}: {text}" for text, labels in changes.items() if text]
 
 
 def memory(plan: Plan, shard: Shard) -> list[str]:
@@ -96,4 +117,4 @@ def _resolution(plan: Plan) -> list[str]:
         return [f"1 {task.samples.removesuffix('s')} per row: no difference can be resolved; give more seeds"]
     width = half_width(count) / math.sqrt(count)
     samples = f"{count} {task.samples} per row"
-    return [f"{samples}: a difference is resolved if it exceeds {width:.2g} times its standard deviation over them"]
+    return [f"{samples}: the test resolves differences above {width:.2g} times their standard deviation over these"]

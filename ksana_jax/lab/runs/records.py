@@ -111,7 +111,8 @@ def read(folder: Path) -> Records:
     """
     files = sorted(folder.glob("records*.jsonl"))
     if not files:
-        raise FileNotFoundError(f"{folder}: no records.jsonl here; `ksana run` writes one")
+        why = "no records.jsonl here; `ksana run` writes one" if folder.exists() else "there is no such folder"
+        raise FileNotFoundError(f"{folder}: {why}")
     records, ids = Records(), {}
     running = [_read_file(path, records, ids) for path in files]
     records.num_at_once = _most_at_once([span for spans in running for span in spans])

@@ -81,7 +81,8 @@ def read_report(folder: Path, trusted: Collection[str] | None = ()) -> Report:
         task = results_of(records, plan)
         rows = result_rows(records, task)
     starts = [records.starts[trial] for row in plan["rows"] for trial in done_of(row, records)]
-    notes = [*_progress_note(rows), *(_machine_notes(records, rows) if task.measures_speed else [])]
+    notes = _progress_note(rows, plan, records.failed)
+    notes += _machine_notes(records, rows) if task.measures_speed else []
     pivot = plan.get("pivot", "")
     return report_of_rows(plan["name"], plan["title"], task, rows, notes, records.failed, starts, pivot)
 
@@ -130,10 +131,11 @@ def report_of_rows(
     """Returns the report of rows, with the given notes followed by those on the numbers and on versions.
 
     Args:
-      starts: start records of all trials. pivot: see `Experiment`.
+      starts: start records of all trials. pivot: see `Experiment`; without effect where no row has a value of it.
     """
     try:
         columns, of_task, conclusion = task.columns(rows), task.notes(rows), task.conclusion(rows)
+        pivot = pivot if any(row.point.get(pivot) is not None for row in rows) else ""
         headline = task.headline(rows) if pivot else None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -294,9 +296,11 @@ def summary(task: Results, name: str, trial: str, records: Records) -> Summary:
         ) from error
 
 
-def _progress_note(rows: list[ResultRow]) -> list[str]:
+def _progress_note(rows: list[ResultRow], plan: Mapping[str, Any], failed: Mapping[str, str]) -> list[str]:
     planned, done = sum(r.num_planned for r in rows), sum(len(r.trials) for r in rows)
-    return [f"{done} of {planned} trials are done."] if done < planned else []
+    errors = [failed[trial] for row in plan["rows"] for trial in row["trials"] if trial in failed]
+    said = f"; {len(errors)} failed, the first with {errors[0]}" if errors else ""
+    return [f"{done} of {planned} trials are done{said}."] if done < planned else []
 
 
 def _machine_notes(records: Records, rows: list[ResultRow]) -> list[str]:

@@ -132,7 +132,7 @@ def check_number(
         hint += f" and pattern.window, {window:,} here, below it (grid.pattern.window=[...] if the grid sets it)"
     raise ConfigError(
         f"{setting} is {number}, but the texts have {held} excerpts of {cut.num_tokens:,} tokens: "
-        f"{sum(sizes):,} tokens in total, the longest {longest:,}; files: {len(texts)}{hint}"
+        f"{sum(sizes):,} tokens in total without BOS, the longest {longest:,}; files: {len(texts)}{hint}"
     )
 
 

@@ -32,7 +32,10 @@ def typed(experiment: type, given: Mapping[str, Any]) -> Any:
     try:
         task = str(given.get("task", schema.task))
         schema.settings = OmegaConf.structured(task_named(task).Settings)
-        _check_containers(given, dotted.plain(schema))
+        defaults = dotted.plain(schema)
+        # Without a text, as in `pivot=`, the default applies.
+        given = {k: v for k, v in given.items() if v is not None or not isinstance(defaults.get(k), str)}
+        _check_containers(given, defaults)
         return OmegaConf.merge(schema, OmegaConf.create(dict(given)))
     except OmegaConfBaseException as error:
         raise explained(error, task) from error

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from ksana_jax.core.config import ConfigError
-from ksana_jax.lab.runs import comparison_tables
-from ksana_jax.lab.runs.compare import _differing, compare, compare_rows
+from ksana_jax.lab.runs import comparison_tables, dotted
+from ksana_jax.lab.runs.compare import compare, compare_rows
 from ksana_jax.lab.runs.config import plan
 from ksana_jax.lab.runs.run import run
 
@@ -50,7 +50,7 @@ def test_seeds_that_only_one_run_has_are_left_out(make_fake):
 def test_one_seed_is_not_resolved(make_fake):
     made = compare(make_fake("a", seeds=[0]), make_fake("b", seeds=[0], settings={"x": 2}))
     assert lines(made)[0][1:] == ["mean", "10.500", "20.500", "+10.000", "1", "not resolved"]
-    assert "One pair has no deviation: not resolved." in comparison_tables.notes(made)
+    assert "One pair gives no standard deviation: not resolved." in comparison_tables.notes(made)
 
 
 def test_rows_are_joined_with_the_nearest_ones_only(make_fake):
@@ -170,4 +170,4 @@ def test_the_command_writes_markdown_and_json(make_fake, tmp_path, run_ksana):
 def test_settings_that_differ_only_in_the_order_of_their_fields_are_equal():
     one = {"layer_patterns": [{"window": 4, "num_sinks": 2}], "x": math.nan, "y": 1}
     other = {"layer_patterns": [{"num_sinks": 2, "window": 4}], "x": math.nan, "y": 2}
-    assert _differing(one, other) == {"y": (1, 2)}
+    assert dotted.differing(one, other) == {"y": (1, 2)}

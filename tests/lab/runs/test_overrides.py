@@ -58,3 +58,8 @@ def test_a_number_that_yaml_reads_in_another_base_is_refused(tmp_path, model, wr
 )
 def test_other_numbers_and_texts_are_read_as_written(written, value):
     assert dotted.dotlist([f"a={written}"])["a"] == dotted.from_yaml(f"a: {written}")["a"] == value
+
+
+def test_a_text_that_is_left_empty_is_the_default(model):
+    fields = small(model, grid={"settings.x": [1, 2]}, pivot="settings.x")
+    assert [plan(fields, given).source["pivot"] for given in ([], ["pivot="], ["pivot=null"])] == ["settings.x", "", ""]

@@ -49,6 +49,18 @@ def test_named_variants_of_weights_are_drawn_over_the_bytes_of_these(experiment,
     assert axes.get_xlabel() == "weights (KiB)" and "weights, KiB" in (tmp_path / "out/table.md").read_text()
 
 
+def test_a_pivot_without_any_of_its_columns_is_a_plain_table(experiment, make_llm, tmp_path, text):
+    from matplotlib.figure import Figure
+
+    settings = {"texts": [text], "num_texts": 1, "num_tokens": 15}
+    given = {"variants": [{"name": "full", "grid": False}], "grid": {"pattern.window": [4, 8]}}
+    made = reported(experiment(settings=settings, pivot="pattern.window", **given), tmp_path / "out", make_llm=make_llm)
+    assert "| full | — |" in made.markdown and made.grid.num_right > 1
+    figure = Figure()
+    Perplexity().draw(figure, made.rows)
+    assert [(len(line.get_xdata()), line.get_marker()) for axes in figure.axes for line in axes.lines] == [(1, "o")] * 2
+
+
 def test_a_window_that_holds_nothing_between_steps_is_drawn(experiment, make_llm, tmp_path):
     (row,) = reported(experiment(pattern={"window": 1}), tmp_path / "out", make_llm=make_llm).rows
     assert row.mean("live_kv_bytes") == 0

@@ -115,16 +115,20 @@ def test_an_outlook_has_what_runs_how_long_it_takes_and_what_it_resolves(model, 
     whole = small(model, seeds=[0, 1, 2])
     assert outlook(whole, tmp_path / "none", WHOLE) == [
         "9 trials, about 18,000 tokens",
-        "no estimate of the time yet: it needs the speed of a finished trial in this folder",
-        "3 seeds per row: a difference is resolved if it exceeds 2.5 times its standard deviation over them",
+        "no estimate of the time until a first trial has finished in this folder",
+        "3 seeds per row: the test resolves differences above 2.5 times their standard deviation over these",
     ]
     run(small(model, grid={"settings.x": [1]}, seeds=[0, 1, 2], settings={"sleep_s": 0.02}), tmp_path / "some")
     edited = small(model, seeds=[0, 1, 2], settings={"sleep_s": 0.02})
     lines = outlook(edited, tmp_path / "some", WHOLE)
-    assert lines[:2] == ["6 trials, about 15,000 tokens; 3 others are done", "to run: x=2 (3); x=3 (3)"]
-    assert re.fullmatch(r"about \d\.\d s, at the speed of the trials that are done", lines[2])
+    assert lines[:2] == ["6 of 9 trials to run, about 15,000 tokens; 3 are done", "to run: x=2 (3); x=3 (3)"]
+    assert re.fullmatch(r"about \d\.\d s, at the speed of the trials that are done \(x=1\)", lines[2])
     run(edited, tmp_path / "some")
     assert outlook(edited, tmp_path / "some", WHOLE) == ["all 9 trials are done"]
+    again = outlook(small(model, seeds=[0, 1, 2], settings={"sleep_s": 0}), tmp_path / "some", WHOLE)
+    assert "x=1, x=2, x=3: settings.sleep_s 0.02 → 0.0" in again
+    other = outlook(small(model, name="other", settings={"sleep_s": 0.02}), tmp_path / "some", WHOLE)
+    assert any(f"has the run of {edited.name!r}: its tables and figure will be replaced" in line for line in other)
     assert outlook(small(model), tmp_path, WHOLE)[-1].startswith("1 seed per row: no difference can be resolved")
 
 

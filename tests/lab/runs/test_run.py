@@ -266,7 +266,7 @@ def test_a_failing_trial_is_recorded_and_the_others_go_on(model, tmp_path):
     made = report(tmp_path / "out")
     assert len(made.failed) == 2
     assert "| 2 | — | — |" in (tmp_path / "out/table.md").read_text()
-    assert "6 of 8 trials are done." in made.notes
+    assert "6 of 8 trials are done; 2 failed, the first with RuntimeError: x is 2." in made.notes
     assert len(run(plan(failing), tmp_path / "out").failed) == 2  # tried again
     with pytest.raises(RuntimeError, match="x is 2"):
         run(plan(failing), tmp_path / "out", debug=True)

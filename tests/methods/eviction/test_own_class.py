@@ -40,6 +40,11 @@ def test_a_misspelt_field_or_method_is_named_with_the_nearest():
         check_priority(type("Misspelt", (EvictionMethod,), {"priorities": lambda self, *given: 0})())
 
 
+def test_wrong_parameters_are_named():
+    with pytest.raises(ConfigError, match=r"takes \(cached\), .* \(self, cached, xp\) \(test_own_class.py, line \d+\)"):
+        check_priority(type("Mine", (EvictionMethod,), {"priority": lambda self, cached: cached.keys})())
+
+
 def test_a_priority_has_a_number_for_each_token():
     for found, got in (
         (lambda keys: keys.mean(axis=(2, 4)), r"shape \(13, 3, 12\)"),

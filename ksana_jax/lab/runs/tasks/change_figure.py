@@ -202,7 +202,7 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
             counts = {len(row.values.get(column.key, ())) for row in rows}
             explain(axes, f"bars: {PER_CENT} % interval (Wilson), n = {max(counts)}")
         return
-    title = re.sub(r"^(\S+) (\S+), (\S+)$", r"\1 at positions \2 (\3)", column.change)
+    title = re.sub(r"^loss(\*?) (\S+), %$", r"perplexity\1 increase (%)\nat positions \2", column.change)
     axes.set_ylabel(title)
     pairs = max(change.num_pairs for row in rows if (change := baseline_change(row, column.key)) is not None)
     if pairs > 1:
@@ -214,7 +214,7 @@ def _finish(axes: Axes, rows: Sequence[ResultRow], column: Column, changes: bool
     if small and high - low > 0.05:
         there, back = lambda y: np.arcsinh(200 * (y - 1)), lambda y: 1 + np.sinh(y) / 200
         axes.set_yscale("function", functions=(there, back))
-        axes.set_ylabel(f"{title},\nlogarithmic from 1 % on")
+        axes.set_ylabel(f"{title}, logarithmic from 1 % on")
         margin = 0.05 * (there(high) - there(low))
         axes.set_ylim(back(there(low) - margin), back(there(high) + margin))
         ticks = [tick for tick in sorted([0, *_SMALL_TICKS]) if low <= 1 + tick / 100 <= high]

@@ -121,7 +121,8 @@ def _against_position(above: Axes, below: Axes, rows: Sequence[ResultRow]) -> No
             held = [math.nan if row.simulated else b * scale for b in live_blocks(curve)]
             below.plot(curve["position"] or [end], held, marker="" if len(held) > 1 else "o", **style)
         label = row.name + (" (sampled)" if method(row) == "recompute" else "")
-        above.plot(*_curve(row, rows), label=label, **style)
+        positions, values = _curve(row, rows)
+        above.plot(positions, values, label=label, marker="" if len(values) > 1 else "o", **style)
     above.set_ylabel("perplexity")
     below.set_xlabel("position in the text (tokens)")
 
