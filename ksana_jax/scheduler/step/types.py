@@ -132,7 +132,7 @@ class StepShape(NamedTuple):
 
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do. tree: True if a tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`.
+    0 if none do. tree: a tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`.
     """
 
     parts: tuple[TileGroup, ...]
