@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ksana_jax.engine.async_llm import AsyncLLM
     from ksana_jax.engine.llm import LLM
     from ksana_jax.loading.load import load_model
+    from ksana_jax.methods.steering import Steering
     from ksana_jax.runner.example import StepFunction
     from ksana_jax.scheduler.step.types import StepShape, TileGroup
 
@@ -61,11 +62,12 @@ _PUBLIC = {
     "ksana_jax.core.patterns": "AttentionPattern",
     "ksana_jax.core.config": "ModelConfig EngineConfig",
     "ksana_jax.loading.load": "load_model",
+    "ksana_jax.methods.steering": "Steering",
     "ksana_jax.runner.example": "StepFunction",
     "ksana_jax.scheduler.step.types": "StepShape TileGroup",
     "ksana_jax.lab.runs.result": "run",
 }
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "AttentionPattern"]
-__all__ += ["LoRARequest", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape", "TileGroup", "run"]
-__all__ += ["StructuredOutputsParams"]
+__all__ += ["LoRARequest", "Steering", "ModelConfig", "EngineConfig", "load_model", "StepFunction", "StepShape"]
+__all__ += ["TileGroup", "StructuredOutputsParams", "run"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -37,6 +37,7 @@ def reference_logprobs(
     unrotated=False,
     selects=None,
     hidden=False,
+    steering=None,
 ) -> np.ndarray:
     """Log-probabilities [T, V] of what follows each token of a text [T].
 
@@ -49,6 +50,7 @@ def reference_logprobs(
       selects: (layer, q [T, N, H], k [T, K, H]) -> [N, T, T] bool, keys that each query reads, of those that it may; q
         and k are rotated, q is scaled. None reads all.
       attention: a list to which the probabilities [T, T] of each head of each layer are appended, in order.
+      steering: ({layer: vector [D]}, {layer: heads}), added to hidden states after it, and without a result in it.
       hidden: True returns the hidden states [T, D] after the last norm instead.
     """
     patterns = per_layer(config.pattern if pattern is None else pattern, config.num_layers, config.num_kv_heads)
@@ -98,10 +100,13 @@ def reference_logprobs(
             out[:, n] = (w * ~read) @ v[:, n] + (w * read) @ exact_v[:, n]
             if attention is not None:
                 attention.append(w)
+        vectors, heads_off = steering or ({}, {})
+        out[:, list(heads_off.get(index, ()))] = 0
         x = x + out.reshape(t, -1) @ f64(p.w_o).T
         y = _norm(x, f64(p.mlp_norm), config.norm_eps)
         gate = y @ f64(p.w_gate).T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ f64(p.w_up).T)) @ f64(p.w_down).T
+        x = x + f64(vectors.get(index, 0))
     x = _norm(x, f64(params.final_norm), config.norm_eps)
     if hidden:
         return x

@@ -157,7 +157,7 @@ def compare(
     shows the same runs in one table and figure, without a test.
 
     For two recordings (`ksana trace run --record`), shows the first step where their decisions and blocks differ,
-    and which sequences have other tokens.
+    and which sequences have other tokens; for two traces with profiles, times by part of the network.
     """
     from ksana_jax.core.errors import ConfigError
     from ksana_jax.lab.recording import is_recording

@@ -33,15 +33,20 @@ class LoRARequest:
         checks.require(path_problem("lora_path", self.lora_path), checks.integer("lora_int_id", self.lora_int_id))
 
 
-def salted(digest: str, cache_salt: str) -> str:
-    """Returns the salt of a request's prefixes, given its own: they depend on the adapter's contents."""
-    return f"lora {digest}\0{cache_salt}"
+def salted(digest: str, cache_salt: str, kind: str = "lora") -> str:
+    """Returns the salt of a request's prefixes, given its own: they depend on its adapter and, last, its "steering"."""
+    return f"{kind} {digest}\0{cache_salt}"
 
 
-def unsalted(salt: str) -> tuple[str, str]:
-    """Returns the adapter's digest, empty without one, and the request's own salt of the salt of its prefixes."""
-    before, found, own = salt.partition("\0")
-    return (before.removeprefix("lora "), own) if found and before.startswith("lora ") else ("", salt)
+def unsalted(salt: str) -> dict[str, str]:
+    """Returns the parts of a salt of prefixes: the request's own "salt", and digests of "adapter" and "steering", each
+    empty without one."""
+    found = {"salt": salt, "adapter": "", "steering": ""}
+    for name, kind in (("steering", "steering "), ("adapter", "lora ")):
+        before, end, own = found["salt"].partition("\0")
+        if end and before.startswith(kind):
+            found |= {name: before.removeprefix(kind), "salt": own}
+    return found
 
 
 def of_prompts(given: Any, num_prompts: int) -> Sequence[Any]:

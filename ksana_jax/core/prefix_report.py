@@ -16,6 +16,7 @@ CAUSES = {
     "not_read": "{num_known:,} are known, and were not read from disk: too slow, or no free block on the host",
     "salt": "{num_known:,} are cached for requests with another cache_salt",
     "adapter": "{num_known:,} are cached for another adapter",
+    "steering": "{num_known:,} are cached for another steering",
     "settings": "{num_known:,} are cached for another attention pattern or other weights",
 }
 _SENTENCE = re.compile(rf"({'|'.join(CAUSES)}): reused ([\d,]+) of ([\d,]+) tokens(?: \([^)]*\))?: (.+)")

@@ -89,6 +89,7 @@ class SamplingParams:
       allowed_token_ids: the only ids that may be chosen; None allows all.
       forced_token_ids: the output, decoded token by token as if it had been sampled. It ends after the last one with
         finish reason "length", or after max_tokens; ids that end other outputs do not end it.
+      steering: a `ksana_jax.Steering` of the network for this request; None for none.
       logprobs: number of top tokens whose log-probabilities are returned besides the chosen token's; -1 returns those
         of the whole vocabulary, as `CompletionOutput.distributions`; None for none.
       prompt_logprobs: number of top tokens whose log-probabilities are returned for each prompt token; None for none.
@@ -124,6 +125,7 @@ class SamplingParams:
     bad_words: list[str] | tuple[str, ...] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     forced_token_ids: list[int] | tuple[int, ...] | None = None
+    steering: Any = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True

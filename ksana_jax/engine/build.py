@@ -22,6 +22,7 @@ from ksana_jax.kv.prefix_index import PrefixIndex, Scope
 from ksana_jax.kv.prefix_reporter import PrefixReporter
 from ksana_jax.loading.config_json import check_tokenizer
 from ksana_jax.methods.presets import PatternLike, read_patterns
+from ksana_jax.methods.steering import steer
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.speculative import draft_lengths, draws_trees, read_speculative
 from ksana_jax.scheduler.speculative.base import ProposerContext
@@ -30,6 +31,7 @@ from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.builder import BatchBuilder
 from ksana_jax.scheduler.step.executor import Executor
 from ksana_jax.scheduler.step.ladders import make_buckets
+from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, numbering
 from ksana_jax.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def build_engine(
         layout = make_layout(model, seen, config)
         half = DeviceSetup(config, layout, "cpu", executor, PrefixIndex(config.block_size, Scope().seen_through(seen)))
     method = read_speculative(half.config.speculative_config)
-    builder = _builder(half, model.vocab_size, buckets)
+    builder = _builder(half, model, buckets)
     speculation = None
     if method is not None:
         context = ProposerContext(half.config, model.vocab_size, half.layout, seen, builder.buckets, tokenizer)
@@ -192,19 +194,23 @@ def _scheduler(
     )
 
 
-def _builder(half: DeviceSetup, vocab_size: int, buckets: Buckets | None) -> BatchBuilder:
-    config = half.config
+def _builder(half: DeviceSetup, model: ModelConfig, buckets: Buckets | None) -> BatchBuilder:
+    config, additions = half.config, numbering(half.layout.numbers_queries)
     assert config.num_blocks is not None and config.max_repositioned_sinks is not None
     speculative = read_speculative(config.speculative_config)
     residual = tuple(g for g, group in enumerate(half.layout.groups) if group.residual)
+    if half.layout.sealed is not None:
+        additions["full_blocks"] = functools.partial(full_blocks, config.block_size, config.num_blocks)
+    if config.enable_lora:
+        additions["adapters"] = adapter_slots
     return BatchBuilder(
         buckets or make_buckets(config, half.platform, draft_lengths(config), draws_trees(config)),
         config.block_size,
         config.num_blocks,
-        vocab_size,
+        model.vocab_size,
         sink_width=-(-config.max_repositioned_sinks // config.block_size),
-        numbers=half.layout.numbers_queries,
         residual_groups=residual if half.layout.sealed is not None else None,
         acceptance="sampled" if speculative is None else speculative.acceptance,
-        adapts=config.enable_lora,
+        additions=additions,
+        steer=functools.partial(steer, model),
     )

@@ -10,6 +10,7 @@ from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.engine_lock import EngineLock
 from ksana_jax.engine.steps import StepLoop
 from ksana_jax.kv.eviction.base import EvictionMethod
+from ksana_jax.scheduler.step.per_token import numbering
 from ksana_jax.tokenizers import Tokenizer
 
 
@@ -56,7 +57,8 @@ class IdleChanges(StepLoop):
         self.check_idle("the eviction method changes only in between")
         layout = self.scheduler.layout.with_eviction(method.encoded(self.tokenizer))
         self.lock.begin_write()
-        self.builder = dataclasses.replace(self.builder, numbers=layout.numbers_queries)
+        additions = {**self.builder.additions, **numbering(layout.numbers_queries)}
+        self.builder = dataclasses.replace(self.builder, additions=additions)
         self.scheduler.set_layout(layout)
 
     def flush(self) -> None:

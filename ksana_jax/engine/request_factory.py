@@ -12,6 +12,7 @@ import numpy as np
 
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.errors import ContextLengthError
+from ksana_jax.core.lora import salted
 from ksana_jax.core.outputs import RequestMetrics
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.beam import Beams, num_candidates
@@ -20,6 +21,7 @@ from ksana_jax.engine.evicting_requests import check_eviction
 from ksana_jax.engine.watched import WatchedCompletion, check_distributions, special_stops
 from ksana_jax.kv.state import KVState
 from ksana_jax.sampling.grammar import Grammars
+from ksana_jax.methods.steering import check_steering
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.sampling import bad_word_ids
@@ -69,7 +71,7 @@ class RequestFactory:
 
     def __init__(self, scheduler: Scheduler, model: ModelConfig, tokenizer: Tokenizer | None, seed: int):
         self.scheduler, self.tokenizer = scheduler, tokenizer
-        self._vocab_size, self._seed = model.vocab_size, seed
+        self._model, self._vocab_size, self._seed = model, model.vocab_size, seed
         self.adapters: Adapters | None = None
         self.eos_ids = ending_ids(model, tokenizer)
         self.grammars = Grammars(tokenizer, model.vocab_size, self.eos_ids)
@@ -123,6 +125,8 @@ class RequestFactory:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "forced_token_ids"):
             if (ids := getattr(params, name)) and max(ids) >= self._vocab_size:
                 raise ValueError(f"{name} has token id {max(ids)}, ids go from 0 to {self._vocab_size - 1}")
+        if params.steering is not None:
+            check_steering(params.steering, self._model)
         if params.stop is not None:
             special_stops(params, self.tokenizer)
         spellings = bad_word_ids(params.bad_words, self.tokenizer) if params.bad_words else ()
@@ -178,6 +182,8 @@ class RequestFactory:
         if asked.lora_request is not None:
             request.adapter = self.adapter_of(asked.lora_request)
             salt = request.adapter.salted(salt)
+        if params.steering is not None:
+            salt = salted(params.steering.digest, salt, "steering")
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         given, streams = self.tokenizer if params.detokenize else None, asked.streams and not params.beam_width
@@ -231,6 +237,7 @@ class RequestFactory:
             num_question=num_question,
             adapter=request.adapter,
             matcher=None if (asked := params.structured_outputs) is None else self.grammars.matcher(asked),
+            steering=request.params.steering,
             kv=KVState(salt, request.metrics.num_blocks_by_origin),
         )
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,6 +18,8 @@ from ksana_jax.devices.tuning import tuning
 from ksana_jax.engine.distributed.replicas import Replica
 from ksana_jax.engine.engine import Engine
 from ksana_jax.runner.keys import keys_for
+from ksana_jax.runner.step_runs import compiled_programs
+from ksana_jax.runner.stored_program import StoredProgram
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.ladders import plain_shapes, stages, verification_shapes
 
@@ -62,7 +64,15 @@ def warm_up(replica: Replica, max_len: int | None, asked: Seq[SamplingParams], i
         _BackgroundCompiler(replica, left).start()
     elif in_background:
         chat = [buckets.shape(1, (), 1), buckets.shape(0, (min(CHAT_TOKENS, config.max_num_batched_tokens),), 1)]
-        runner.load(keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
+        _load(runner.programs, keys_for(chat, buckets.decodes[:1], asked, loops, engine.model.vocab_size))
+
+
+def _load(programs: Mapping[Any, Any], keys: Seq[Any]) -> None:
+    """Loads programs that are of the store, which their first call would do."""
+    for key in keys:
+        for program in compiled_programs(programs[key]):
+            if isinstance(program, StoredProgram):
+                program.load()
 
 
 class _BackgroundCompiler(threading.Thread):

@@ -124,7 +124,7 @@ class PrefixReporter:
         for other, key, depth in others[:NUM_SALTS]:
             if (reach := self._reach(key, token_ids, depth, limit)) > count:
                 mine, theirs = unsalted(state.salt), unsalted(other.tokens.decode())
-                cause = "settings" if mine == theirs else "adapter" if mine[1] == theirs[1] else "salt"
+                cause = next((name for name in mine if mine[name] != theirs[name]), "settings")
                 return {"num_known": reach * size, "cause": cause}
         return self._nearest(token_ids, parent, count)
 

@@ -43,8 +43,8 @@ class Operators:
         """Sums the devices' results of a product whose columns are divided among them."""
         return out
 
-    def of_heads(self, values: tuple[float, ...]) -> jax.Array:
-        """Selects this device's query heads from a value for each head of the model."""
+    def of_heads(self, values: tuple[float, ...] | jax.Array) -> jax.Array:
+        """Selects this device's query heads from values [N, ...] of each head of the model."""
         return jnp.array(values, jnp.float32)
 
     def queries_keys_values(self, x: jax.Array, p: LayerParams, spec: LayerSpec) -> Projected:

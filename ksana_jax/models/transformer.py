@@ -75,13 +75,16 @@ def run_layers(
     *,
     specs: Sequence[LayerSpec],
     operators: Operators = XLA_OPERATORS,
+    after_layer: Callable[[int, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs layers, all or some of a network, on hidden states x [..., D]; arguments and results as in `forward`."""
+    """Runs layers, all or some of a network, on hidden states x [..., D]; arguments and results as in `forward`.
+    after_layer: changes the hidden states after a layer."""
     following = (*ps[1:], None)
     for index, (p, after, spec) in enumerate(zip(ps, following, specs, strict=True)):
         with jax.named_scope(f"layer{index}"):
             out, state = attend(index, *operators.queries_keys_values(x, p, spec), state)
             x = operators.after_attention(x, out, p, spec, after)
+            x = x if after_layer is None else after_layer(index, x)
     return x, state
 
 

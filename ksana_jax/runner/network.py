@@ -18,6 +18,7 @@ from ksana_jax.devices.features import Features
 from ksana_jax.devices.tuning import Tuning
 from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
+from ksana_jax.methods.steering import steered
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.rope import Rope
 from ksana_jax.models.transformer import final_norm, run_layers, sink_logits
@@ -149,7 +150,11 @@ def through(ps, cache, x, of_group, angles, patterns, places, *, network: Networ
     attends = paged_attend if each == 1 else functools.partial(attend_by_head, each)
     attend = attends(layers, shape, network.num_repositioned_sinks, attention, network.features)
     operators = dataclasses.replace(network.operators, real=layers[0].batch.positions >= 0)
-    x, cache = run_layers(ps, x, attend, cache, specs=[layer.spec for layer in layers[::each]], operators=operators)
+    settings: dict[str, Any] = {"specs": [layer.spec for layer in layers[::each]], "operators": operators}
+    if (steering := layers[0].batch.steering) is not None:
+        numbers = [layer // each for *_, layer in places[::each]]
+        attend, settings["after_layer"] = steered(attend, steering, numbers, operators.of_heads, jnp)
+    x, cache = run_layers(ps, x, attend, cache, **settings)
     return cache, x
 
 

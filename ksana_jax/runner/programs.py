@@ -16,6 +16,7 @@ from ksana_jax.core.patterns import AttentionPattern, stack
 from ksana_jax.devices.platforms import platform_of
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.kv.layout import KVLayout
+from ksana_jax.methods.steering import Steered
 from ksana_jax.models.frequencies import layer_ropes
 from ksana_jax.models.operators import Operators
 from ksana_jax.models.params import Params
@@ -33,8 +34,7 @@ from ksana_jax.runner.network import Network, pool_and
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.prompt_scores import lower_scores
 from ksana_jax.runner.step_program import lower_whole, step_whole
-from ksana_jax.runner.step_runs import LoweringInRuns, compiled_programs, lower_in_runs
-from ksana_jax.runner.stored_program import StoredProgram
+from ksana_jax.runner.step_runs import LoweringInRuns, lower_in_runs
 from ksana_jax.runner.token_programs import OutputHead, lower_choice, settings_packing
 from ksana_jax.runner.transfer import Packing
 from ksana_jax.runner.verification import VerificationKey, lower_trees, lower_verification
@@ -47,15 +47,8 @@ def array_shapes(shape: StepShape, layout: KVLayout) -> StepArrays:
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     groups, tokens, width = len(layout.groups), shape.num_tokens, shape.table_width
     tables = ints((groups, shape.num_tiles, width))
-    arrays = StepArrays(
-        ints((tokens,)),
-        ints((tokens,)),
-        ints((groups, tokens)),
-        ints((groups, tokens)),
-        tables,
-        tables,
-        ints((shape.max_sampled,)),
-    )
+    of_tokens, by_group, sampled = map(ints, ((tokens,), (groups, tokens), (shape.max_sampled,)))
+    arrays = StepArrays(of_tokens, of_tokens, by_group, by_group, tables, tables, sampled)
     if shape.shared_rows:
         shared = ints((groups, shape.num_groups, width))
         arrays = arrays._replace(shared_tables=shared, shared_starts=shared)
@@ -231,13 +224,6 @@ class ModelPrograms:
         self._compiled |= found
         return list(missing)
 
-    def load(self, keys: Sequence[Any]) -> None:
-        """Loads compiled programs that are of the store, which their first call would do."""
-        for key in keys:
-            for program in compiled_programs(self._compiled[key]):
-                if isinstance(program, StoredProgram):
-                    program.load()
-
     def lower(self, key: Any) -> Any:
         """Lowers the program of a key, as it will run."""
         return self._lowering(key)()
@@ -286,6 +272,8 @@ class ModelPrograms:
     def step_arguments(self, shape: StepShape):
         """Returns the arguments of `pure_step`, or their shapes."""
         arrays = array_shapes(shape, self.layout)
+        if shape.steered:
+            arrays = arrays._replace(steering=Steered.shapes(shape, self.config, jax.ShapeDtypeStruct))
         if self.embeds_on_host:
             rows = jax.ShapeDtypeStruct((shape.num_tokens, self.config.d_model), self.params.final_norm.dtype)
             arrays = arrays._replace(tokens=rows)

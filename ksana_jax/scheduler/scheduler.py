@@ -28,7 +28,8 @@ from ksana_jax.scheduler.row_sharing import swap_out
 from ksana_jax.scheduler.running import Provision, Running, StepBudget
 from ksana_jax.scheduler.sequence import ONE, Rows, Sequence
 from ksana_jax.scheduler.speculative.speculation import Speculation
-from ksana_jax.scheduler.step.types import NO_ROWS, ScheduledBatch, most_tiles
+from ksana_jax.scheduler.step.ladders import most_tiles
+from ksana_jax.scheduler.step.types import NO_ROWS, ScheduledBatch
 from ksana_jax.scheduler.waiting import Admission, WaitingQueue
 
 
@@ -37,7 +38,7 @@ class Scheduler:
 
     Args:
       memory: allocates blocks. max_num_seqs: maximum rows. max_num_batched_tokens: maximum tokens of a step.
-      query_tile: maximum tokens of one row that share a tile in a step, see `scheduler.step.types.most_tiles`.
+      query_tile: maximum tokens of one row that share a tile in a step, see `scheduler.step.ladders.most_tiles`.
       max_model_len: maximum tokens of a sequence.
       layout: of the pool, with the positions that stay visible to later tokens in each group of layers.
       policy: a key of SCHEDULING_POLICIES, or see `find_scheduling_policy`.

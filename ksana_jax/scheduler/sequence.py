@@ -37,6 +37,7 @@ class Sequence:
       num_question: last tokens of its prompt, see `RequestInput`.
       adapter: of its request, an `adapters.AdapterUse`; None for the model alone.
       matcher: follows its output through a grammar, see `scheduler.step.masks`; None without one.
+      steering: of its request, a `methods.steering.Steering`; None without.
 
     Attributes:
       row: its row while it runs; None while it waits. rank: its rank in the order of service.
@@ -62,6 +63,7 @@ class Sequence:
     num_question: int = 0
     adapter: Any = None
     matcher: Any = None
+    steering: Any = None
     awaits_token: bool = False
     row: int | None = None
     rank: Any = None
@@ -160,7 +162,7 @@ class Rows:
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.min_len = np.zeros(num_rows, np.int32)
         self.settings = RowSettings(num_rows)
-        self.num_beams = 0
+        self.num_beams = self.num_steered = 0
         self.alive = np.zeros(num_rows, bool)
 
     def place(self, seq: Sequence, row: int) -> None:
@@ -178,6 +180,7 @@ class Rows:
         self.max_len[row] = seq.max_len
         self.is_beam[row] = seq.is_beam
         self.num_beams += seq.is_beam
+        self.num_steered += seq.steering is not None
         self.min_len[row] = seq.num_prompt + seq.params.min_tokens
         if len(seq.stop_ids) > self.stop_ids.shape[1]:
             extra = len(seq.stop_ids) - self.stop_ids.shape[1]
@@ -194,6 +197,7 @@ class Rows:
         seq.token_ids = self.token_ids[row, : self.num_known[row]].copy()
         self.seqs[row], seq.row = None, None
         self.num_beams -= seq.is_beam
+        self.num_steered -= seq.steering is not None
         self.num_tokens[row] = self.num_known[row] = self.num_computed[row] = 0
         self.num_prompt[row] = self.max_len[row] = FAR
         self.allocated_until[row] = self.prefix_end[row] = 0

@@ -33,9 +33,9 @@ class DividedOperators(Operators):
     def summed(self, out: jax.Array) -> jax.Array:
         return jax.lax.psum(out, AXIS)
 
-    def of_heads(self, values: tuple[float, ...]) -> jax.Array:
-        divided = super().of_heads(values).reshape(jax.lax.axis_size(AXIS), -1)
-        return divided[jax.lax.axis_index(AXIS)]
+    def of_heads(self, values: tuple[float, ...] | jax.Array) -> jax.Array:
+        whole = super().of_heads(values)
+        return whole.reshape(jax.lax.axis_size(AXIS), -1, *whole.shape[1:])[jax.lax.axis_index(AXIS)]
 
     @jax.named_scope("norm")
     def normed_projection(self, x: jax.Array, weight: jax.Array, norms: NormSpec) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ksana_jax import LLM, SamplingParams
+from ksana_jax import LLM, SamplingParams, Steering
 from ksana_jax.core.outputs import RequestOutput
 from ksana_jax.engine.build import build_engine
 from ksana_jax.engine.settings import engine_config
@@ -145,6 +145,7 @@ _ALL = [
     Setting("beam_width", "completions", params={"beam_width": 2}),
     Setting("n", "completions", params={"n": 2, "temperature": 0.8, "seed": 3}),
     Setting("forced_token_ids", "forced tokens", params={"forced_token_ids": [*range(2, 2 + NUM_TOKENS)]}),
+    Setting("steering", "steering", params={"steering": Steering({0: np.linspace(-1, 1, 32)}, {0: [1]})}),
     Setting("logprobs", "log-probabilities", params={"logprobs": 2, "prompt_logprobs": 1}, keeps=True),
     Setting("kept_tokens", "inspection", {"kept_tokens": True}, keeps=True),
     Setting("async_scheduling off", "asynchrony", {"async_scheduling": False}, keeps=True),

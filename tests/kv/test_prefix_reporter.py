@@ -25,8 +25,9 @@ from tests.random_simulations import simulate
 from tests.simulation import Simulation
 
 SIZE = 2
-# As engines make them: (adapter's digest, salt of the request).
-SALTS = {salted(digest, salt) if digest else salt: (digest, salt) for digest in ("", "x") for salt in ("", "b")}
+# As engines make them: (steering, adapter, salt of the request).
+SALTS = {"": ("", "", ""), "b": ("", "", "b"), salted("x", ""): ("", "x", "")}
+SALTS |= {salted("y", "b", "steering"): ("y", "", "b")}
 # The second differs from the first from the second block on, the third everywhere.
 SCOPES = (Scope("m", "", 99), Scope("m", "p", SIZE), Scope("n", "", 99))
 
@@ -191,8 +192,10 @@ class World:
         return found | {"cause": "diverged", "position": count * SIZE + position, "others": others}
 
     def cause_of(self, other, root):
-        (digest, salt), (digest2, salt2) = SALTS[other[1]], SALTS[root[1]]
-        return "salt" if salt != salt2 else "adapter" if digest != digest2 else "settings"
+        *digests, salt = SALTS[other[1]]
+        *digests2, salt2 = SALTS[root[1]]
+        differ = [name for name, *both in zip(("steering", "adapter"), digests, digests2) if both[0] != both[1]]
+        return "salt" if salt != salt2 else differ[0] if differ else "settings"
 
 
 @pytest.mark.parametrize("most", [4, 10_000])

@@ -22,6 +22,7 @@ from ksana_jax.engine.device_setup import DeviceSetup, Prepared
 from ksana_jax.engine.distributed.job import Job
 from ksana_jax.kv.moves import Evictions, Moves
 from ksana_jax.loading.digest import digest_of_files
+from ksana_jax.methods.steering import Steered
 from ksana_jax.runner.decode_loop import LoopKey
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.drafts import Drafts
@@ -29,7 +30,7 @@ from ksana_jax.scheduler.step.settings import SamplingArrays
 from ksana_jax.scheduler.step.types import StepArrays, StepInput, StepOutput, StepShape, TileGroup
 
 # Types of the messages between the processes of a job.
-OF_STEPS = (StepInput, StepArrays, SamplingArrays, StepShape, TileGroup, Drafts, Moves, Evictions)
+OF_STEPS = (StepInput, StepArrays, SamplingArrays, Steered, StepShape, TileGroup, Drafts, Moves, Evictions)
 KINDS = (*OF_STEPS, LoopKey, AttentionPattern)
 # Settings that concern process 0 alone, such as functions and the places of processes.
 OF_PROCESS_0 = ("policy", "prefix_replacement", "distributed", "device")

@@ -142,9 +142,9 @@ class SmallModel:
         return np.array(of_rows, np.intp), np.array(counts, np.intp)
 
     def _view(self, rows: Rows) -> Rows:
-        """Returns rows for a step of this model: with one group of blocks, and as far as it has computed them."""
+        """Returns rows for a step of this model: with one group of blocks, as it has computed them, not steered."""
         view, mine = copy.copy(rows), slice(self._group, self._group + 1)
-        view.num_computed, view.settings, view.num_groups = self.num_computed, _NO_SETTINGS, 1
+        view.num_computed, view.settings, view.num_groups, view.num_steered = self.num_computed, _NO_SETTINGS, 1, 0
         for name in ("block_tables", "block_starts", "num_blocks", "num_evicted"):
             setattr(view, name, getattr(rows, name)[mine])
         return view

@@ -16,7 +16,7 @@ from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab.runs import comparison_tables, plain_json, progress, tables
 from ksana_jax.lab.runs.combine import combine
-from ksana_jax.lab.runs.compare import compare, compare_rows
+from ksana_jax.lab.runs.compare import Comparison, compare, compare_rows
 from ksana_jax.lab.runs.config import Plan, load
 from ksana_jax.lab.runs.outlook import memory, outlook
 from ksana_jax.lab.runs.records import WHOLE, Shard
@@ -122,20 +122,28 @@ def compare_and_show(
     """Prints run B against run A, row by row; or, without B, rows of A, by default all, against one of them.
 
     Args:
-      out: folder for compare.md, compare.tex and compare.json; None writes nothing.
-      as_json: also print one line of JSON, with every number of the summaries.
-      trusted: see `report`.
+      trusted: see `report`. others: of `show_comparison`.
     """
     made = compare_rows(a, against, rows, trusted) if b is None else compare(a, b, trusted)
+    show_comparison(made, out, as_json)
+
+
+def show_comparison(made: Comparison, out: Path | None, as_json: bool, name: str = "compare") -> None:
+    """Prints a comparison.
+
+    Args:
+      out: folder for NAME.md, NAME.tex and NAME.json; None writes nothing.
+      as_json: also print one line of JSON, with every number of the summaries.
+    """
     line = plain_json.dumps(comparison_tables.plain(made))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "compare.md", comparison_tables.markdown(made))
-        write_atomic(out / "compare.tex", comparison_tables.latex(made, out.resolve().name))
-        write_atomic(out / "compare.json", line + "\n")
+        write_atomic(out / f"{name}.md", comparison_tables.markdown(made))
+        write_atomic(out / f"{name}.tex", comparison_tables.latex(made, out.resolve().name))
+        write_atomic(out / f"{name}.json", line + "\n")
     _print(made.title, comparison_tables.terminal(made), "", comparison_tables.notes(made))
     if out is not None:
-        Console(highlight=False).print(f"{escape(str(out))}: compare.md, compare.tex, compare.json")
+        Console(highlight=False).print(f"{escape(str(out))}: {name}.md, {name}.tex, {name}.json")
     if as_json:
         print(line)
 

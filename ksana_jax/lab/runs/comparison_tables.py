@@ -85,7 +85,7 @@ def _test_notes(made: Comparison) -> list[str]:
     if any(change.p is not None for change in found):
         said.append(
             f"Change: from {made.a} to {made.b}, with the {PER_CENT} % confidence interval, uncorrected. p: "
-            "two-sided paired t-test over the texts or questions that both scored, or else over seeds, with Holm's "
+            "two-sided paired t-test over the texts, questions or steps of both, or else over seeds, with Holm's "
             f"correction for the number of rows. Bold: better, with p below {LEVEL:g}; exact counts by any difference."
         )
     if any(change.num_pairs == 1 for change in found):

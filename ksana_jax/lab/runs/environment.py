@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ksana_jax.core.processor import num_cores
+from ksana_jax.core.processor import features, num_cores
 from ksana_jax.devices.platforms import platform_of
 
 _PACKAGES = (
@@ -25,6 +25,9 @@ _PACKAGES = (
     "omegaconf",
     "matplotlib",
 )
+
+# Instruction sets that kernels and compilers choose by, as Linux names them.
+_INSTRUCTIONS = "avx2 avx512f avx512_vnni avx512_bf16 amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve".split()
 
 
 @functools.cache
@@ -51,6 +54,7 @@ def host_environment() -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "platform": platform.platform(),
         "cpu": cpu_model(),
+        "instructions": " ".join(name for name in _INSTRUCTIONS if name in features()),
         # Identifies trials that run on the same machine, without revealing its name.
         "machine": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
         "cores": num_cores(),

@@ -22,8 +22,10 @@ from ksana_jax.engine import build
 from ksana_jax.engine.engine import Engine
 from ksana_jax.lab import recording
 from ksana_jax.lab.runs.environment import environment
+from ksana_jax.lab.runs.machine_load import Load
+from ksana_jax.lab.trace import step_parts
 from ksana_jax.lab.trace.functions import CompilationLog
-from ksana_jax.lab.trace.parts import operations, seconds_by_part
+from ksana_jax.lab.trace.parts import call_starts, operations, parted, seconds_by_part
 from ksana_jax.lab.trace.profile import Profiler
 from ksana_jax.lab.trace.recorder import Recorder
 from ksana_jax.lab.trace.summary import compile_summary, summary
@@ -52,6 +54,7 @@ class TraceBundle:
     decisions: bool = False
     recorders: list[Recorder] = dataclasses.field(default_factory=list)
     began: float = dataclasses.field(default_factory=time.time)
+    load: Load = dataclasses.field(default_factory=Load)
 
     def watch(self, engine: Engine) -> None:
         """Records an engine from now on."""
@@ -66,10 +69,13 @@ class TraceBundle:
             recorder.stop()
 
     def parts(self) -> dict[str, float]:
-        """Returns the seconds of each part of the model in the profile; empty without one."""
+        """Returns the seconds of each part of the model in the profile, empty without one; and gives steps theirs."""
         if not self.profiler.steps:
             return {}
-        return seconds_by_part(operations(self.profiler.folder), [p for f in self.log.functions for p in f.programs])
+        folder = self.profiler.folder
+        ran = parted(operations(folder), [p for f in self.log.functions for p in f.programs])
+        step_parts.divide(ran, self.profiler.calls, call_starts(folder))
+        return seconds_by_part(ran)
 
 
 @contextlib.contextmanager
@@ -122,20 +128,26 @@ def check_new(folder: Path) -> None:
 
 def _write(trace: TraceBundle) -> None:
     """Writes a trace's files; the profile and the compiled functions already exist."""
+    about = {"environment": environment(), "load": trace.load.read()}
     parts, engines, events = trace.parts(), [], []
     for recorder in trace.recorders:
         header = recorder.header
         patterns = "; ".join({str(read_pattern(given)): None for given in header["patterns"]})
-        about = {"engine": recorder.number, **header, "patterns": patterns, "num_requests": len(recorder.requests)}
-        engines.append(about | summary(recorder.steps, parts, recorder.flops))
+        facts = {"engine": recorder.number, **header, "patterns": patterns, "num_requests": len(recorder.requests)}
+        engines.append(facts | summary(recorder.steps, parts, recorder.flops))
         events.append(recorder.plain())
-        recording.write(trace.folder / f"engine-{recorder.number}" / recording.NAME, header, events[-1])
+        folder = trace.folder / f"engine-{recorder.number}"
+        recording.write(folder / recording.NAME, header, events[-1])
+        made = step_parts.table(step.plain() for step in recorder.steps)
+        engines[-1]["parts"] = made._asdict()
+        if made.cells:
+            step_parts.write(folder, made, about)
     write_atomic(trace.folder / "timeline.json", timeline(events))
     content = {
         "format": FORMAT,
         "command": trace.command,
         "time": trace.began,
-        "environment": environment(),
+        **about,
         "variables": variables(),
         "engines": engines,
         "compilations": compile_summary(trace.log.functions),

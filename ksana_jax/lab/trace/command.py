@@ -12,9 +12,10 @@ from typing import Any
 from ksana_jax.core.config import ConfigError
 from ksana_jax.core.files import write_atomic
 from ksana_jax.lab import recording
+from ksana_jax.lab.runs.command import show_comparison
 from ksana_jax.lab.runs.config import load
 from ksana_jax.lab.runs.dotted import dotlist
-from ksana_jax.lab.trace import differences
+from ksana_jax.lab.trace import differences, step_parts
 from ksana_jax.lab.trace.bundle import check_new
 from ksana_jax.lab.trace.replay import make_llm, replay
 
@@ -76,9 +77,17 @@ def _outputs(a: dict[str, list[int]], b: dict[str, list[int]], differing: dict[s
 def compare_recordings(a: Path, b: Path, out: Path | None, as_json: bool) -> None:
     """Prints where two recordings diverge: settings, requests, the first step with other decisions or blocks, tokens.
 
+    Of two traces with profiles it also prints the time by part of the network.
+
     Args:
-      out: folder for compare.json; None writes nothing.
+      out: folder for compare.json, and parts.md, parts.tex and parts.json of traces; None writes nothing.
     """
+    sides = recording.read(a), recording.read(b)
+    folders = {side.path.resolve().parents[1] for side in sides if step_parts.by_kind(side.steps)}
+    if len(folders) == 2 and all((folder / "trace.json").is_file() for folder in folders):
+        show_comparison(step_parts.comparison(*sides), out, as_json, "parts")
+        if not all(side.header.get("decisions") for side in sides):
+            return
     left, right = recording.read_decisions(a), recording.read_decisions(b)
     settings, requests = differences.other_settings(left, right), differences.other_requests(left, right)
     found = differences.first_differences(left, right)

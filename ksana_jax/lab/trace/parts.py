@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 # packed, one call has the output projection, the norms of a layer and its MLP: "mlp".
 PARTS = ("embed", "norm", "qkv", "rope", "kv_write", "attention", "output", "mlp", "logits", "sampling")
 OTHER = "other"
+# Name of the mark in a profile where a call of steps begins.
+CALL = "engine step"
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{[^}]*?op_name=\"([^\"]*)\"", re.M)
 
@@ -51,37 +53,52 @@ class HasParts(Protocol):
 
 def operations(folder: Path) -> list[Operation]:
     """Reads the operations of the newest profile in a folder that `jax.profiler` wrote."""
-    import jax
-
-    files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    if not files:
-        return []
     found = []
-    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
-        for number, line in enumerate(plane.lines):
-            for event in line.events:
-                stats = dict(event.stats)
-                if "hlo_op" in stats and "hlo_module" in stats:
-                    start, end = event.start_ns, event.start_ns + event.duration_ns
-                    module, program = str(stats["hlo_module"]), stats.get("program_id")
-                    found.append(Operation((plane.name, number), module, program, str(stats["hlo_op"]), start, end))
+    for line, event, stats in _events(folder):
+        if "hlo_op" in stats and "hlo_module" in stats:
+            start, end = event.start_ns, event.start_ns + event.duration_ns
+            module, program = str(stats["hlo_module"]), stats.get("program_id")
+            found.append(Operation(line, module, program, str(stats["hlo_op"]), start, end))
     return found
 
 
-def seconds_by_part(ran: Iterable[Operation], programs: Sequence[HasParts]) -> dict[str, float]:
-    """Returns the seconds that operations of each part ran, without those that ran inside them.
+def _events(folder: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yields the events of the newest profile in a folder, each with its line and its statistics."""
+    import jax
+
+    for file in sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)[-1:]:
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            for number, line in enumerate(plane.lines):
+                for event in line.events:
+                    yield (plane.name, number), event, dict(event.stats)
+
+
+def call_starts(folder: Path) -> dict[int, float]:
+    """Returns the nanosecond at which each call of `Profiler.calls` began, by its number."""
+    return {int(stats["call"]): event.start_ns for _, event, stats in _events(folder) if event.name == CALL}
+
+
+def parted(ran: Iterable[Operation], programs: Sequence[HasParts]) -> list[tuple[Operation, str, float]]:
+    """Returns operations with their parts and the seconds that they ran, without those that ran inside them.
 
     A profile names a program's module, which programs for several shapes share: of these, the programs with every
     observed operation decide, by majority.
     """
-    by_program: dict[Any, list[tuple[str, float]]] = collections.defaultdict(list)
+    by_program: dict[Any, list[tuple[Operation, float]]] = collections.defaultdict(list)
     for operation, own_ns in _own_times(ran):
-        by_program[operation.module, operation.program].append((operation.name, own_ns))
-    seconds: dict[str, float] = collections.defaultdict(float)
+        by_program[operation.module, operation.program].append((operation, own_ns))
+    found = []
     for (module, _), runs in by_program.items():
-        part = _voted({name for name, _ in runs}, [p.parts for p in programs if p.module == module])
-        for name, own_ns in runs:
-            seconds[part.get(name, OTHER)] += own_ns / 1e9
+        part = _voted({operation.name for operation, _ in runs}, [p.parts for p in programs if p.module == module])
+        found += [(operation, part.get(operation.name, OTHER), own_ns / 1e9) for operation, own_ns in runs]
+    return found
+
+
+def seconds_by_part(ran: Iterable[tuple[Operation, str, float]]) -> dict[str, float]:
+    """Returns the sum of the seconds of each part in the result of `parted`."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for _, part, own_s in ran:
+        seconds[part] += own_s
     return {part: seconds[part] for part in (*PARTS, OTHER) if part in seconds}
 
 

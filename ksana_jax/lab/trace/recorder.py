@@ -208,7 +208,7 @@ class Recorder:
         assert engine is not None
         built, step = self._clock(), steps[0]
         self._note_built(built)
-        profiled = self._profiler.before_step(step)
+        profiled = self._profiler.before_call(steps)
         began, writing, known = self._clock(), log.writing_s, len(log.functions)
         step.profiler_s = began - built
         for running in several:

@@ -13,6 +13,7 @@ from ksana_jax.core.lora import LoRARequest
 from ksana_jax.core.request import RequestInput, SamplingParams
 from ksana_jax.engine.completion import Request
 from ksana_jax.lab.recording import Event
+from ksana_jax.methods.steering import Steering
 
 
 def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
@@ -21,6 +22,8 @@ def plain_input(request: Request, asked: RequestInput) -> dict[str, Any]:
     params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(default)}
     if (structured := request.params.structured_outputs) is not None:
         params["structured_outputs"] = dataclasses.asdict(structured)
+    if request.params.steering is not None:
+        params["steering"] = request.params.steering.plain()
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids.tolist(),
@@ -44,6 +47,9 @@ def read_input(given: Mapping[str, Any]) -> RequestInput:
         params = given["params"]
         if (bias := params.get("logit_bias")) is not None:
             params = params | {"logit_bias": {int(token): x for token, x in bias.items()}}  # keys of JSON are strings
+        if (steering := params.get("steering")) is not None:
+            parts = {name: {int(layer): x for layer, x in part.items()} for name, part in steering.items()}
+            params = params | {"steering": Steering(**parts)}
         return RequestInput(
             np.array(given["prompt_token_ids"], np.int32),
             SamplingParams(**params),

@@ -28,6 +28,7 @@ class StepTrace:
       first one's.
     moved_bytes: of whole blocks, by direction. functions: that it had to wait for, until they were compiled.
     profiled: whether the profiler ran, which makes steps slower; profiler_s: to start it and to write its output.
+    parts: seconds of each part of the network on the device; None of steps without a profile.
     rows, blocks, tokens: see `recording`; None where decisions are not recorded.
     record: the engine's own record, from the end of the step on.
     """
@@ -41,6 +42,7 @@ class StepTrace:
     functions: list[str] = dataclasses.field(default_factory=list)
     profiled: bool = False
     profiler_s: float = 0.0
+    parts: dict[str, float] | None = None
     rows: list[Any] | None = None
     blocks: dict[str, Any] | None = None
     tokens: dict[str, Any] | None = None

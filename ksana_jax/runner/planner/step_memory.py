@@ -31,7 +31,8 @@ from ksana_jax.runner.keys import keys_for
 from ksana_jax.runner.program_memory import bytes_of
 from ksana_jax.runner.runner import Runner
 from ksana_jax.runner.step_runs import compiled_programs
-from ksana_jax.scheduler.step.types import StepShape, TileGroup, most_tiles
+from ksana_jax.scheduler.step.ladders import most_tiles
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.sharding.absent import place_on_absent
 from ksana_jax.sharding.placement import Placement
 from pallas_kernels import aot

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
-from ksana_jax.kv.eviction.base import EvictionMethod
-from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.buckets import Buckets
 from ksana_jax.scheduler.step.masks import masks_for
-from ksana_jax.scheduler.step.per_token import adapter_slots, full_blocks, query_numbers
 from ksana_jax.scheduler.step.sampling import add_settings
 from ksana_jax.scheduler.step.shared_prefix import sharing_decodes
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepArrays, StepInput, StepShape, padded
@@ -41,10 +40,10 @@ class BatchBuilder:
       block_size, num_blocks: of the pool. vocab_size: of the model, for penalties and biases.
       sink_width: leading entries of a block table that are never shared: they can hold repositioned sinks.
       min_saved_tokens: reads of tokens that sharing must spare in a group of rows.
-      numbers: method that numbers queries, see `StepArrays.query_numbers`; None without one.
       residual_groups: groups of layers with exact tokens next to a block codec's codes; None without one.
       acceptance: rule by which draft tokens are accepted.
-      adapts: whether requests may have adapters.
+      additions: further arrays of `StepArrays` by name, functions (shape, batch, rows, ends) of `per_token`.
+      steer: adds arrays to a step with steered rows, see `methods.steering`.
     """
 
     buckets: Buckets
@@ -53,10 +52,10 @@ class BatchBuilder:
     vocab_size: int
     sink_width: int = 0
     min_saved_tokens: int = 256
-    numbers: EvictionMethod | SelectionMethod | None = None
     residual_groups: tuple[int, ...] | None = None
     acceptance: str = "sampled"
-    adapts: bool = False
+    additions: Mapping[str, Callable[..., np.ndarray]] = dataclasses.field(default_factory=dict)
+    steer: Any = None
     _last: LastDecodes | None = dataclasses.field(default=None, init=False)
 
     def build(self, batch: ScheduledBatch, rows: Rows) -> tuple[StepInput, np.ndarray]:
@@ -72,15 +71,10 @@ class BatchBuilder:
             self._keep(batch, rows, step, ends)
         if rows.settings.matchers:
             step.mask = masks_for(step, batch.sampled, rows, self.vocab_size)
-        if self.numbers is not None:
-            numbers = query_numbers(self.numbers, step.shape, batch, rows, ends)
-            step.arrays = step.arrays._replace(query_numbers=numbers)
-        if self.residual_groups is not None:
-            step.arrays = step.arrays._replace(
-                full_blocks=full_blocks(step.shape, batch, rows, self.block_size, self.num_blocks)
-            )
-        if self.adapts:
-            step.arrays = step.arrays._replace(adapters=adapter_slots(step.shape, batch, rows, ends))
+        for name, of_step in self.additions.items():
+            step.arrays = step.arrays._replace(**{name: of_step(step.shape, batch, rows, ends)})
+        if rows.num_steered:
+            self.steer(step, batch, rows, ends)
         return step, ends
 
     def _keep(self, batch: ScheduledBatch, rows: Rows, step: StepInput, ends: np.ndarray) -> None:

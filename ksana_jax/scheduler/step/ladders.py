@@ -9,7 +9,7 @@ from ksana_jax.core.config import EngineConfig
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.scheduler.step.buckets import Buckets, at_least
 from ksana_jax.scheduler.step.shared_prefix import SHARED_ROWS
-from ksana_jax.scheduler.step.types import StepShape, TileGroup, most_tiles
+from ksana_jax.scheduler.step.types import StepShape, TileGroup
 from ksana_jax.scheduler.step.verification import shape_of_part
 
 # Rows up to which a draft model has as many numbers of rows as its target.
@@ -30,6 +30,15 @@ def least_rows(config: EngineConfig, platform: str) -> int:
     if config.dtype != "bf16" or (found.native and config.operators.linear != "xla"):
         return 1
     return found.least_rows
+
+
+def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[TileGroup, ...]:
+    """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
+
+    Short chunks would leave most of a tile of query_tile tokens empty, so tiles of a quarter of it exist, too.
+    """
+    widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
+    return tuple(TileGroup(-(-max_num_batched_tokens // width), width) for width in widths)
 
 
 def tile_parts(max_num_batched_tokens: int, query_tile: int, min_rows: int = 1) -> tuple[TileGroup, ...]:

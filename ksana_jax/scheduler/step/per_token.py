@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
 from ksana_jax.core.patterns import FAR
@@ -9,6 +12,11 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 from ksana_jax.kv.selection.base import SelectionMethod
 from ksana_jax.scheduler.sequence import Rows
 from ksana_jax.scheduler.step.types import ScheduledBatch, StepShape, padded
+
+
+def numbering(method: EvictionMethod | SelectionMethod | None) -> dict[str, Callable[..., np.ndarray]]:
+    """Returns the entry of `BatchBuilder.additions` of a method that numbers queries; none for None."""
+    return {} if method is None else {"query_numbers": functools.partial(query_numbers, method)}
 
 
 def query_numbers(
@@ -33,16 +41,23 @@ def query_numbers(
 
 def adapter_slots(shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray) -> np.ndarray:
     """Returns the slot of each token's adapter: int32 [T], -1 for none and for padding; ends as in `query_numbers`."""
-    of_row, counts = np.full(len(ends), -1, np.int32), batch.num_per_row
+    of_row = np.full(len(ends), -1, np.int32)
     for at, row in enumerate(batch.rows.tolist()):
         if (seq := rows.seqs[row]) is not None and seq.adapter is not None:
             of_row[at] = seq.adapter.slots.used(seq.adapter.digest)
-    found = np.full(shape.num_tokens, -1, np.int32)
-    found[np.repeat(ends + 1 - counts, counts) + _nth(counts)] = np.repeat(of_row, counts)
+    return of_tokens(of_row, shape, batch, ends)
+
+
+def of_tokens(of_rows: np.ndarray, shape: StepShape, batch: ScheduledBatch, ends: np.ndarray) -> np.ndarray:
+    """Returns the number of each token's row: int32 [T], -1 for padding; ends as in `query_numbers`."""
+    found, counts = np.full(shape.num_tokens, -1, np.int32), batch.num_per_row
+    found[np.repeat(ends + 1 - counts, counts) + _nth(counts)] = np.repeat(of_rows, counts)
     return found
 
 
-def full_blocks(shape: StepShape, batch: ScheduledBatch, rows: Rows, block_size: int, num_blocks: int) -> np.ndarray:
+def full_blocks(
+    block_size: int, num_blocks: int, shape: StepShape, batch: ScheduledBatch, rows: Rows, ends: np.ndarray
+) -> np.ndarray:
     """Returns the blocks [Gk, F] that a step fills; see `StepArrays`."""
     size, computed = block_size, rows.num_computed[batch.rows]
     first, counts = computed // size, (computed + batch.num_per_row) // size - computed // size

@@ -127,21 +127,12 @@ class TileGroup(NamedTuple):
     width: int
 
 
-def most_tiles(max_num_batched_tokens: int, query_tile: int) -> tuple[TileGroup, ...]:
-    """Returns the maximum number of tiles for longer chunks, for each width of tiles, widest first.
-
-    Short chunks would leave most of a tile of query_tile tokens empty, so tiles of a quarter of it exist, too.
-    """
-    widths = (query_tile, query_tile // 4) if query_tile >= 8 else (query_tile,)
-    return tuple(TileGroup(-(-max_num_batched_tokens // width), width) for width in widths)
-
-
 class StepShape(NamedTuple):
     """The sizes for which a step is compiled.
 
     parts: tiles of one token come first. table_width: P, entries of a block table. max_sampled: J, maximum number of
     tokens whose logits are computed. shared_rows: number of one-token tiles in a group that may share leading blocks;
-    0 if none do. tree: True if the tokens of a tile are nodes of a tree, see `StepArrays.ancestors`.
+    0 if none do. tree: a tile's tokens are nodes of a tree, see `StepArrays.ancestors`. steered: S of `Steered`.
     """
 
     parts: tuple[TileGroup, ...]
@@ -149,6 +140,7 @@ class StepShape(NamedTuple):
     max_sampled: int
     shared_rows: int = 0
     tree: bool = False
+    steered: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -206,6 +198,7 @@ class StepArrays(NamedTuple):
       the j-th token of the tile. The slot of the j-th is j positions after the root's; `cache_positions` has its key's
       visible position. Tokens before the root are attended to as usual. None unless shape.tree.
     adapters: [T] slot of the token's adapter, -1 for none; None in an engine without adapters.
+    steering: a `methods.steering.Steered`; None unless shape.steered.
     """
 
     tokens: Array
@@ -221,6 +214,7 @@ class StepArrays(NamedTuple):
     full_blocks: Array | None = None
     ancestors: Array | None = None
     adapters: Array | None = None
+    steering: Any = None
 
     def of_group(self, group: Array) -> StepArrays:
         """Returns the arrays for the layers of one group, without the axis Gk. group: an index, traced or not."""

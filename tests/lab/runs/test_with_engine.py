@@ -108,3 +108,23 @@ def test_generation_reports_time_and_blocks(tmp_path, one_layer):
     # 47 tokens are computed of each of three requests: three blocks.
     assert kv["max_peak_blocks"] == 9
     assert kv["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("divergence", {"num_texts": 2, "prompt_tokens": 40, "output_tokens": 6}),
+        ("recall", {"num_tokens": 300, "num_examples": 2}),
+        ("ruler", {"tasks": ["fwe"], "num_tokens": 650, "num_examples": 2}),
+    ],
+)
+def test_other_tasks_have_the_column_too(tmp_path, one_layer, task, settings):
+    engine = ENGINE | {"kept_tokens": True}
+    given = {"task": task, "model": one_layer, "load_format": "dummy", "engine": engine, "settings": settings}
+    made = reported(plan(given | {"pattern": {"window": 32}}), tmp_path / "out")
+    [kept] = [m for row in made.rows for m in row.trials[0] if m["metric"] == "kept"]
+    with np.load(tmp_path / "out" / kept["file"]) as found:
+        masks = [found[digest] for digest in found.files]
+    assert len(masks) == 2 and all(mask[..., -32:].all() and not mask[..., :-32].any() for mask in masks)
+    assert made.rows[0].mean("kept") == pytest.approx(np.mean([32 / mask.shape[-1] for mask in masks]))
+    assert "tokens kept, %" in [column.title for column in made.columns]

@@ -99,7 +99,7 @@ def test_the_page_loads_nothing_and_sums_up_steps_shapes_and_functions(bundle):
         [row] = [row for row in page.rows if row[0] == function["name"] and len(row) == 7]
         assert row[1] == f"{function['flops']:.4g}" and row[5].endswith(f"waited: {function['reason']}")
     assert all((folder / link).is_file() for link in page.links)
-    assert len(page.links) == 1 + 3 * sum(len(f["programs"]) for f in trace["functions"])
+    assert len(page.links) == 2 + 3 * sum(len(f["programs"]) for f in trace["functions"])
 
 
 def test_the_timeline_has_every_step_and_request(bundle):

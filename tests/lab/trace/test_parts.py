@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ksana_jax.lab.trace.parts import OTHER, Operation, part_of, parts_of_operations, seconds_by_part
+from ksana_jax.lab.trace.parts import OTHER, Operation, part_of, parted, parts_of_operations, seconds_by_part
 
 HLO = """HloModule jit_step_layers, is_scheduled=true
 %fused (p: f32[2]) -> f32[2] {
@@ -41,7 +41,7 @@ def test_an_operation_has_the_time_that_others_inside_it_do_not_have():
     # The loop runs a fusion twice; on another line an operation runs at the same time.
     runs = [ran("while.2", 0, 10), ran("fusion.3", 1, 3), ran("fusion.3", 4, 7), ran("fusion.3", 10, 11)]
     runs += [ran("copy.5", 2, 6, line="b"), ran("unknown", 0, 1, line="c", module="jit_other")]
-    assert seconds_by_part(runs, [program]) == pytest.approx({"norm": 6, "attention": 5, OTHER: 5})
+    assert seconds_by_part(parted(runs, [program])) == pytest.approx({"norm": 6, "attention": 5, OTHER: 5})
 
 
 def test_of_programs_with_one_name_those_that_have_the_operations_decide():
@@ -49,9 +49,9 @@ def test_of_programs_with_one_name_those_that_have_the_operations_decide():
     other = Program("jit_step_layers", {"fusion.1": "attention", "fusion.3": "output"})
     runs = [ran("fusion.1", 0, 1), ran("fusion.2", 1, 3), ran("fusion.1", 0, 1, program=2, line="b")]
     runs.append(ran("fusion.3", 1, 3, program=2, line="b"))
-    found = seconds_by_part(runs, [one, other])
+    found = seconds_by_part(parted(runs, [one, other]))
     assert found == pytest.approx({"qkv": 2, "attention": 1, "output": 2, "mlp": 1})
 
 
 def test_without_a_profile_there_is_nothing():
-    assert seconds_by_part([], [Program("m", {})]) == {}
+    assert seconds_by_part(parted([], [Program("m", {})])) == {}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ksana_jax import LLM, AttentionPattern
+from ksana_jax import LLM, AttentionPattern, Steering
 from ksana_jax.devices.tuning import tuning
 from ksana_jax.lab.align.command import TextSet, align, report
 from ksana_jax.models.joined import separate
@@ -19,6 +19,7 @@ from pallas_kernels.registry import KERNELS
 from tests.sharding.on_devices.engines import (
     GREEDY,
     MHA,
+    MIXED,
     MODELS,
     PROMPTS,
     SETTINGS,
@@ -116,6 +117,14 @@ def test_kernels_of_a_gpu_see_the_heads_of_one_device(monkeypatch):
     few = [dataclasses.replace(GREEDY, max_tokens=4)] * 2
     one, several = (LLM.from_params(model, params, tensor_parallel_size=n, **config) for n in (1, 4))
     assert tokens_of(several, few, PROMPTS[3:5]) == tokens_of(one, few, PROMPTS[3:5])
+
+
+def test_rows_are_steered():
+    model = MODELS["GQA"]
+    steering = Steering({0: np.linspace(-2, 2, model.d_model)}, {1: [0, model.num_heads - 1]})
+    params = [dataclasses.replace(p, steering=steering if n % 2 else None) for n, p in enumerate(MIXED)]
+    several, one = (tokens_of(alone("GQA", n), params) for n in (4, 1))
+    assert several == one != expected()
 
 
 @pytest.mark.parametrize("kv", [pytest.param(kv, marks=pytest.mark.soak) for kv in ("int8", "kivi4")])

@@ -20,6 +20,7 @@ from ksana_jax.engine.watched import MAX_DISTRIBUTIONS_BYTES
 from ksana_jax.kv.eviction import read_eviction
 from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import forced, token_scores
+from ksana_jax.lab.runs.tasks import kept
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
 from ksana_jax.lab.runs.tasks.paired import check_against, other_engine
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, number, of_metric, percent
@@ -94,6 +95,7 @@ class Divergence(BaseTask):
         of_text = settings.output_tokens * llm.model_config.vocab_size * 4
         at_once = max(min(llm.config.max_num_seqs, MAX_DISTRIBUTIONS_BYTES // of_text), 1)
         saved: dict[str, list[np.ndarray]] = defaultdict(list)
+        masks: dict[str, np.ndarray | None] = {}
         for begin in range(0, len(drawn), at_once):
             group = drawn[begin : begin + at_once]
             if settings.continuation == "greedy":
@@ -102,7 +104,8 @@ class Divergence(BaseTask):
                     for excerpt, answer in zip(group, _answers(reference, group, settings.output_tokens), strict=True)
                 ]
             found = [f(engine, group, settings) for f in (_decoded, _read) for engine in (reference, llm)]
-            for excerpt, p, q, *read in zip(group, *found, strict=True):
+            for excerpt, (p, _), (q, mask), *read in zip(group, *found, strict=True):
+                masks[excerpt.digest] = mask
                 tokens = _of_tokens(excerpt.ids[settings.prompt_tokens :], p, q, *read)
                 yield {
                     "metric": "divergence",
@@ -119,6 +122,7 @@ class Divergence(BaseTask):
                 for name in ("token_id", "logprob", "reference_logprob", "read_logprob", "kl", "js"):
                     saved[name].append(tokens[name])
             trial.progress((begin + len(group)) / len(drawn))
+        yield from kept.measured(trial, masks)
         if settings.save_tokens:
             file = trial.save("tokens", **{name: np.concatenate(parts) for name, parts in saved.items()})
             yield {"metric": "tokens", "file": file}
@@ -126,11 +130,11 @@ class Divergence(BaseTask):
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes kl and js, nats per token; top1, the fraction of tokens at which both have the same most probable
         one; nll and read_nll, negative log-likelihoods per token as decoded and as read; apart, the largest difference
-        of a token's log-probability between decoding and reading."""
+        of a token's log-probability between decoding and reading; kept: see `kept.summarised`."""
         found = [m for m in measurements if m["metric"] == "divergence"]
         count = sum(m["count"] for m in found)
         result = {name: sum(m[name] * m["count"] for m in found) / count for name in _MEANS}
-        return result | {"apart": max(m["apart"] for m in found)}
+        return result | {"apart": max(m["apart"] for m in found)} | kept.summarised(measurements)
 
     def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
         found = [m for m in measurements if m["metric"] == "divergence"]
@@ -146,6 +150,7 @@ class Divergence(BaseTask):
             Column("nll", "NLL decoded", nats, "min", change="loss decoded"),
             Column("read_nll", "NLL read", nats, "min", change="loss read"),
             Column("apart", "largest", lambda value: f"{value:.1e}", exact=True, note=note),
+            *kept.columns(rows),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -170,17 +175,19 @@ def _answers(llm: LLM, group: Sequence[texts.Excerpt], count: int) -> list[list[
     return [list(output.check().outputs[0].token_ids) for output in outputs]
 
 
-def _decoded(llm: LLM, group: Sequence[texts.Excerpt], settings: DivergenceSettings) -> list[np.ndarray]:
-    """Returns the log-probabilities [tokens, V] of each continuation, decoded."""
+def _decoded(
+    llm: LLM, group: Sequence[texts.Excerpt], settings: DivergenceSettings
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """Returns the log-probabilities [tokens, V] of each continuation, decoded, and the `kept_tokens`."""
     count = settings.prompt_tokens
     params = [
         SamplingParams(forced_token_ids=excerpt.ids[count:], max_tokens=None, logprobs=-1, detokenize=False)
         for excerpt in group
     ]
     outputs = llm.generate([{"prompt_token_ids": excerpt.ids[:count]} for excerpt in group], params)
-    found = [output.check().outputs[0].distributions for output in outputs]
-    assert all(x is not None and len(x) == settings.output_tokens for x in found)
-    return found  # pyright: ignore[reportReturnType]
+    found = [output.check().outputs[0] for output in outputs]
+    assert all(x.distributions is not None and len(x.distributions) == settings.output_tokens for x in found)
+    return [(x.distributions, x.kept_tokens) for x in found]  # pyright: ignore[reportReturnType]
 
 
 def _read(llm: LLM, group: Sequence[texts.Excerpt], settings: DivergenceSettings) -> list[np.ndarray]:

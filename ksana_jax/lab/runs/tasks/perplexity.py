@@ -29,7 +29,7 @@ from ksana_jax.lab.runs import texts
 from ksana_jax.lab.runs.asking import run_warm, token_scores
 from ksana_jax.lab.runs.models import training_context
 from ksana_jax.lab.runs.oracle import foreseen
-from ksana_jax.lab.runs.tasks import perplexity_figure
+from ksana_jax.lab.runs.tasks import kept, perplexity_figure
 from ksana_jax.lab.runs.tasks.base import INPUT_TEXTS, BaseTask, TrialContext, int_field
 from ksana_jax.lab.runs.tasks.perplexity_report import PerplexityResults
 from ksana_jax.lab.runs.tasks.results import Measurement, ResultRow
@@ -164,7 +164,7 @@ class Perplexity(PerplexityResults, BaseTask):
         foresees = eviction is not None and eviction.needs_full_text
         at_once = settings.texts_at_once if streams else 1
         scored: list[tuple[texts.Excerpt, np.ndarray, np.ndarray]] = []
-        kept: dict[str, np.ndarray] = {}
+        masks_of: dict[str, np.ndarray] = {}
         masks: list[np.ndarray] = []
         for begin in range(0, len(chosen), at_once):
             group = chosen[begin : begin + at_once]
@@ -185,7 +185,7 @@ class Perplexity(PerplexityResults, BaseTask):
             with foreseen(llm, group[0].ids) if streams and foresees else contextlib.nullcontext():
                 found, seconds, compiled = run_warm(llm, work)
             if streams and llm.config.kept_tokens:
-                kept |= {excerpt.digest: mask for excerpt, mask in zip(group, masks, strict=True)}
+                masks_of |= {excerpt.digest: mask for excerpt, mask in zip(group, masks, strict=True)}
             num_scored = 0
             for excerpt, sample, log_probs in zip(group, samples, found, strict=True):
                 positions, subset = sample, "sampled"
@@ -209,9 +209,7 @@ class Perplexity(PerplexityResults, BaseTask):
             trial.progress((begin + len(group)) / len(chosen))
         if settings.save_tokens:
             yield {"metric": "tokens", "file": trial.save("tokens", **_tokens(scored))}
-        if kept:
-            share = float(np.mean([mask.mean() for mask in kept.values()]))
-            yield {"metric": "kept", "share": share, "file": trial.save("kept", **kept)}
+        yield from kept.measured(trial, masks_of)
         yield {
             "metric": "compilations",
             "count": llm.num_compilations - compiled_before,

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
 from ksana_jax.lab.runs import significance
+from ksana_jax.lab.runs.tasks import kept
 from ksana_jax.lab.runs.tasks.base import Results
 from ksana_jax.lab.runs.tasks.compression import best_and_full, is_compressed, kv_said
-from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric, percent
+from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric
 from ksana_jax.lab.runs.tasks.row_figure import against_numbers
 
 
@@ -37,10 +38,9 @@ class PerplexityResults(Results):
                 speed.append(m)
             elif m["metric"] == "kv":
                 kv.append(m)
-            elif m["metric"] == "kept":
-                result["kept"] = m["share"]
             elif m["metric"] == "compilations":
                 result["num_compilations"] = m["count"]
+        result |= kept.summarised(measurements)
         scores = _sums([m for m in measurements if m["metric"] == "nll"])
         result.update({key: perplexity(total / count) for key, (total, count) in scores.items()})
         if speed:
@@ -98,9 +98,7 @@ class PerplexityResults(Results):
         if any(row.config.get("engine", {}).get("kv_selection") for row in rows):
             note = "KV read/token: by a query after a text's last token; with kv_selection, summaries included."
             shown.append(Column("kv_read_bytes", "KV read/token, KiB", kib, "min", exact=True, note=note))
-        if any(row.mean("kept") is not None for row in rows):
-            note = "Tokens kept: those to which a text's last token attends, mean over layers and KV heads."
-            shown.append(Column("kept", "tokens kept, %", percent(), exact=True, note=note))
+        shown += kept.columns(rows)
         if differ(rows, "kv_token_bytes"):
             note = f"KV bytes/token: at the length of a text; {token}."
             shown.append(Column("kv_token_bytes", "KV bytes/token", number(0), "min", exact=True, note=note))

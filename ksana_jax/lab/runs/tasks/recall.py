@@ -22,7 +22,7 @@ from ksana_jax.lab.recall import Example, check_example, make_example
 from ksana_jax.lab.runs import significance
 from ksana_jax.lab.runs.asking import forced, token_scores
 from ksana_jax.lab.runs.models import tokenizer_of
-from ksana_jax.lab.runs.tasks import recall_figure
+from ksana_jax.lab.runs.tasks import kept, recall_figure
 from ksana_jax.lab.runs.tasks.base import AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.compression import best_and_full, kv_said
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, number, of_metric, percent
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ksana_jax import LLM
-    from ksana_jax.core.outputs import Logprob
+    from ksana_jax.core.outputs import CompletionOutput, Logprob
 
 
 @dataclasses.dataclass
@@ -103,17 +103,19 @@ class Recall(AskingTask):
     def run(self, trial: TrialContext) -> Iterator[Measurement]:
         settings, llm = RecallSettings(**trial.config["settings"]), trial.llm
         option, values = settings.swept
+        masks: dict[str, np.ndarray | None] = {}
         for done, value in enumerate(values, start=1):
             examples = _examples(settings, llm, trial.seed, value)
             for example, given, scores in zip(
                 examples, _answers(llm, examples, settings.ask), _scores(llm, examples, settings.ask), strict=True
             ):
+                masks[_digest(example)] = given.kept_tokens
                 yield {
                     "metric": "answer",
                     "option": option,
                     "value": value,
                     "digest": _digest(example),
-                    "correct": given == example.answer_ids,
+                    "correct": list(given.token_ids) == example.answer_ids,
                     "logprob": sum(score.logprob for score in scores),
                     "ranks": [score.rank for score in scores],
                     "num_prompt_tokens": len(example.prompt_ids),
@@ -121,6 +123,7 @@ class Recall(AskingTask):
                     "chance": example.chance,
                 }
             trial.progress(done / (len(values) + 1))
+        yield from kept.measured(trial, masks)
         yield {"metric": "kv", **_kv(llm, _examples(settings, llm, trial.seed, values[-1])[0], settings.ask)}
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
@@ -133,7 +136,7 @@ class Recall(AskingTask):
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
         # Earlier versions recorded the maximum between steps, and None of a request that was one step.
         held = kv["held_kv_bytes"] if "held_kv_bytes" in kv else kv["live_kv_bytes"]
-        return result | ({} if held is None else {"live_kv_bytes": held})
+        return result | kept.summarised(measurements) | ({} if held is None else {"live_kv_bytes": held})
 
     def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
         """Returns accuracy, log-probability and rank on each question."""
@@ -158,6 +161,7 @@ class Recall(AskingTask):
             Column("logprob", "nats per answer token", number(2), "max", note=_NATS),
             Column("rank", "rank", number(1), "min"),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=f"Live KV: of one request, {held}."),
+            *kept.columns(rows),
         ]
 
     def headline(self, rows: Sequence[ResultRow]) -> Column | None:
@@ -214,12 +218,12 @@ def _digest(example: Example) -> str:
     return hashlib.sha256(example.text.encode()).hexdigest()[:12]
 
 
-def _answers(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[int]]:
-    """Returns the greedy tokens for each example, as many as its answer has."""
+def _answers(llm: LLM, examples: Sequence[Example], ask: str) -> list[CompletionOutput]:
+    """Returns the greedy completion of each example, of as many tokens as its answer has."""
     asked = [asked_of(e.prompt_ids, e.num_question, ask) for e in examples]
     counts = [len(e.answer_ids) for e in examples]
     outputs = llm.generate(asked, [forced(count, min_tokens=count, temperature=0.0) for count in counts])
-    return [list(output.check().outputs[0].token_ids) for output in outputs]
+    return [output.check().outputs[0] for output in outputs]
 
 
 def _scores(llm: LLM, examples: Sequence[Example], ask: str) -> list[list[Logprob]]:

@@ -19,12 +19,16 @@ from ksana_jax.lab.recall.ruler import MAX_TOKENS, RULER_TASKS, RulerPrompt, che
 from ksana_jax.lab.runs.asking import forced
 from ksana_jax.lab.runs.models import tokenizer_of
 from ksana_jax.lab.runs.significance import wilson
+from ksana_jax.lab.runs.tasks import kept
 from ksana_jax.lab.runs.tasks.base import INPUT_FILES, AskingTask, TrialContext, asked_of, int_field
 from ksana_jax.lab.runs.tasks.results import Column, Measurement, Part, ResultRow, kib, percent
 from ksana_jax.lab.runs.text_files import candidates, digest
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ksana_jax import LLM
+    from ksana_jax.core.outputs import CompletionOutput
 
 _HAYSTACK = "settings.haystack"
 _WORD_CHARS = 64  # of each token's share of a haystack file; white space and words of more would be cut off
@@ -95,27 +99,32 @@ class Ruler(AskingTask):
         if llm.tokenizer is None:
             raise ConfigError("RULER's texts need a tokenizer, which the model does not have")
         given, prompts = _given(settings), []
+        masks: dict[str, np.ndarray | None] = {}
         for done, task in enumerate(settings.tasks, start=1):
             seeds = range(first := trial.seed << 32, first + settings.num_examples)
             prompts = [make_prompt(task, llm.tokenizer, given, seed=seed, chat=settings.chat) for seed in seeds]
             for prompt, answer in zip(prompts, _answers(llm, prompts, settings.ask), strict=True):
+                name = hashlib.sha256(prompt.text.encode()).hexdigest()[:12]
+                masks[name] = answer.kept_tokens
                 yield {
                     "metric": "answer",
                     "task": task,
-                    "digest": hashlib.sha256(prompt.text.encode()).hexdigest()[:12],
-                    "score": score(answer, prompt.answers),
-                    "answer": answer,
+                    "digest": name,
+                    "score": score(answer.text, prompt.answers),
+                    "answer": answer.text,
                     "expected": list(prompt.answers),
                     "num_prompt_tokens": len(prompt.ids),
                 }
             trial.progress(done / (len(settings.tasks) + 1))
+        yield from kept.measured(trial, masks)
         yield {"metric": "kv", "held_kv_bytes": _held_bytes(llm, prompts[0], settings.ask)}
 
     def summarise(self, measurements: Sequence[Measurement]) -> dict[str, float]:
         """Computes the mean score of each task, 0 to 1, the mean over tasks, and live_kv_bytes."""
         scores = {f"score_{task}": statistics.fmean(found) for task, found in _scores([measurements]).items()}
         (kv,) = [m for m in measurements if m["metric"] == "kv"]
-        return {"score": statistics.fmean(scores.values()), **scores, "live_kv_bytes": kv["held_kv_bytes"]}
+        scores |= {"score": statistics.fmean(scores.values()), "live_kv_bytes": kv["held_kv_bytes"]}
+        return scores | kept.summarised(measurements)
 
     def parts(self, measurements: Sequence[Measurement]) -> dict[str, dict[Hashable, Part]]:
         """Returns the score of each prompt; in the mean over all, tasks weigh the same."""
@@ -133,6 +142,7 @@ class Ruler(AskingTask):
             Column("score", "all, %" if len(tasks) > 1 else "score, %", _percent, "max", change="change, points"),
             *(Column(f"score_{task}", f"{task}, %", _percent, "max") for task in tasks if len(tasks) > 1),
             Column("live_kv_bytes", "live KV, KiB", kib, "min", exact=True, note=_LIVE),
+            *kept.columns(rows),
         ]
 
     def notes(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -168,13 +178,13 @@ def _given(settings: RulerSettings) -> QuestionSpec:
     return QuestionSpec(settings.num_tokens, words[: settings.num_tokens], settings.depth)
 
 
-def _answers(llm: LLM, prompts: Sequence[RulerPrompt], ask: str) -> list[str]:
+def _answers(llm: LLM, prompts: Sequence[RulerPrompt], ask: str) -> list[CompletionOutput]:
     from ksana_jax import SamplingParams
 
     params = [SamplingParams(max_tokens=prompt.num_answer_tokens, temperature=0.0) for prompt in prompts]
     asked = [asked_of(prompt.ids, prompt.num_question, ask) for prompt in prompts]
     outputs = llm.generate(asked, params)
-    return [output.check().outputs[0].text for output in outputs]
+    return [output.check().outputs[0] for output in outputs]
 
 
 def _held_bytes(llm: LLM, prompt: RulerPrompt, ask: str) -> int:
