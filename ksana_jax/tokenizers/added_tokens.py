@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +53,12 @@ def added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, AddedToken]
     return found
 
 
-def named_tokens(sources: Iterable[Mapping[str, Any]]) -> Iterator[AddedToken]:
-    """Yields the special tokens that files name, such as "pad_token", with id -1.
+def all_added(declared: Mapping[int, AddedToken], sources: Iterable[Mapping[str, Any]]) -> list[AddedToken]:
+    """Returns declared tokens by id, then, with id -1, the special tokens that files only name, such as "pad_token".
 
-    transformers matches them in texts even if tokenizer.json does not list them as added.
+    transformers matches the latter in texts too if the vocabulary has them.
     """
+    found = {token.content: token for _, token in sorted(declared.items())}
     for values in sources:
         tokens = [token for name, token in values.items() if name.endswith("_token")]
         for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
@@ -66,7 +67,9 @@ def named_tokens(sources: Iterable[Mapping[str, Any]]) -> Iterator[AddedToken]:
         for token in tokens:
             fields = token if isinstance(token, dict) else {"content": token}
             if isinstance(content := fields.get("content"), str) and content:
-                yield AddedToken(content, -1, **_flags(fields), normalized=fields.get("normalized") is True)
+                named = AddedToken(content, -1, **_flags(fields), normalized=fields.get("normalized") is True)
+                found.setdefault(content, named)
+    return list(found.values())
 
 
 def _flags(token: Mapping[str, Any]) -> dict[str, bool]:

@@ -10,7 +10,7 @@ from typing import Any
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources import model_path
 from ksana_jax.core.sources.hub import OTHER_TEMPLATES, TOKENIZERS
-from ksana_jax.tokenizers.added_tokens import added_tokens, named_tokens, older_added_tokens
+from ksana_jax.tokenizers.added_tokens import added_tokens, all_added, older_added_tokens
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
@@ -56,7 +56,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
         splits = config.get("split_special_tokens") is True
-        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials, added, named_tokens(naming), splits)
+        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials, all_added(added, naming), splits)
     elif (path := directory / MODEL).exists():
         from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
