@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = (
 _REASONS = {"modules_to_save": ": each slot would hold whole matrices; merge the adapter into a model of its own"}
 _KNOWN = {*_READ.split(), *_WITHOUT_EFFECT.split()}
 # Initialisations that leave the model's own weights as they are.
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _KEY = re.compile(r"(.+)\.lora_(A\.weight|B\.weight|magnitude_vector)")
 _A, _B, _LENGTHS = "A.weight", "B.weight", "magnitude_vector"
 # Pieces of the keys of rank_pattern and alpha_pattern, and the most characters that all keys of one have.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,30 @@ def added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, AddedToken]
         content = token.get("content") if isinstance(token, dict) else None
         if not (key.isascii() and key.isdigit() and len(key) <= 9) or not isinstance(content, str) or not content:
             raise TokenizerError(f"{path}: added_tokens_decoder[{key!r:.60}] must be an id and a token with content")
-        flags = {name: token.get(name) is True for name in ("special", "lstrip", "rstrip", "single_word")}
-        normalized = token.get("normalized", not flags["special"]) is True  # as in the library `tokenizers`
-        found[int(key)] = AddedToken(content, int(key), **flags, normalized=normalized)
+        special = token.get("special") is True
+        normalized = token.get("normalized", not special) is True  # as in the library `tokenizers`
+        found[int(key)] = AddedToken(content, int(key), special, **_flags(token), normalized=normalized)
     return found
+
+
+def all_added(declared: Mapping[int, AddedToken], sources: Iterable[Mapping[str, Any]]) -> list[AddedToken]:
+    """Returns declared tokens by id, then, with id -1, the special tokens that files only name, such as "pad_token".
+
+    transformers matches the latter in texts too if the vocabulary has them.
+    """
+    found = {token.content: token for _, token in sorted(declared.items())}
+    for values in sources:
+        tokens = [token for name, token in values.items() if name.endswith("_token")]
+        for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
+            group = values.get(key)
+            tokens += group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+        for token in tokens:
+            fields = token if isinstance(token, dict) else {"content": token}
+            if isinstance(content := fields.get("content"), str) and content:
+                named = AddedToken(content, -1, **_flags(fields), normalized=fields.get("normalized") is True)
+                found.setdefault(content, named)
+    return list(found.values())
+
+
+def _flags(token: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: token.get(name) is True for name in ("lstrip", "rstrip", "single_word")}

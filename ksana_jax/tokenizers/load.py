@@ -10,7 +10,7 @@ from typing import Any
 from ksana_jax.core.gguf_file import gguf_of, read_gguf
 from ksana_jax.core.sources import model_path
 from ksana_jax.core.sources.hub import OTHER_TEMPLATES, TOKENIZERS
-from ksana_jax.tokenizers.added_tokens import added_tokens, older_added_tokens
+from ksana_jax.tokenizers.added_tokens import added_tokens, all_added, older_added_tokens
 from ksana_jax.tokenizers.base import SpecialTokens, Tokenizer
 from ksana_jax.tokenizers.files import TokenizerError, read_bytes, read_optional_object, read_text
 
@@ -49,11 +49,14 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
     specials = SpecialTokens(_special_token("bos_token", sources), _special_token("eos_token", sources))
     config = sources[directory / CONFIG]
     added = added_tokens(config, directory / CONFIG)
+    # As in transformers: a file with the field added_tokens_decoder is complete.
+    naming = [config] if "added_tokens_decoder" in config else list(sources.values())
     # Each library takes a tenth of a second to import, and a directory needs only one of them.
     if (path := directory / JSON).exists():
         from ksana_jax.tokenizers.tokenizer_json import JsonTokenizer
 
-        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials, added)
+        splits = config.get("split_special_tokens") is True
+        tokenizer: Tokenizer = JsonTokenizer(str(path), read_text(path), specials, all_added(added, naming), splits)
     elif (path := directory / MODEL).exists():
         from ksana_jax.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
@@ -61,9 +64,7 @@ def load_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(str(path), read_bytes(path), config, specials, added)
     else:
         raise TokenizerError(f"{directory} has no tokenizer; supported: {JSON} or {MODEL} (SentencePiece)")
-    # As in transformers: a file with the field added_tokens_decoder is complete.
-    named = _named_tokens([config] if "added_tokens_decoder" in config else sources.values())
-    tokenizer.named_tokens = {**tokenizer.named_tokens, **named}
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **_named_tokens(naming)}
     tokenizer.eos_source = str(_naming("eos_token", sources) or tokenizer.source)
     _read_template(tokenizer, directory, config)
     return tokenizer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tokenizers
@@ -25,7 +24,8 @@ class JsonTokenizer(Tokenizer):
       source: the file it comes from, for messages.
       text: a tokenizer.json.
       specials: texts of BOS and EOS.
-      added: tokens by id that tokenizer_config.json declares. Those that the text lacks are added to it.
+      added: tokens that other files declare or name; see `added_tokens.all_added`. What the text lacks is added to it.
+      splits: True splits special tokens that are written out in a text as any other text.
 
     Raises:
       TokenizerError: the text cannot be used, an added token would get another id than the declared one, or the
@@ -33,7 +33,7 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(
-        self, source: str, text: str, specials: SpecialTokens, added: Mapping[int, AddedToken] = MappingProxyType({})
+        self, source: str, text: str, specials: SpecialTokens, added: Iterable[AddedToken] = (), splits: bool = False
     ):
         self.source = source
         self._tokenizer = _call(f"{source} is not a tokenizer.json", tokenizers.Tokenizer.from_str, text)
@@ -42,6 +42,7 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._tokenizer.encode_special_tokens = splits
         self._add(added)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -58,13 +59,14 @@ class JsonTokenizer(Tokenizer):
         self.bos_id, self.bos_token = self._special("bos_token", specials.bos)
         self.eos_id, self.eos_token = self._special("eos_token", specials.eos)
 
-    def _add(self, added: Mapping[int, AddedToken]) -> None:
+    def _add(self, added: Iterable[AddedToken]) -> None:
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        new = [token for _, token in sorted(added.items()) if token.content not in known]
+        new = [token for token in added if token.content not in known]
+        new = [token for token in new if token.id >= 0 or self._tokenizer.token_to_id(token.content) is not None]
         fields = ({name: value for name, value in token._asdict().items() if name != "id"} for token in new)
         self._tokenizer.add_tokens([tokenizers.AddedToken(**values) for values in fields])
         for token in new:
-            if (found := self._tokenizer.token_to_id(token.content)) != token.id:
+            if token.id >= 0 and (found := self._tokenizer.token_to_id(token.content)) != token.id:
                 raise TokenizerError(
                     f"{self.source}: {token.content!r:.60} gets id {found}, tokenizer_config.json gives it {token.id}"
                 )

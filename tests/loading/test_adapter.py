@@ -162,6 +162,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(folder, fields,
         {"fan_in_fan_out": True, "lora_dropout": 0.1, "task_type": None, "layers_to_transform": [0, 1]},
         {"init_lora_weights": "gaussian", "inference_mode": False, "target_modules": ".*q_proj"},
         {"ensure_weight_tying": True},
+        {"init_lora_weights": "mica"},
     ],
 )
 def test_fields_without_effect_on_a_finished_adapter_are_left_out(folder, fields):

@@ -127,6 +127,38 @@ def test_tokens_that_only_tokenizer_config_declares_are_encoded_and_decoded(dire
     assert tokenizer.decode([turn, tool], skip_special_tokens=False) == "<|turn|><tool>"
 
 
+# tokenizer_config.json, special_tokens_map.json, and whether transformers 5.24.0 takes WORD in a text for one token.
+WORD = "Ġthe"
+NAMED = {
+    "nothing names it": ({}, {}, False),
+    "config": ({"pad_token": WORD}, {}, True),
+    "of a model": ({"image_token": {"content": WORD, "lstrip": False}}, {}, True),
+    "extra": ({"extra_special_tokens": [WORD]}, {}, True),
+    "extra by name": ({"extra_special_tokens": {"image_token": WORD}}, {}, True),
+    "additional": ({}, {"additional_special_tokens": [WORD]}, True),
+    "map": ({"pad_token": "<none such>", "add_bos_token": True}, {"pad_token": WORD}, True),
+    "map beside a complete config": ({"added_tokens_decoder": {}}, {"pad_token": WORD}, False),
+    "complete config": ({"pad_token": WORD, "added_tokens_decoder": {}}, {}, True),
+    "split": ({"pad_token": WORD, "split_special_tokens": True}, {}, False),
+}
+
+
+@pytest.mark.parametrize("config, older, is_one", NAMED.values(), ids=NAMED)
+def test_a_token_of_the_vocabulary_that_a_file_names_as_special_is_matched_in_texts(directory, config, older, is_one):
+    path = directory("byte-level")
+    token = load_tokenizer(path).encode(" the", False)
+    (path / "special_tokens_map.json").write_text(json.dumps(older))
+    tokenizer = configure(path, **config)
+    assert (tokenizer.encode(WORD, False) == token) is is_one
+    special = is_one or "split_special_tokens" in config
+    assert tokenizer.decode(token) == ("" if special else " the")
+
+
+def test_a_named_token_consumes_white_space_as_its_object_says(directory):
+    tokenizer = configure(directory("byte-level"), pad_token={"content": WORD, "lstrip": True, "rstrip": True})
+    assert tokenizer.encode(f"a  {WORD} a", False) == tokenizer.encode(f"a{WORD}a", False)
+
+
 def test_files_that_give_an_added_token_two_ids_are_refused(directory):
     path = directory("llama-like")
     size = load_tokenizer(path).vocab_size

@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # prompts contribute is not in the traces.
     "mooncake_conversation": {
         "kind": "sessions",
-        "rate": 3.34,
+        "rate": 3.40,
         "turns": 1.3,
         "user": {"p50": 3700, "p99": 62000},
         "output": {"p50": 350, "p99": 1120},
@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "mooncake_synthetic": {
         "kind": "sessions",
-        "rate": 1.11,
+        "rate": 3.91,
         "turns": 2.0,
         "user": {"p50": 4400, "p99": 21000},
         "output": {"p50": 130, "p99": 420},

@@ -137,6 +137,14 @@ def test_presets_have_prompts_as_long_as_those_of_the_traces(preset, mean, p50):
     assert prompts["mean"] == pytest.approx(mean, rel=0.06) and prompts["p50"] == pytest.approx(p50, rel=0.06)
 
 
+# Requests and seconds of the published files.
+@pytest.mark.parametrize(
+    "preset, count, span_s", [("mooncake_conversation", 12_031, 3_537.0), ("mooncake_synthetic", 3_993, 1_022.0)]
+)
+def test_presets_offer_the_load_of_the_traces(preset, count, span_s):
+    assert read_workload(preset, num_requests=300).make(VOCAB).rate == pytest.approx(count / span_s, rel=0.01)
+
+
 def test_single_requests_share_nothing():
     assert infinite_hit_rate(read_workload("orca", num_requests=100).make(VOCAB)) == 0
 

@@ -73,6 +73,12 @@ def test_times_of_2024_with_a_zone_are_read(trace):
     assert [(i.arrival_s, i.num_prompt) for i in trace("azure", text).items] == [(0, 7), (1.5, 5)]
 
 
+def test_the_trace_of_2025_is_read_without_its_images(trace):
+    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\r\n2024-10-15T12:00:05.819Z,1,949,126\r\n"
+    text += "2024-10-15T12:00:00.269Z,0,770,491"
+    assert [(i.arrival_s, i.num_prompt) for i in trace("azure", text).items] == [(0, 770), (pytest.approx(5.55), 949)]
+
+
 def test_a_burstgpt_trace_leaves_out_failures_and_selects_by_log_type(trace):
     made = trace("burstgpt")
     assert [i.num_prompt for i in made.items] == [50 + k for k in range(20) if k != 7]
