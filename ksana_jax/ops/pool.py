@@ -79,9 +79,9 @@ class KVCache:
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
         for index, x in enumerate((k, v)):
-            for name, part in find_codec(self.codec).encode(x, jnp).items():
+            for name, part in self.encoded(x).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
-                leaves[name] = at.set(_stored(part, leaves[name].dtype), mode="drop")
+                leaves[name] = at.set(part, mode="drop")
         return KVCache(leaves, self.codec)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
@@ -131,6 +131,11 @@ class KVCache:
     def decoded(self, parts: dict[str, jax.Array]) -> jax.Array:
         """Decodes parts of the codec's leaves to keys or values."""
         return find_codec(self.codec).decode(parts, jnp)
+
+    def encoded(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Encodes keys or values [..., H] to parts of the codec's leaves."""
+        parts = find_codec(self.codec).encode(x, jnp)
+        return {name: _stored(part, self.leaves[name].dtype) for name, part in parts.items()}
 
 
 # Codecs of layers in full precision, by how the pool stores them.

@@ -146,8 +146,11 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     if method.hides:
         num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
     else:
-        num_slots = asked.num_kept
-        new = _moved(cache, rows, kept_slots(_cached(cache, rows, asked), asked, method))
+        num_slots, cached = asked.num_kept, _cached(cache, rows, asked)
+        order = _order(cached, asked, method)
+        if method.merges:
+            rows = rows | _merged(cache, rows, cached, order, asked, method)
+        new = _moved(cache, rows, _sources(order, asked))
     if method.resets_scores:
         new[SCORE] = jnp.zeros_like(new[SCORE])
     blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_slots[:, None]
@@ -169,6 +172,41 @@ def _moved(cache: KVCache, rows: dict[str, jax.Array], source: jax.Array) -> dic
         if name not in OF_TOKENS:
             of_layers = source[:, :num_exact] if name == EXACT else source[:, num_exact:]
         found[name] = jnp.take_along_axis(x, jnp.expand_dims(of_layers, (2, *range(5, x.ndim))), axis=4)
+    return found
+
+
+def _merged(
+    cache: KVCache,
+    rows: dict[str, jax.Array],
+    cached: Cached,
+    order: jax.Array,
+    asked: Evictions,
+    method: EvictionMethod,
+) -> dict[str, jax.Array]:
+    """Returns the leaves of keys and values in which tokens that stay hold those that the method merges into them.
+
+    Tokens into which nothing is merged keep their codes.
+    """
+    stays = jnp.argsort(order, axis=-1) < asked.num_kept[:, None, None, None]
+    into, weights, _ = method.merge(cached, stays, jnp)
+    goes = (jnp.arange(order.shape[-1]) < asked.num_tokens[:, None, None, None]) & ~stays
+    into = jnp.where(goes & (weights > 0), into, jnp.arange(order.shape[-1]))
+
+    def summed(x):  # [n, Lg, K, C, ...], by the slots that tokens are merged into
+        add = jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x))
+        return add(into.reshape(-1, into.shape[-1]), x.reshape(-1, *x.shape[3:])).reshape(x.shape)
+
+    changed = stays & (summed(jnp.ones_like(into)) > 1)
+    weights = jnp.where(stays | goes, weights, 0)
+    total = jnp.where(changed, summed(weights), 1)[..., None]
+    # Unused slots hold anything, also NaN.
+    parts = (jnp.where((stays | goes)[..., None], x, 0).astype(jnp.float32) for x in (cached.keys, cached.values))
+    keys, values = (_encoded(cache, summed(weights[..., None] * x) / total) for x in parts)
+    found, num_exact = {}, _num_exact(cache)
+    for name in keys:
+        of_layers = changed[:, :num_exact] if name == EXACT else changed[:, num_exact:]
+        of_layers = jnp.expand_dims(of_layers, (2, *range(5, rows[name].ndim)))
+        found[name] = jnp.where(of_layers, jnp.stack([keys[name], values[name]], axis=2), rows[name])
     return found
 
 
@@ -216,11 +254,18 @@ def _decoded(cache: KVCache, parts: dict[str, jax.Array]) -> jax.Array:
     return jnp.concatenate([x.astype(jnp.float32) for x in (exact, cache.decoded(parts))], axis=1)
 
 
-def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
+def _encoded(cache: KVCache, x: jax.Array) -> dict[str, jax.Array]:
+    """Encodes keys or values [n, Lg, K, C, H] of all layers to parts of leaves."""
+    if not (num_exact := _num_exact(cache)):
+        return cache.encoded(x)
+    exact = KVCache({"kv": cache.leaves[EXACT]}, EXACT_CODECS[cache.leaves[EXACT].dtype.name])
+    return cache.encoded(x[:, num_exact:]) | {EXACT: exact.encoded(x[:, :num_exact])["kv"]}
+
+
+def _sources(order: jax.Array, asked: Evictions) -> jax.Array:
     """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any."""
-    num_slots = cached.keys.shape[3]
+    num_slots = order.shape[-1]
     stays = jnp.arange(num_slots) < asked.num_kept[:, None, None, None]
-    order = _order(cached, asked, method)
     return jnp.minimum(jnp.sort(jnp.where(stays, order, num_slots)), num_slots - 1)
 
 
