@@ -79,9 +79,9 @@ class KVCache:
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
         for index, x in enumerate((k, v)):
-            for name, part in self.encoded(x).items():
+            for name, part in find_codec(self.codec).encode(x, jnp).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
-                leaves[name] = at.set(part, mode="drop")
+                leaves[name] = at.set(stored(part, leaves[name].dtype), mode="drop")
         return KVCache(leaves, self.codec)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
@@ -132,11 +132,6 @@ class KVCache:
         """Decodes parts of the codec's leaves to keys or values."""
         return find_codec(self.codec).decode(parts, jnp)
 
-    def encoded(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Encodes keys or values [..., H] to parts of the codec's leaves."""
-        parts = find_codec(self.codec).encode(x, jnp)
-        return {name: _stored(part, self.leaves[name].dtype) for name, part in parts.items()}
-
 
 # Codecs of layers in full precision, by how the pool stores them.
 EXACT_CODECS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint16": "bf16"}
@@ -156,6 +151,6 @@ class _Gathered(dict):
         return leaf.reshape(-1, *leaf.shape[4:])[self._at].reshape(*self._shape, *leaf.shape[5:])
 
 
-def _stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns encoded numbers as a leaf stores them: unchanged, or as bits."""
     return x.view(dtype) if jnp.issubdtype(dtype, jnp.unsignedinteger) else x.astype(dtype)

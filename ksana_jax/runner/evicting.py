@@ -12,13 +12,14 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
 from ksana_jax.ops.new_pool import make_cache
-from ksana_jax.ops.pool import EXACT_CODECS, KVCache
+from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
 from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.statistics_eviction import facts_of, with_state
@@ -256,10 +257,13 @@ def _decoded(cache: KVCache, parts: dict[str, jax.Array]) -> jax.Array:
 
 def _encoded(cache: KVCache, x: jax.Array) -> dict[str, jax.Array]:
     """Encodes keys or values [n, Lg, K, C, H] of all layers to parts of leaves."""
-    if not (num_exact := _num_exact(cache)):
-        return cache.encoded(x)
-    exact = KVCache({"kv": cache.leaves[EXACT]}, EXACT_CODECS[cache.leaves[EXACT].dtype.name])
-    return cache.encoded(x[:, num_exact:]) | {EXACT: exact.encoded(x[:, :num_exact])["kv"]}
+    num_exact, exact = _num_exact(cache), {}
+    if num_exact:
+        dtype = cache.leaves[EXACT].dtype
+        [part] = find_codec(EXACT_CODECS[dtype.name]).encode(x[:, :num_exact], jnp).values()
+        exact = {EXACT: stored(part, dtype)}
+    parts = find_codec(cache.codec).encode(x[:, num_exact:], jnp)
+    return {name: stored(part, cache.leaves[name].dtype) for name, part in parts.items()} | exact
 
 
 def _sources(order: jax.Array, asked: Evictions) -> jax.Array:

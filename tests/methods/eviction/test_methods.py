@@ -159,9 +159,10 @@ def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
     assert bool(llm.engine.memory.counters.swapped_in) == bool(swaps)
 
 
-def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others():
+@pytest.mark.parametrize("name", ["vatp", "d2o"])
+def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others(name):
     """In float32 both kinds of layers are exact, in separate leaves; the second layer comes first."""
-    setting, rule_of = METHODS["vatp"]
+    setting, rule_of = METHODS[name]
     llm = make_llm(
         kv_eviction=setting,
         kv_cache_dtype="f32",
