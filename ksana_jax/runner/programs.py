@@ -155,7 +155,7 @@ class ModelPrograms:
             placement,
             placement.features,
         )
-        self._head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
+        self.head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._patterns = _Patterns((), (), None)
         self._packings: dict[StepShape, Packing] = {}
@@ -243,7 +243,7 @@ class ModelPrograms:
         return self._lowering(key)()
 
     def _lowering(self, key: Any) -> Lowering:
-        params, head = self.params, self._head
+        params, head = self.params, self.head
         if isinstance(key, StepShape):
             if not self._tuning.layers_of_program:
                 return self._lowering_whole(key)
