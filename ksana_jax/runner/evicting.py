@@ -18,11 +18,12 @@ from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, TEXT_POSITION, 
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
-from ksana_jax.ops.new_pool import make_cache
 from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
 from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.statistics_eviction import facts_of, with_state
+from ksana_jax.sharding.placement import Placement
+from ksana_jax.sharding.specs import BY_HEAD
 
 # Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
 BLOCKS_AT_ONCE = 64
@@ -34,13 +35,20 @@ class Evictor:
     Args:
       layout, num_blocks: of the pool.
       table_width: maximum blocks of a row in one group of layers, whatever the budget.
+      placement: of the pool on devices.
       ropes, params: of the model, for methods that read them; the weights may change, see `forget`.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, table_width: int, ropes: Sequence[Rope], params: Callable[[], Params]
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        table_width: int,
+        ropes: Sequence[Rope],
+        placement: Placement,
+        params: Callable[[], Params],
     ):
-        self._layout, self._num_blocks, self.table_width = layout, num_blocks, table_width
+        self._layout, self._num_blocks, self.table_width, self._placement = layout, num_blocks, table_width, placement
         self._ropes, self._params, self._facts = ropes, params, None
         self._facts_of = functools.partial(facts_of, layout=layout, ropes=ropes)
         self._shapes = jax.eval_shape(self._facts_of, params())
@@ -85,13 +93,13 @@ class Evictor:
         return cache
 
     def _check(self, asked: Evictions, is_nan: Sequence[jax.Array]) -> None:
-        """Waits for evictions. is_nan: [n, Lg] of each call.
+        """Waits for evictions. is_nan: [n, Lg, 1, K] of each call.
 
         Raises:
           ConfigError: the priority of a token that may go was NaN.
         """
         assert self._layout.eviction is not None
-        for row, place in np.argwhere(np.concatenate(is_nan)):
+        for row, place in np.argwhere(np.concatenate(is_nan).any(axis=(2, 3))):
             layers = self._layout.groups[asked.group[row]].layers
             if place < len(layers):  # the last groups of a kind may have fewer
                 name = name_of(type(self._layout.eviction.method))
@@ -122,18 +130,19 @@ class Evictor:
         if key not in self._compiled:
             assert self._layout.eviction is not None
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-            pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
+            pool = jax.eval_shape(functools.partial(self._placement.pool, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
-            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method)
+            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method, placement=self._placement)
             self._compiled[key] = compiled(("evict", *key), lowering)
         return self._compiled[key]
 
 
-def lower_evictions(*arguments: Any, method: EvictionMethod) -> Any:
+def lower_evictions(*arguments: Any, method: EvictionMethod, placement: Placement) -> Any:
     """Lowers `evict` by a method, which donates the pool. arguments: its pool and rows, and the method's facts."""
-    return lower(jax.jit(functools.partial(with_state, evict, method=method), donate_argnums=0), *arguments)
+    run = functools.partial(with_state, evict, method=method)
+    return lower(placement.jit(run, returns=(BY_HEAD, BY_HEAD), donated=0), *arguments)
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:

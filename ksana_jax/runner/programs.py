@@ -139,7 +139,9 @@ class ModelPrograms:
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         staging = "none" if planned else "auto"
         self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
-        evictor = functools.partial(Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes)
+        evictor = functools.partial(
+            Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes, placement
+        )
         self.evictor = None if layout.eviction is None else evictor(lambda: self.params)
         places, methods = (layout.places, layout.residual_places), (layout.evicts_from, layout.selects_in)
         self.network = Network(

@@ -62,7 +62,7 @@ class StatisticsEviction:
     """An eviction method whose `priority` also reads facts about the layers, and the states of rows.
 
     state: [n, Lg, K, *state_shape], or None; after `merge`, the new one.
-    is_nan: [n, Lg] after `priority`, whether that of a token that may go is NaN.
+    is_nan: [n, Lg, 1, K] after `priority`, whether that of a token that may go is NaN.
     """
 
     is_nan: jax.Array
@@ -78,7 +78,7 @@ class StatisticsEviction:
         slots = xp.arange(cached.keys.shape[3])
         first, end = (x[:, None, None, None] for x in (cached.num_sinks, cached.num_tokens - cached.num_recent))
         is_nan = xp.isnan(found) & (first <= slots) & (slots < end)
-        self.is_nan = xp.broadcast_to(is_nan.any(axis=(2, 3)), cached.keys.shape[:2])
+        self.is_nan = xp.broadcast_to(is_nan.any(axis=3), cached.keys.shape[:3])[:, :, None]
         return found
 
     def merge(self, cached: Cached, stays: Array, xp: Any) -> Merged:

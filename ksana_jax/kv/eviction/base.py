@@ -138,6 +138,8 @@ class EvictionMethod:
     reads_outputs: ClassVar[bool] = False
     # True if it needs the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
     needs_full_text: ClassVar[bool] = False
+    # True if what a KV head keeps depends on no other head, nor on its number: several devices may divide the heads.
+    head_by_head: ClassVar[bool] = False
     # True if `merge` folds the tokens that go into those that stay; otherwise they are dropped.
     merges: ClassVar[bool] = False
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a

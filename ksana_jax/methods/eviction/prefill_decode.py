@@ -39,6 +39,7 @@ class PrefillDecode(EvictionWrapper):
     resets_scores: ClassVar[Any] = _either("resets_scores")
     needs_text_positions: ClassVar[Any] = _either("needs_text_positions")
     once: ClassVar[Any] = False
+    head_by_head: ClassVar[Any] = property(lambda self: self.inner.head_by_head and self.after.head_by_head)
 
     def __post_init__(self):
         self._read("decode")
