@@ -112,7 +112,8 @@ class TrainEqualsSample(BaseTask):
                 ]
                 tokens = np.array([[*prompt, *completion.token_ids] for prompt, completion in rows], np.int32)
                 sampled = np.array(
-                    [[d[i].logprob for i, d in zip(c.token_ids, c.logprobs, strict=True)] for _, c in rows], np.float32
+                    [[d[i].logprob for i, d in zip(c.token_ids, c.logprobs or (), strict=True)] for _, c in rows],
+                    np.float32,
                 )
                 reward = rewarded[tokens[:, s.prompt_tokens :]].mean(axis=1).reshape(s.num_prompts, -1)
                 spread = reward.std(axis=1, keepdims=True)

@@ -144,6 +144,7 @@ def with_state(
     state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
     told = StatisticsEviction(method, facts, state)
     moved = evict(KVCache(leaves, cache.codec), asked, method=told)
+    assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
