@@ -16,7 +16,7 @@ from ksana_jax.methods import EXTENSION_POINTS, ExtensionPoint
 if TYPE_CHECKING:
     from ksana_jax.core.patterns import AttentionPattern
     from ksana_jax.kv.codecs.base import BlockCodec, Codec
-    from ksana_jax.kv.eviction.base import Cached, EvictionMethod, Observation
+    from ksana_jax.kv.eviction.base import Cached, EvictionMethod, Merged, Observation
     from ksana_jax.kv.eviction.wrapper import EvictionWrapper
     from ksana_jax.kv.replacement import CachedBlock, ReplacementPolicy
     from ksana_jax.kv.selection.base import SelectionMethod
@@ -37,7 +37,7 @@ _PUBLIC = {
     "ksana_jax.lab.runs.tasks.base": "BaseTask TrialContext",
     "ksana_jax.lab.runs.tasks.results": "Column Measurement Part ResultRow",
     "ksana_jax.kv.codecs.base": "BlockCodec Codec",
-    "ksana_jax.kv.eviction.base": "Cached EvictionMethod Observation",
+    "ksana_jax.kv.eviction.base": "Cached EvictionMethod Merged Observation",
     "ksana_jax.kv.eviction.wrapper": "EvictionWrapper",
     "ksana_jax.kv.replacement": "CachedBlock ReplacementPolicy",
     "ksana_jax.kv.selection.base": "SelectionMethod",
@@ -58,8 +58,9 @@ __all__ = [
     "Cached",
     "CachedBlock",
 ]
-__all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "EvictionWrapper", "Measurement", "Observation"]
+__all__ += ["Case", "Codec", "Column", "Drafts", "EvictionMethod", "EvictionWrapper", "Measurement", "Merged"]
 __all__ += [
+    "Observation",
     "Part",
     "Policy",
     "Proposer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 from ksana_jax.core.config import ModelConfig
 from ksana_jax.core.patterns import FULL, AttentionPattern
 from ksana_jax.kv.eviction import EVICTION_METHODS
+from ksana_jax.kv.eviction.base import EvictionMethod
 from tests.fake_network import HEAD_DIM
 from tests.statistics_files import setting_of
 
 # An oracle serves one text, that it has seen before.
 METHODS = sorted(EVICTION_METHODS.keys() - {"oracle"})
+# Drawn by a generator of its own in place of some others, so that their draws stay as they were without it.
+MERGING = "d2o"
 # They observe by a window of recent tokens.
 WINDOWED = ("snapkv", "chunkkv", "rkv", "criticalkv", "adakv", "prefill_decode")
 # They have one value of `prompts` each.
@@ -26,7 +30,7 @@ def drawn_eviction(
     rng: random.Random, patterns: Sequence[AttentionPattern], block_size: int
 ) -> tuple[tuple[str, Any], ...]:
     """Settings of any method, with budgets that a text of 40 tokens exceeds."""
-    name = rng.choice(METHODS)
+    name = rng.choice([name for name in METHODS if name != MERGING])
     pyramid = rng.random() < 0.3
     apart = pyramid or any(pattern != FULL for pattern in patterns)
     interval = rng.choice([None, block_size, 2 * block_size] if apart else [None, 1, 2, 5])
@@ -62,4 +66,7 @@ def drawn_eviction(
         "snapkv": {"kernel": rng.choice([1, 3, 5]), "pooling": rng.choice(["avg", "max"])},
         "random": {"seed": rng.choice([0, 5])},
     }
+    if name not in PROMPTS and "memory" not in found and random.Random(str(found)).random() < 0.15:
+        common = [field.name for field in dataclasses.fields(EvictionMethod) if field.name in found]
+        return ("method", MERGING), *((key, found[key]) for key in common)
     return tuple((found | own.get(name, {})).items())

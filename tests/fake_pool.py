@@ -8,6 +8,7 @@ ones. A block that moves without its scales, or a token that stays behind, gives
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,28 @@ def informed(cached: Cached, method: EvictionMethod, layers: Sequence[int]) -> C
     return cached._replace(constants=found, output_norms=norms)
 
 
+def merged(method: EvictionMethod, cached: Cached, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
+    """What a method that merges makes of one row: its keys and values [L, C, 8] and which changed, [L, C]; its state.
+
+    Args:
+      kept: [L, n] places of the tokens that stay.
+    """
+    stays = np.zeros(cached.keys.shape[1:2] + cached.keys.shape[3:4], bool)
+    np.put_along_axis(stays, kept, True, axis=1)
+    into, weights, state = method.merge(cached, stays[None, :, None], np)
+    keys, values, changed = cached.keys[0, :, 0].copy(), cached.values[0, :, 0].copy(), np.zeros_like(stays)
+    for at in range(len(stays)):
+        for slot in kept[at]:
+            others = np.flatnonzero(~stays[at] & (into[0, at, 0] == slot) & (weights[0, at, 0] > 0))
+            if len(others):
+                all_of = np.append(slot, others)
+                factors = weights[0, at, 0, all_of][:, None] / weights[0, at, 0, all_of].sum()
+                for x in (keys, values):
+                    x[at, slot] = (factors * x[at, all_of]).sum(axis=0)
+                changed[at, slot] = True
+    return keys, values, changed, state
+
+
 class StoringExecutor(FakeExecutor):
     """A `FakeExecutor` whose blocks are the bytes of `layout`, on the device and on the host.
 
@@ -107,11 +130,7 @@ class StoringExecutor(FakeExecutor):
     def _write_and_read(self, at: int, a: StepArrays, group: int, hidden, kv_slots: np.ndarray) -> np.ndarray:
         real = a.positions >= 0
         block, offset = np.divmod(a.slots[group][real], self.block_size)
-        codec, leaves, layer = self._part(at)
-        for index, x in enumerate(vectors(hidden[real])):
-            for name, part in find_codec(codec).encode(x, np).items():
-                is_bits = leaves[name].dtype.kind == "u"
-                leaves[name][block, layer, index, 0, offset] = part.view(leaves[name].dtype) if is_bits else part
+        self._encode(at, vectors(hidden[real]), block, offset)
         if self._evicts(group):
             for name, new in ((SCORE, 0), (TEXT_POSITION, a.positions[real]), (HIDDEN, False)):
                 if name in self.leaves:
@@ -125,6 +144,14 @@ class StoringExecutor(FakeExecutor):
         block, offset = np.divmod(kv_slots, self.block_size)
         with np.errstate(all="ignore"):  # there is noise in slots that nobody sees
             return digest(*self._decoded(at, lambda leaf, layer, index: leaf[block, layer, index, 0, offset]))
+
+    def _encode(self, at: int, pair: Sequence[np.ndarray], block: np.ndarray, offset: np.ndarray) -> None:
+        """Stores keys and values [n, 8] of a group's layer."""
+        codec, leaves, layer = self._part(at)
+        for index, x in enumerate(pair):
+            for name, part in find_codec(codec).encode(x, np).items():
+                is_bits = leaves[name].dtype.kind == "u"
+                leaves[name][block, layer, index, 0, offset] = part.view(leaves[name].dtype) if is_bits else part
 
     def _hidden(self, at: int, group: int, kv_slots: np.ndarray) -> np.ndarray:
         if HIDDEN not in self.leaves or not self._evicts(group):
@@ -194,8 +221,14 @@ class StoringExecutor(FakeExecutor):
             cached = informed(cached, self._method, self.layout.groups[group].layers)
             priority = np.broadcast_to(self._method.priority(cached, np), keys.shape[:-1])[0, :, 0]
         stays = (slots < asked.num_sinks) | (slots >= count - asked.num_recent)
-        for at, wanted in enumerate(np.where(np.isnan(priority), -np.inf, priority)):
-            source = np.sort(np.lexsort((-wanted, ~stays))[:kept])
+        ranked = np.where(np.isnan(priority), -np.inf, priority)
+        sources = np.array([np.sort(np.lexsort((-wanted, ~stays))[:kept]) for wanted in ranked])
+        if self._method.merges:
+            with np.errstate(all="ignore"):
+                *pair, changed, state = merged(self._method, cached, sources)
+            if state is not None:
+                self.leaves[STATE][asked.targets[0, 0], :, 0] = state[0]
+        for at, source in enumerate(sources):
             _, leaves, layer = self._part(at)
             others = (EXACT, *OF_TOKENS, STATE)
             moved = [(leaf, layer) for name, leaf in leaves.items() if name not in others]
@@ -203,6 +236,9 @@ class StoringExecutor(FakeExecutor):
             for leaf, index in moved:
                 tokens = leaf[block[source], index, :, 0, offset[source]]
                 leaf[to_block[:kept], index, :, 0, offset[:kept]] = tokens
+            if self._method.merges and changed[at].any():
+                new = np.flatnonzero(changed[at, source])
+                self._encode(at, [x[at, source[new]] for x in pair], to_block[new], offset[new])
             if self._method.resets_scores:
                 self.leaves[SCORE][to_block[:kept], at, 0, 0, offset[:kept]] = 0
 

@@ -23,7 +23,7 @@ from ksana_jax.kv.layout import STATE
 from tests.drawn_eviction import PROMPTS, drawn_eviction
 from tests.expected import LONGEST, PATTERNS, beams_by, visible_later
 from tests.fake_network import HEAD_DIM, attend, choose, embed, until_stop, weights_of
-from tests.fake_pool import StoringExecutor, digest, informed, mass, queries, rounded, vectors
+from tests.fake_pool import StoringExecutor, digest, informed, mass, merged, queries, rounded, vectors
 from tests.methods.selection import definition
 from tests.methods.selection.definition import blocks_read
 from tests.reference import literal
@@ -231,6 +231,22 @@ class Text:
             self.kept[layer] = [t for i, t in enumerate(self.kept[layer]) if i in stay or (i, at) in mine[:most]]
             if method.resets_scores:
                 self.scores[layer] = 0
+        if method.merges:
+            self.merge(cached, group, kept)
+
+    def merge(self, cached: Cached, group: int, before: np.ndarray) -> None:
+        """Merges what went of `before` [L, C] into what stays."""
+        layers = list(self.layout.groups[group].layers)
+        places = np.array([np.searchsorted(old, self.kept[layer]) for old, layer in zip(before, layers, strict=True)])
+        assert self.method is not None
+        *pair, changed, state = merged(self.method, cached, places)
+        if state is not None and self.states is not None:
+            self.states[layers] = state[0]
+        for at in np.flatnonzero(changed.any(axis=1)):
+            layer, new = layers[at], before[at, changed[at]]
+            codec = "f32" if layer in self.storage.exact else self.storage.codec
+            k, v = (rounded(codec, x[at, changed[at]]) for x in pair)
+            self.keys[layer, new], self.values[layer, new], self.digests[layer, new] = k, v, digest(k, v)
 
 
 @functools.lru_cache(maxsize=2**14)

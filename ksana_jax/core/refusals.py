@@ -39,6 +39,7 @@ SETTINGS = (
 )
 # Names of properties that several settings, or only some values of one, share.
 ADDS_UP_ATTENTION = "kv_eviction that adds up attention"
+COMPARES_HEADS = "kv_eviction that compares heads"
 WHOLE_BLOCKS = "kv_cache_dtype that encodes whole blocks"
 NOT_NATIVE = "kv_cache_dtype other than f32, bf16, f16 and int8"
 UNEVEN = "groups of layers in which they are not equally many"
@@ -93,7 +94,12 @@ REFUSALS = (
     Refusal(DRAFT_MODEL, "data_parallel_size", "there is one draft model, and each replica would need its own"),
     Refusal(DRAFT_MODEL, "distributed", "the draft model is in one process"),
     Refusal(DRAFT_MODEL, HOST_EMBEDDING, "sampled tokens reach the draft model on the device"),
-    Refusal("tensor_parallel_size", "kv_eviction", "some methods compare the heads of a layer"),
+    Refusal(
+        "tensor_parallel_size",
+        COMPARES_HEADS,
+        "each device decides about its own KV heads, each of which must be on one device",
+    ),
+    Refusal("distributed", "kv_eviction", "eviction in several processes is untested"),
     Refusal("tensor_parallel_size", "kv_selection", "selection on several devices is untested"),
     Refusal("tensor_parallel_size", INVARIANT, "no order of the sums over devices is known"),
     Refusal("tensor_parallel_size", PREFER, "what it chooses by was measured on one device"),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
+
 from ksana_jax.core.config import EngineConfig
 from ksana_jax.core.metrics import StepRecord
 from ksana_jax.core.patterns import AttentionPattern
 from ksana_jax.engine.distributed.replicas import Replicas
 from ksana_jax.engine.engine import Engine
+from ksana_jax.models.params import Params
 from ksana_jax.runner.example import StepFunction, step_function
+from ksana_jax.runner.logprobs import logprobs_function
 from ksana_jax.runner.planner.engine import Compared, PoolPlan, usage
 from ksana_jax.runner.runner import Runner
 from ksana_jax.scheduler.step.types import StepShape
@@ -82,6 +88,22 @@ class LLMFacts:
             width = -(-tokens // self.config.block_size)
             shape = self.engine.builder.buckets.shape(self.config.max_num_seqs, (), width)
         return step_function(self.runner, shape, context)
+
+    def logprobs_function(self) -> Callable[[Params, jax.Array], jax.Array]:
+        """Returns a function that training differentiates and whose numbers are those that this engine samples by::
+
+            logprobs = llm.logprobs_function()
+            jax.grad(lambda params: logprobs(params, tokens)[0, -1, 7])(params)
+
+        Returns:
+          (params, tokens int32 [B, T]) -> float32 [B, T, V], log-probabilities of the token after each one. They equal
+          those of requests bit by bit, whatever their batches, chunks and caches, once `update_weights` has given the
+          engine the same weights (`load_model`'s, in the engine's dtype). The gradient is that of `dense_logits`.
+
+        Raises:
+          ConfigError: numerics is not "invariant", or what the engine computes depends on more than weights and tokens.
+        """
+        return logprobs_function(self.runner, self.config)
 
     def clear_records(self) -> None:
         for engine in self.replicas.engines:

@@ -87,6 +87,10 @@ def _check_stored(model: ModelConfig, config: EngineConfig, layout: KVLayout) ->
             refusals.ABSOLUTE: method is not None
             and method.positions == "absolute"
             and f"kv_eviction {type(method).__name__} with positions 'absolute'",
+            refusals.COMPARES_HEADS: method is not None
+            and model.num_kv_heads % config.tensor_parallel_size != 0
+            and f"kv_eviction {type(method).__name__}",
+            "tensor_parallel_size": config.used()["tensor_parallel_size"],
             "speculative_config": config.speculative_config is not None,
             refusals.WHOLE_BLOCKS: layout.sealed is not None and f"kv_cache_dtype {codec_name(layout.codec)}",
             refusals.ADDS_UP_ATTENTION: method is not None

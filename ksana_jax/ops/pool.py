@@ -81,7 +81,7 @@ class KVCache:
         for index, x in enumerate((k, v)):
             for name, part in find_codec(self.codec).encode(x, jnp).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
-                leaves[name] = at.set(_stored(part, leaves[name].dtype), mode="drop")
+                leaves[name] = at.set(stored(part, leaves[name].dtype), mode="drop")
         return KVCache(leaves, self.codec)
 
     def enter(self, layer: int, slots: jax.Array, text_positions: jax.Array) -> KVCache:
@@ -151,6 +151,6 @@ class _Gathered(dict):
         return leaf.reshape(-1, *leaf.shape[4:])[self._at].reshape(*self._shape, *leaf.shape[5:])
 
 
-def _stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns encoded numbers as a leaf stores them: unchanged, or as bits."""
     return x.view(dtype) if jnp.issubdtype(dtype, jnp.unsignedinteger) else x.astype(dtype)

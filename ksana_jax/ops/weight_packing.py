@@ -96,7 +96,7 @@ def packed(params: Params, config: ModelConfig, *, consume: bool = False, only_b
 
 def _packer(w: Any) -> Callable[[Any], Any]:
     """Returns `pack`, on each device for its part of a matrix that several devices divide."""
-    sharding = jax.tree.leaves(w)[0].sharding
+    sharding = getattr(jax.tree.leaves(w)[0], "sharding", None)  # weights that are traced have none
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return pack
     return jax.jit(

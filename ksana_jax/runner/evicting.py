@@ -12,16 +12,18 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import name_of
+from ksana_jax.kv.codecs.registry import find_codec
 from ksana_jax.kv.eviction.base import Cached, EvictionMethod
 from ksana_jax.kv.layout import EXACT, HIDDEN, OF_TOKENS, SCORE, TEXT_POSITION, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
 from ksana_jax.models.rope import Rope
-from ksana_jax.ops.new_pool import make_cache
-from ksana_jax.ops.pool import EXACT_CODECS, KVCache
+from ksana_jax.ops.pool import EXACT_CODECS, KVCache, stored
 from ksana_jax.runner.compiling import compiled, lower
 from ksana_jax.runner.program_key import Lowering
 from ksana_jax.runner.statistics_eviction import facts_of, with_state
+from ksana_jax.sharding.placement import Placement
+from ksana_jax.sharding.specs import BY_HEAD
 
 # Blocks whose tokens one call moves, unless a single row has more; bounds its temporary memory.
 BLOCKS_AT_ONCE = 64
@@ -33,13 +35,20 @@ class Evictor:
     Args:
       layout, num_blocks: of the pool.
       table_width: maximum blocks of a row in one group of layers, whatever the budget.
+      placement: of the pool on devices.
       ropes, params: of the model, for methods that read them; the weights may change, see `forget`.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, table_width: int, ropes: Sequence[Rope], params: Callable[[], Params]
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        table_width: int,
+        ropes: Sequence[Rope],
+        placement: Placement,
+        params: Callable[[], Params],
     ):
-        self._layout, self._num_blocks, self.table_width = layout, num_blocks, table_width
+        self._layout, self._num_blocks, self.table_width, self._placement = layout, num_blocks, table_width, placement
         self._ropes, self._params, self._facts = ropes, params, None
         self._facts_of = functools.partial(facts_of, layout=layout, ropes=ropes)
         self._shapes = jax.eval_shape(self._facts_of, params())
@@ -84,13 +93,13 @@ class Evictor:
         return cache
 
     def _check(self, asked: Evictions, is_nan: Sequence[jax.Array]) -> None:
-        """Waits for evictions. is_nan: [n, Lg] of each call.
+        """Waits for evictions. is_nan: [n, Lg, 1, K] of each call.
 
         Raises:
           ConfigError: the priority of a token that may go was NaN.
         """
         assert self._layout.eviction is not None
-        for row, place in np.argwhere(np.concatenate(is_nan)):
+        for row, place in np.argwhere(np.concatenate(is_nan).any(axis=(2, 3))):
             layers = self._layout.groups[asked.group[row]].layers
             if place < len(layers):  # the last groups of a kind may have fewer
                 name = name_of(type(self._layout.eviction.method))
@@ -121,18 +130,19 @@ class Evictor:
         if key not in self._compiled:
             assert self._layout.eviction is not None
             ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-            pool = jax.eval_shape(functools.partial(make_cache, self._layout, self._num_blocks))
+            pool = jax.eval_shape(functools.partial(self._placement.pool, self._layout, self._num_blocks))
             method = self._layout.eviction.method.compiled
             given = jax.ShapeDtypeStruct((size, *self._given_shape), jnp.float32) if method.needs_full_text else None
             asked = Evictions(*[ints((size, width))] * 2, *[ints((size,))] * (len(Evictions._fields) - 3), given=given)
-            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method)
+            lowering = Lowering(lower_evictions, pool, asked, self._shapes, method=method, placement=self._placement)
             self._compiled[key] = compiled(("evict", *key), lowering)
         return self._compiled[key]
 
 
-def lower_evictions(*arguments: Any, method: EvictionMethod) -> Any:
+def lower_evictions(*arguments: Any, method: EvictionMethod, placement: Placement) -> Any:
     """Lowers `evict` by a method, which donates the pool. arguments: its pool and rows, and the method's facts."""
-    return lower(jax.jit(functools.partial(with_state, evict, method=method), donate_argnums=0), *arguments)
+    run = functools.partial(with_state, evict, method=method)
+    return lower(placement.jit(run, returns=(BY_HEAD, BY_HEAD), donated=0), *arguments)
 
 
 def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCache:
@@ -146,8 +156,11 @@ def evict(cache: KVCache, asked: Evictions, *, method: EvictionMethod) -> KVCach
     if method.hides:
         num_slots, new = asked.length, rows | {HIDDEN: _hidden(cache, rows, asked, method)}
     else:
-        num_slots = asked.num_kept
-        new = _moved(cache, rows, kept_slots(_cached(cache, rows, asked), asked, method))
+        num_slots, cached = asked.num_kept, _cached(cache, rows, asked)
+        order = _order(cached, asked, method)
+        if method.merges:
+            rows = rows | _merged(cache, rows, cached, order, asked, method)
+        new = _moved(cache, rows, _sources(order, asked))
     if method.resets_scores:
         new[SCORE] = jnp.zeros_like(new[SCORE])
     blocks = jnp.arange(tables.shape[1]) * cache.block_size < num_slots[:, None]
@@ -169,6 +182,41 @@ def _moved(cache: KVCache, rows: dict[str, jax.Array], source: jax.Array) -> dic
         if name not in OF_TOKENS:
             of_layers = source[:, :num_exact] if name == EXACT else source[:, num_exact:]
         found[name] = jnp.take_along_axis(x, jnp.expand_dims(of_layers, (2, *range(5, x.ndim))), axis=4)
+    return found
+
+
+def _merged(
+    cache: KVCache,
+    rows: dict[str, jax.Array],
+    cached: Cached,
+    order: jax.Array,
+    asked: Evictions,
+    method: EvictionMethod,
+) -> dict[str, jax.Array]:
+    """Returns the leaves of keys and values in which tokens that stay hold those that the method merges into them.
+
+    Tokens into which nothing is merged keep their codes.
+    """
+    stays = jnp.argsort(order, axis=-1) < asked.num_kept[:, None, None, None]
+    into, weights, _ = method.merge(cached, stays, jnp)
+    goes = (jnp.arange(order.shape[-1]) < asked.num_tokens[:, None, None, None]) & ~stays
+    into = jnp.where(goes & (weights > 0), into, jnp.arange(order.shape[-1]))
+
+    def summed(x):  # [n, Lg, K, C, ...], by the slots that tokens are merged into
+        add = jax.vmap(lambda into, x: jnp.zeros_like(x).at[into].add(x))
+        return add(into.reshape(-1, into.shape[-1]), x.reshape(-1, *x.shape[3:])).reshape(x.shape)
+
+    changed = stays & (summed(jnp.ones_like(into)) > 1)
+    weights = jnp.where(stays | goes, weights, 0)
+    total = jnp.where(changed, summed(weights), 1)[..., None]
+    # Unused slots hold anything, also NaN.
+    parts = (jnp.where((stays | goes)[..., None], x, 0).astype(jnp.float32) for x in (cached.keys, cached.values))
+    keys, values = (_encoded(cache, summed(weights[..., None] * x) / total) for x in parts)
+    found, num_exact = {}, _num_exact(cache)
+    for name in keys:
+        of_layers = changed[:, :num_exact] if name == EXACT else changed[:, num_exact:]
+        of_layers = jnp.expand_dims(of_layers, (2, *range(5, rows[name].ndim)))
+        found[name] = jnp.where(of_layers, jnp.stack([keys[name], values[name]], axis=2), rows[name])
     return found
 
 
@@ -216,11 +264,21 @@ def _decoded(cache: KVCache, parts: dict[str, jax.Array]) -> jax.Array:
     return jnp.concatenate([x.astype(jnp.float32) for x in (exact, cache.decoded(parts))], axis=1)
 
 
-def kept_slots(cached: Cached, asked: Evictions, method: EvictionMethod) -> jax.Array:
+def _encoded(cache: KVCache, x: jax.Array) -> dict[str, jax.Array]:
+    """Encodes keys or values [n, Lg, K, C, H] of all layers to parts of leaves."""
+    num_exact, exact = _num_exact(cache), {}
+    if num_exact:
+        dtype = cache.leaves[EXACT].dtype
+        [part] = find_codec(EXACT_CODECS[dtype.name]).encode(x[:, :num_exact], jnp).values()
+        exact = {EXACT: stored(part, dtype)}
+    parts = find_codec(cache.codec).encode(x[:, num_exact:], jnp)
+    return {name: stored(part, cache.leaves[name].dtype) for name, part in parts.items()} | exact
+
+
+def _sources(order: jax.Array, asked: Evictions) -> jax.Array:
     """Returns the slots [n, Lg, K, C] whose tokens move to slots 0, 1, ...: rising up to num_kept, then any."""
-    num_slots = cached.keys.shape[3]
+    num_slots = order.shape[-1]
     stays = jnp.arange(num_slots) < asked.num_kept[:, None, None, None]
-    order = _order(cached, asked, method)
     return jnp.minimum(jnp.sort(jnp.where(stays, order, num_slots)), num_slots - 1)
 
 

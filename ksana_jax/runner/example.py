@@ -39,13 +39,13 @@ def step_function(runner: Runner, shape: StepShape, context: int | None = None) 
         context = max(min(room, num_blocks // shape.num_tiles * block_size), longest)
     if not longest <= context <= room:
         raise ValueError(f"context is {context:,} tokens, must be from {longest:,}, a tile, to {room:,}, a block table")
-    arrays = _example(shapes, shape, context, block_size, num_blocks)
+    arrays = example_arrays(shapes, shape, context, block_size, num_blocks)
     if runner.embeds_on_host:
         arrays = arrays._replace(tokens=runner.params.embed[arrays.tokens])
     return StepFunction(runner.pure_step(shape), (params, cache, arrays, patterns), shape)
 
 
-def _example(shapes: StepArrays, shape: StepShape, context: int, block_size: int, num_blocks: int) -> StepArrays:
+def example_arrays(shapes: StepArrays, shape: StepShape, context: int, block_size: int, num_blocks: int) -> StepArrays:
     """Fills a step's arrays: each tile belongs to a separate row, whose sequence ends with the tile's last token."""
     _, tiles, width = shapes.block_tables.shape
     counts = [np.full(part.count, part.width) for part in shape.parts]

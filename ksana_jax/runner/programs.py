@@ -132,7 +132,9 @@ class ModelPrograms:
         self.cache: KVCache = jax.eval_shape(make) if planned else make()
         staging = "none" if planned else "auto"
         self.mover = BlockMover(layout, num_blocks, num_host_blocks, staging=staging, placement=placement)
-        evictor = functools.partial(Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes)
+        evictor = functools.partial(
+            Evictor, layout, num_blocks, -(-max_model_len // layout.block_size), self.ropes, placement
+        )
         self.evictor = None if layout.eviction is None else evictor(lambda: self.params)
         places, methods = (layout.places, layout.residual_places), (layout.evicts_from, layout.selects_in)
         self.network = Network(
@@ -148,7 +150,7 @@ class ModelPrograms:
             placement,
             placement.features,
         )
-        self._head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
+        self.head = OutputHead(config, self.operators, placement, placement.vocabulary(config))
         self._compiled: dict[Any, Callable] = {} if programs is None else programs
         self._patterns = _Patterns((), (), None)
         self._packings: dict[StepShape, Packing] = {}
@@ -229,7 +231,7 @@ class ModelPrograms:
         return self._lowering(key)()
 
     def _lowering(self, key: Any) -> Lowering:
-        params, head = self.params, self._head
+        params, head = self.params, self.head
         if isinstance(key, StepShape):
             if not self._tuning.layers_of_program:
                 return self._lowering_whole(key)

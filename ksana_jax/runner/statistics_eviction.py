@@ -12,7 +12,7 @@ import numpy as np
 
 from ksana_jax.core.errors import ConfigError
 from ksana_jax.core.plugins import line_of, name_of
-from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
+from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod, Merged
 from ksana_jax.kv.layout import STATE, KVLayout
 from ksana_jax.kv.moves import Evictions
 from ksana_jax.models.params import Params
@@ -61,35 +61,52 @@ def facts_of(params: Params, layout: KVLayout, ropes: Sequence[Rope]) -> Facts:
 class StatisticsEviction:
     """An eviction method whose `priority` also reads facts about the layers, and the states of rows.
 
-    state: [n, Lg, K, *state_shape], or None.
-    is_nan: [n, Lg] after `priority`, whether that of a token that may go is NaN.
+    state: [n, Lg, K, *state_shape], or None; after `merge`, the new one.
+    is_nan: [n, Lg, 1, K] after `priority`, whether that of a token that may go is NaN.
     """
 
     is_nan: jax.Array
 
     def __init__(self, method: EvictionMethod, facts: Facts, state: jax.Array | None):
-        self._method, self._facts, self._state = method, facts, state
+        self._method, self._facts, self.state = method, facts, state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
 
     def priority(self, cached: Cached, xp: Any) -> Array:
-        constants = {name: x[cached.group] for name, x in self._facts.constants.items()}
-        norms = None if self._facts.outputs is None else output_norms(cached, self._facts.outputs)
-        cached = cached._replace(constants=constants, state=self._state, output_norms=norms)
-        try:
-            found = self._method.priority(cached, xp)
-        except Exception as error:  # whatever a user's method may raise
-            name, (said, *_) = name_of(type(self._method)), str(error).splitlines() or [""]
-            if isinstance(error, jax.errors.JAXTypeError):
-                said = "it needs numbers that a compiled program has not yet: use xp, not NumPy, and xp.where, not if"
-            place = line_of(error, type(self._method).__module__)
-            raise ConfigError(f"kv_eviction {name}: priority{place}: {type(error).__name__}: {said}") from None
+        found = self._call("priority", cached, xp)
         slots = xp.arange(cached.keys.shape[3])
         first, end = (x[:, None, None, None] for x in (cached.num_sinks, cached.num_tokens - cached.num_recent))
         is_nan = xp.isnan(found) & (first <= slots) & (slots < end)
-        self.is_nan = xp.broadcast_to(is_nan.any(axis=(2, 3)), cached.keys.shape[:2])
+        self.is_nan = xp.broadcast_to(is_nan.any(axis=3), cached.keys.shape[:3])[:, :, None]
         return found
+
+    def merge(self, cached: Cached, stays: Array, xp: Any) -> Merged:
+        found = self._call("merge", cached, stays, xp)
+        for name, x in (("into", found.into), ("weights", found.weights)):
+            if x.shape != stays.shape:
+                name = f"kv_eviction {name_of(type(self._method))}: merge returns {name} of shape {x.shape}"
+                raise ConfigError(f"{name}, must be {stays.shape} (rows, layers, KV heads, tokens)")
+        self.state = self.state if found.state is None else found.state
+        return found
+
+    def _call(self, name: str, cached: Cached, *arguments: Any) -> Any:
+        """Calls a method of the eviction method with all that it reads.
+
+        Raises:
+          ConfigError: it raised an error.
+        """
+        constants = {name: x[cached.group] for name, x in self._facts.constants.items()}
+        norms = None if self._facts.outputs is None else output_norms(cached, self._facts.outputs)
+        cached = cached._replace(constants=constants, state=self.state, output_norms=norms)
+        try:
+            return getattr(self._method, name)(cached, *arguments)
+        except Exception as error:  # whatever a user's method may raise
+            method, (said, *_) = name_of(type(self._method)), str(error).splitlines() or [""]
+            if isinstance(error, jax.errors.JAXTypeError):
+                said = "it needs numbers that a compiled program has not yet: use xp, not NumPy, and xp.where, not if"
+            place = line_of(error, type(self._method).__module__)
+            raise ConfigError(f"kv_eviction {method}: {name}{place}: {type(error).__name__}: {said}") from None
 
 
 def output_norms(cached: Cached, outputs: jax.Array) -> jax.Array:
@@ -127,8 +144,9 @@ def with_state(
     state = jnp.where(used.reshape(*used.shape, *(1,) * (parts.ndim - 2)), parts, 0).sum(axis=1)
     told = StatisticsEviction(method, facts, state)
     moved = evict(KVCache(leaves, cache.codec), asked, method=told)
+    assert told.state is not None
     # The first block has the state of all; a row of padding keeps nothing.
     targets = jnp.where(starts < num_after[:, None], asked.targets, cache.num_blocks)
     leaf = leaf.at[targets].set(0, mode="drop")
-    leaf = leaf.at[targets[:, 0], :, 0].set(state * (not method.resets_scores), mode="drop")
+    leaf = leaf.at[targets[:, 0], :, 0].set(told.state * (not method.resets_scores), mode="drop")
     return KVCache(moved.leaves | {STATE: leaf}, cache.codec), told.is_nan

@@ -44,9 +44,14 @@ def score(
       logprob [S], rank [S] (1 for the most probable; ties share the better rank), top ids [S, num_top] and their
       log-probabilities [S, num_top], descending.
     """
-    shifted = logits_SV - vocabulary.max(jnp.max(logits_SV, axis=-1, keepdims=True))
-    logprobs = shifted - jnp.log(vocabulary.sum(sum_by_halves(jnp.exp(shifted))))[:, None]
+    logprobs = log_softmax(logits_SV, vocabulary)
     chosen = vocabulary.pick(logprobs, jnp.maximum(tokens, 0))
     rank = 1 + vocabulary.sum(jnp.sum(logprobs > chosen, axis=-1))
     top_logprobs, top_ids = vocabulary.top(logprobs, num_top)
     return chosen[:, 0], rank.astype(jnp.int32), top_ids.astype(jnp.int32), top_logprobs
+
+
+def log_softmax(logits_SV: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
+    """Returns the log-probabilities [S, V] of this device's ids; a row's bits do not depend on the other rows."""
+    shifted = logits_SV - vocabulary.max(jnp.max(logits_SV, axis=-1, keepdims=True))
+    return shifted - jnp.log(vocabulary.sum(sum_by_halves(jnp.exp(shifted))))[:, None]

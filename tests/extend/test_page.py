@@ -50,7 +50,12 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"method": "mine:KeyDiff"}, {"method": "mine:Steep", "of": {"method": "mine:KeyDiff"}}]
+    "setting",
+    [
+        {"method": "mine:KeyDiff"},
+        {"method": "mine:Merging"},
+        {"method": "mine:Steep", "of": {"method": "mine:Merging"}},
+    ],
 )
 def test_eviction_methods_serve(mine, setting):
     tokens, _ = generate(kv_eviction=setting | {"budget": 32})

@@ -100,5 +100,5 @@ def test_a_plan_is_one_of_each_device():
 
 
 def test_a_plan_refuses_what_an_engine_would():
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2 does not go with kv_eviction"):
-        plan(LLAMA_8B, "h200", step=NO_STEP, tensor_parallel_size=2, kv_eviction={"method": "h2o", "budget": 0.5})
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 does not go with kv_eviction TOVA"):
+        plan(LLAMA_8B, "h200", step=NO_STEP, tensor_parallel_size=2, kv_eviction={"method": "tova", "budget": 0.5})

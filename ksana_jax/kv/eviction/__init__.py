@@ -17,6 +17,7 @@ from ksana_jax.kv.eviction.base import EvictionMethod
 EVICTION_METHODS: dict[str, str] = {
     "h2o": "ksana_jax.methods.eviction.h2o:H2O",
     "keyformer": "ksana_jax.methods.eviction.keyformer:Keyformer",
+    "d2o": "ksana_jax.methods.eviction.d2o:D2O",
     "snapkv": "ksana_jax.methods.eviction.snapkv:SnapKV",
     "adakv": "ksana_jax.methods.eviction.adakv:AdaKV",
     "chunkkv": "ksana_jax.methods.eviction.chunkkv:ChunkKV",

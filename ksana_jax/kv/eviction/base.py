@@ -71,6 +71,21 @@ class Observation(NamedTuple):
     number: Array
 
 
+class Merged(NamedTuple):
+    """How the tokens of n rows that go are merged into those that stay.
+
+    A token that stays becomes the weighted mean of itself and those merged into it, keys and values alike.
+
+    into: [n, Lg, K, C] int32, the slot of a token that stays, for each token that goes; others are not read.
+    weights: [n, Lg, K, C] float32 of all tokens: above 0 for those that stay, 0 for those that are dropped.
+    state: `Cached.state` after the eviction; None leaves it.
+    """
+
+    into: Array
+    weights: Array
+    state: Array = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionMethod:
     """Decides which cached tokens a row keeps when it has more than its budget. Base of all methods.
@@ -123,6 +138,10 @@ class EvictionMethod:
     reads_outputs: ClassVar[bool] = False
     # True if it needs the whole text beforehand, in `given`: it evicts while a text is scored, and cannot generate.
     needs_full_text: ClassVar[bool] = False
+    # True if what a KV head keeps depends on no other head, nor on its number: several devices may divide the heads.
+    head_by_head: ClassVar[bool] = False
+    # True if `merge` folds the tokens that go into those that stay; otherwise they are dropped.
+    merges: ClassVar[bool] = False
     # True if the KV heads of a layer share one budget, so that their tokens with the highest priority stay: how many a
     # head keeps depends on data, so memory is simulated.
     per_head: ClassVar[bool] = False
@@ -154,6 +173,8 @@ class EvictionMethod:
             found.append(f"prompts is {self.prompts!r}, must be 'once': another eviction would compare unequal heads")
         if hides and self.positions == "cache":
             found.append('positions "cache" need memory "freed": hidden tokens keep their places in the cache')
+        if hides and self.merges:
+            found.append('memory "simulated" hides evicted tokens, but the method merges them into others')
         if hides and self.custom_logits:
             found.append('memory is "simulated", but its logits depend on a token\'s place in the cache')
         return found
@@ -177,6 +198,15 @@ class EvictionMethod:
         """Returns [n, Lg, K, C]: the highest stay, among tokens that are neither sinks nor recent.
 
         Args:
+          xp: numpy or jax.numpy.
+        """
+        raise NotImplementedError
+
+    def merge(self, cached: Cached, stays: Array, xp: Any) -> Merged:
+        """Returns how tokens that go are merged into others; only with `merges`.
+
+        Args:
+          stays: [n, Lg, K, C] bool; False for unused slots too.
           xp: numpy or jax.numpy.
         """
         raise NotImplementedError

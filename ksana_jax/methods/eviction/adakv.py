@@ -33,6 +33,7 @@ class AdaKV(EvictionWrapper):
     alpha: float = 0.2
 
     per_head: ClassVar[bool] = True
+    head_by_head: ClassVar[Any] = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -29,6 +29,7 @@ class CriticalKV(EvictionWrapper):
     epsilon: float = 1e-4
 
     reads_outputs: ClassVar[Any] = True
+    head_by_head: ClassVar[Any] = False  # an engine has one copy of the output matrices
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,6 +24,7 @@ class H2O(EvictionMethod):
     normalised: bool = False
 
     observes: ClassVar[bool] = True
+    head_by_head: ClassVar[bool] = True
 
     @property
     def needs_text_positions(self) -> bool:

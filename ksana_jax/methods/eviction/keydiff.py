@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
@@ -15,6 +15,8 @@ class KeyDiff(EvictionMethod):
     It observes no attention, and no token is exempt. The authors evict after each block of 128 prompt tokens
     (prompts="streamed", interval=128).
     """
+
+    head_by_head: ClassVar[bool] = True
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         keys = normalised(cached, xp)

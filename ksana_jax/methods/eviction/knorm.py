@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
@@ -15,6 +15,8 @@ class KNorm(EvictionMethod):
     It observes no attention, so it costs nothing between evictions. As in the authors' code, no token is exempt; unlike
     there, the first two layers are evicted from, too.
     """
+
+    head_by_head: ClassVar[bool] = True
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         keys = cached.keys.astype(xp.float32)

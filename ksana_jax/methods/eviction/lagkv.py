@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from ksana_jax.core import checks
 from ksana_jax.core.errors import ConfigError
@@ -26,6 +26,8 @@ class LagKV(EvictionMethod):
 
     sinks: int = 16
     lag_size: int = 128
+
+    head_by_head: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

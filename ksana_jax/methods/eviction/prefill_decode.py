@@ -39,6 +39,7 @@ class PrefillDecode(EvictionWrapper):
     resets_scores: ClassVar[Any] = _either("resets_scores")
     needs_text_positions: ClassVar[Any] = _either("needs_text_positions")
     once: ClassVar[Any] = False
+    head_by_head: ClassVar[Any] = property(lambda self: self.inner.head_by_head and self.after.head_by_head)
 
     def __post_init__(self):
         self._read("decode")
@@ -49,7 +50,7 @@ class PrefillDecode(EvictionWrapper):
                 f"{name}: prompts is {self.prompts!r}, must be 'whole': each method has queries of its own"
             )
         for method in (of, after):
-            special = ("custom_logits", "needs_full_text", "per_head", "probes", "reads_ropes", "reads_outputs")
+            special = "custom_logits needs_full_text per_head probes merges reads_ropes reads_outputs".split()
             if any(getattr(method, x) for x in special) or method.state_shape(1, 2) or method.constants():
                 raise ConfigError(f"{name}: {type(method).__name__} reads more than attention weights, keys and values")
         if of.observes and after.observes and of.resets_scores != after.resets_scores:

@@ -36,6 +36,7 @@ class SnapKV(EvictionMethod):
 
     observes: ClassVar[bool] = True
     resets_scores: ClassVar[bool] = True
+    head_by_head: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

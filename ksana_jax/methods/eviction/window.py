@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ksana_jax.kv.eviction.base import Array, Cached, EvictionMethod
 
@@ -13,6 +13,8 @@ class Window(EvictionMethod):
     """Keeps the newest tokens: a sliding window. With interval=1, a query attends to budget + 1 tokens."""
 
     recent: float | int = 1.0
+
+    head_by_head: ClassVar[bool] = True
 
     def priority(self, cached: Cached, xp: Any) -> Array:
         slots = xp.arange(cached.keys.shape[3], dtype=xp.float32)

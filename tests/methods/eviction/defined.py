@@ -41,6 +41,19 @@ METHODS = {
         {"method": "h2o", "budget": 12, "recent": 0.5, "positions": "cache", "prompts": "streamed"},
         lambda n: Rule("sums", [12, 12], 4, recents=[6] * 2, whole=False, in_cache=True),
     ),
+    "d2o": (
+        {"method": "d2o", "budget": 12, "recent": 2, "sinks": 1, "interval": 3},
+        lambda n: Rule("sums", [12, 12], 3, recents=[2] * 2, sinks=1, smoothing=0.7),
+    ),
+    "d2o, positions in the cache": (
+        {"method": "d2o", "budget": 12, "smoothing": 0.4, "positions": "cache", "prompts": "streamed"},
+        lambda n: Rule("sums", [12, 12], 4, recents=[3] * 2, sinks=4, whole=False, in_cache=True, smoothing=0.4),
+    ),
+    "d2o, once, pyramid": (
+        {"method": "d2o", "budget": 8, "recent": 0, "sinks": 0, "layers": "pyramid", "beta": 2, "prompts": "once"},
+        # As "knorm, once, pyramid".
+        lambda n: Rule("sums", [first := min(max(n, 8), 10), 16 - first], 4, recents=[0] * 2, once=True, smoothing=0.7),
+    ),
     "kvzip": (
         {"method": "kvzip", "budget": 0.4, "interval": 1, "sinks": 1, "instruction": [7, 3, 5]},
         lambda n: Rule("sums", [max(round(n * 0.4), 2)] * 2, 1, recents=[0] * 2, sinks=1, once=True, probe=repeat),

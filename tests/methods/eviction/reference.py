@@ -26,6 +26,8 @@ class Head:
     scores: dict = dataclasses.field(default_factory=dict)
     newest: list = dataclasses.field(default_factory=list)  # weights of the last queries, {position: weight} each
     weights: list = dataclasses.field(default_factory=list)  # of all queries
+    threshold: float | None = None  # of similarity, for merging
+    past: list = dataclasses.field(default_factory=list)  # values after each token of the text
 
 
 @dataclasses.dataclass
@@ -52,6 +54,7 @@ class Rule:
     temperature: Callable | None = None  # text position -> temperature
     random: Callable | None = None  # (layer, kv head, text position) -> number
     future: Callable | None = None  # (layer, kv head, text position, length) -> number
+    smoothing: float | None = None  # of the threshold above which evicted tokens are merged; None drops all
     probe: Callable | None = None  # context -> tokens after it, whose largest weights are the scores
 
 
@@ -144,8 +147,24 @@ def evict(rule: Rule, layer: int, heads: list[Head], length: int, num_prompt: in
         others = sorted((i for i in range(count) if i not in stay), key=lambda i: (-order[i], i))
         chosen.append(sorted(stay | set(others[: left - len(stay)])))
     for head, indices in zip(heads, chosen, strict=True):
+        if rule.smoothing is not None:
+            merge(head, [head.kept[i] for i in indices], rule.smoothing)
         head.kept = [head.kept[i] for i in indices]
         head.newest = []
+
+
+def merge(head: Head, kept: list[int], smoothing: float) -> None:
+    """Merges the tokens of a head that are not kept as D2O does."""
+    gone = [j for j in head.kept if j not in kept]
+    unit = {j: head.stored[j] / np.linalg.norm(head.stored[j]) for j in head.kept}
+    nearest = {e: max((float(unit[e] @ unit[c]), -c) for c in kept) for e in gone}
+    mean = float(np.mean([u for u, _ in nearest.values()]))
+    head.threshold = mean if head.threshold is None else smoothing * mean + (1 - smoothing) * head.threshold
+    for c in kept:
+        merged = {e: np.exp(u) for e, (u, at) in nearest.items() if at == -c and u >= head.threshold}
+        total = np.e + sum(merged.values())
+        for of in (head.stored, head.values):
+            of[c] = (np.e * of[c] + sum(weight * of[e] for e, weight in merged.items())) / total
 
 
 def run(params, config, tokens, rule: Rule, num_prompt: int):
@@ -174,7 +193,8 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                 head.kept.append(t)
                 head.scores[t], weights = 0.0, {}
                 at = np.arange(len(head.kept)) if rule.in_cache else np.array(head.kept)
-                keys = _rotate(np.array([head.keys[j] for j in head.kept]), at, spec.rope.theta)
+                keys = np.array([head.stored[j] for j in head.kept])
+                keys = _rotate(keys, at, spec.rope.theta) if rule.in_cache else keys
                 for g in range(group):
                     who = number * group + g
                     scores = keys @ _rotate(q[who], at[-1], spec.rope.theta) * spec.scale
@@ -210,6 +230,8 @@ def run(params, config, tokens, rule: Rule, num_prompt: int):
                 head.scores = {j: max(weights[j] for weights in seen) for j in head.kept}
         for index, heads in enumerate(states):
             evict(rule, index, heads, t + 1, num_prompt)
+            for head in heads:
+                head.past.append(dict(head.values))
         kept.append([[list(head.kept) for head in heads] for heads in states])
     return np.array(logprobs), kept, states
 

@@ -41,6 +41,7 @@ ALL = [
     ("random", "once"),
     ("streaming_llm", "streamed"),
     ("h2o", "streamed"),
+    ("d2o", "streamed"),
     ("vatp", "whole"),
     ("keyformer", "whole"),
     ("snapkv", "once"),
@@ -53,7 +54,8 @@ ALL = [
     ("criticalkv", "once"),
 ]
 OWN = {"vatp": {"budget": 24}, "lagkv": {"sinks": 2, "lag_size": 4}}
-CASES = [KNORM_STREAMED, *soak_unless((("knorm", "whole"), ("h2o", "streamed"), ("snapkv", "once")).__contains__, ALL)]
+EVERY_TIME = (("knorm", "whole"), ("h2o", "streamed"), ("d2o", "streamed"), ("snapkv", "once"))
+CASES = [KNORM_STREAMED, *soak_unless(EVERY_TIME.__contains__, ALL)]
 
 
 @pytest.mark.parametrize(("name", "prompts"), CASES)
@@ -73,7 +75,7 @@ def test_a_cached_text_is_compressed_as_if_it_had_just_been_computed(name, promp
     caching.engine.scheduler.check()
 
 
-@pytest.mark.parametrize("name", ["h2o", "keyformer"])
+@pytest.mark.parametrize("name", ["h2o", "d2o", "keyformer"])
 def test_a_second_turn_and_a_branch_of_it_start_from_what_the_first_one_left(name):
     setting = {"method": name, "budget": 14, "prompts": "streamed", "recent": 3}
     plain, caching = (make_llm(kv_eviction=setting, enable_prefix_caching=on) for on in (False, True))

@@ -26,7 +26,8 @@ RNG = np.random.default_rng(5)
 PROMPTS = [(2 + RNG.permutation(VOCAB - 2)[:length]).tolist() for length in (30, 13, 9)]
 
 
-EVERY_TIME = ("h2o", "kvzip", "h2o, once, half of a prompt", "h2o, pyramid", "h2o, positions in the cache", "snapkv")
+EVERY_TIME = ("h2o", "kvzip", "h2o, once, half of a prompt", "h2o, pyramid", "h2o, positions in the cache")
+EVERY_TIME += ("snapkv", "d2o")
 
 
 def serve(llm, num_outputs: int, preempts: bool, num_question: int):
@@ -79,7 +80,7 @@ def compare(llm, rule_of, num_outputs: int = 20, preempts: bool = False, num_que
                 for number, head in enumerate(states[layer]):
                     positions = kept[length - 1][layer][number]
                     assert len(positions) == len(slots)
-                    wanted = np.array([head.values[j] for j in positions])
+                    wanted = np.array([head.past[length - 1][j] for j in positions])
                     np.testing.assert_allclose(stored[:, number], wanted, atol=1e-4, err_msg=f"{length} {layer}")
     assert most > 10
 
@@ -145,7 +146,7 @@ def test_one_beam_reads_a_question_after_the_compression_as_greedy_decoding_does
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize(
-    "name", soak_unless(lambda name: name == "h2o", ["h2o", "h2o, positions in the cache", "snapkv"])
+    "name", soak_unless(lambda name: name == "h2o", ["h2o", "h2o, positions in the cache", "d2o", "snapkv"])
 )
 def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
     setting, rule_of = METHODS[name]
@@ -158,9 +159,10 @@ def test_a_preempted_text_keeps_what_it_would_have_kept(name, preempt):
     assert bool(llm.engine.memory.counters.swapped_in) == bool(swaps)
 
 
-def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others():
+@pytest.mark.parametrize("name", ["vatp", "d2o"])
+def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others(name):
     """In float32 both kinds of layers are exact, in separate leaves; the second layer comes first."""
-    setting, rule_of = METHODS["vatp"]
+    setting, rule_of = METHODS[name]
     llm = make_llm(
         kv_eviction=setting,
         kv_cache_dtype="f32",
@@ -176,7 +178,7 @@ def test_a_method_keeps_the_same_with_layers_in_full_precision_beside_others():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chunk, block_size", [(1, 4), (7, 4), (64, 8), (5, 1)])
-@pytest.mark.parametrize("name", ["h2o", "snapkv, streamed", "keyformer"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv, streamed", "keyformer", "d2o"])
 def test_chunks_and_blocks_make_no_difference(name, chunk, block_size):
     setting, rule_of = METHODS[name]
     setting = {"interval": 4} | setting

@@ -151,6 +151,8 @@ def window_blocks(pattern: AttentionPattern) -> int:
         ({"method": "rkv", "recent": 0.5}, "RKV: recent is 0.5, must be an integer"),
         ({"method": "rkv", "mix_lambda": 1.5}, "RKV: mix_lambda is 1.5, must be a number from 0 to 1"),
         ({"method": "rkv", "threshold": 2}, "RKV: threshold is 2, must be a number from 0 to 1"),
+        ({"method": "d2o", "smoothing": 2}, "D2O: smoothing is 2, must be a number from 0 to 1"),
+        ({"method": "d2o", "memory": "simulated"}, "hides evicted tokens, but the method merges them into others"),
         ({"method": "lagkv", "lag_size": 0}, "LagKV: lag_size is 0, must be an integer from 1"),
         ({"method": "expected_attention", "future": 2**30}, "future is 1,073,741,824, must be an integer from 1 to 16"),
         ({"method": "snapkv", "kernel": 4}, "kernel is 4, must be odd"),

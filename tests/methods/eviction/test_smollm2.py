@@ -3,11 +3,18 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ksana_jax import LLM, SamplingParams
 from ksana_jax.lab.runs.asking import token_scores
+from ksana_jax.loading import load_model
+from ksana_jax.models import make_rope
+from ksana_jax.models.transformer import forward
 from tests import real
+from tests.methods.eviction.reference import Head, Rule, evict
 
 pytestmark = [pytest.mark.soak, real.smollm2]
 RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "smollm2_eviction.json").read_text())
@@ -50,3 +57,52 @@ def test_decoded_log_likelihoods_are_those_of_the_definition(name):
     [output] = engine(name).generate({"prompt_token_ids": prompt}, asked)
     # As above.
     assert output.outputs[0].cumulative_logprob / len(forced) == pytest.approx(RECORDED["mean_logprob"][name], abs=1e-5)
+
+
+def test_d2o_merges_keys_and_values_as_its_definition_does():
+    """Of three layers, against float64 from the same keys, values and sums."""
+    ids, settings = RECORDED["token_ids"][:512], ONCE | {"method": "d2o", "budget": 64, "recent": 16}
+    llm = LLM("smollm2", max_model_len=704, max_num_seqs=1, max_num_batched_tokens=128, kv_eviction=settings)
+    config, params = load_model("smollm2")
+    rope, at = make_rope(config.rope, config.head_dim), jnp.arange(len(ids))
+    layers, found = {0, 14, 29}, {}
+
+    def attend(layer, q, k, v, state):
+        q, k = (rope.rotate(x, rope.angles(at)) for x in (q, k))
+        grouped = q.reshape(len(q), config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
+        scores = jnp.einsum("tkgh,ckh->kgtc", grouped, k, precision="highest")
+        weights = jax.nn.softmax(jnp.where(jnp.tri(len(q), dtype=bool), scores, -jnp.inf))
+        if layer in layers:
+            found[layer] = [np.asarray(x, np.float64) for x in (k, v, weights.sum((1, 2)))]
+        return jnp.einsum("kgtc,ckh->tkgh", weights, v, precision="highest").reshape(q.shape), state
+
+    forward(params, jnp.array(ids), attend, None, config=config)
+    request = llm.engine.add_request(np.array(ids), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    rows = llm.engine.scheduler.rows
+    while not len(order := llm.engine.scheduler.order) or not rows.num_evicted[0, order[0]]:
+        llm.engine.step()
+    llm.engine.make_moves()
+    rule = Rule("sums", [64] * 30, 1, recents=[16] * 30, sinks=4, once=True, smoothing=0.7)
+    tables, size = rows.block_tables[0, order[0]], llm.config.block_size
+    slots, pool = np.arange(64), np.asarray(llm.runner.cache.kv)
+    for layer in layers:
+        k, v, sums = found[layer]
+        heads = [
+            Head(
+                list(range(512)),
+                stored=dict(enumerate(k[:, h])),
+                values=dict(enumerate(v[:, h])),
+                scores=dict(enumerate(sums[h])),
+            )
+            for h in range(config.num_kv_heads)
+        ]
+        before = [np.array([head.values[j] for j in range(512)]) for head in heads]
+        evict(rule, layer, heads, 512, 512)
+        stored = pool[tables[slots // size], layer, :, :, slots % size].astype(np.float64)  # [64, 2, K, H]
+        for number, head in enumerate(heads):
+            wanted = np.array([[of[j] for j in head.kept] for of in (head.stored, head.values)])
+            # float32 through 30 layers, against keys of up to 20.
+            np.testing.assert_allclose(stored[:, :, number].swapaxes(0, 1), wanted, atol=2e-3)
+            moved = np.abs(wanted[1] - before[number][head.kept]).max(axis=-1)
+            assert 5 < (moved > 0.05).sum() < 60  # some tokens stay as they were
+    llm.engine.abort(request.request_id)

@@ -32,7 +32,9 @@ def around(of, **given):
     return read_eviction({"method": f"{__name__}:Halved", "of": of} | given)
 
 
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv", "chunkkv", "rkv", "tova", "lagkv", "vatp", "window"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "d2o", "keyformer", "snapkv", "chunkkv", "rkv", "tova", "lagkv", "vatp", "window"]
+)
 def test_a_wrapper_is_the_method_inside_with_settings_of_its_own(name):
     given = {"budget": 0.5, "recent": 3, "prompts": "streamed", "sinks": 1}
     method, plain = around({"method": name}, **given), read_eviction({"method": name, **given})

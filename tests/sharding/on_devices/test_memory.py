@@ -154,7 +154,16 @@ def test_a_folder_of_blocks_serves_any_number_of_devices(tmp_path):
         (dataclasses.replace(MHA, d_ff=66), {}, "d_ff 66 is not a multiple of it"),
         (MHA, {"tensor_parallel_size": 16}, "tensor_parallel_size is 16, there are 8 devices .cpu.; .* XLA_FLAGS="),
         (MHA, {"operators": {"linear": "packed"}}, "'packed': computes parts of a layer at once, and 4"),
-        (MHA, {"kv_eviction": {"method": "h2o", "budget": 0.5}}, "tensor_parallel_size 4 does not go with kv_eviction"),
+        (
+            MHA,
+            {"kv_eviction": {"method": "tova", "budget": 0.5}},
+            "tensor_parallel_size 4 does not go with kv_eviction",
+        ),
+        (
+            MODELS["GQA"],
+            {"kv_eviction": {"method": "h2o", "budget": 0.5}},
+            "4 does not go with kv_eviction H2O: .* on one device",
+        ),
         (MHA, {"numerics": "invariant", "operators": {}}, "does not go with numerics"),
     ],
 )
