@@ -20,8 +20,8 @@ from ksana_jax.engine.completion import Completion, Request
 from ksana_jax.engine.evicting_requests import check_eviction
 from ksana_jax.engine.watched import WatchedCompletion, check_distributions, special_stops
 from ksana_jax.kv.state import KVState
-from ksana_jax.sampling.grammar import Grammars
 from ksana_jax.methods.steering import check_steering
+from ksana_jax.sampling.grammar import Grammars
 from ksana_jax.scheduler.scheduler import Scheduler
 from ksana_jax.scheduler.sequence import Sequence
 from ksana_jax.scheduler.step.sampling import bad_word_ids
