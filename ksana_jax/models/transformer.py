@@ -81,7 +81,7 @@ def run_layers(
     for index, (p, after, spec) in enumerate(zip(ps, following, specs, strict=True)):
         with jax.named_scope(f"layer{index}"):
             out, state = attend(index, *operators.queries_keys_values(x, p, spec), state)
-            x = operators.after_attention(x, out, p, spec, after)
+            x = operators.after_attention(x, operators.values(out, p, spec), p, spec, after)
     return x, state
 
 

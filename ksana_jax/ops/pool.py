@@ -1,8 +1,9 @@
 """The paged KV pool on the device. Knows blocks and slots, not their owners.
 
-The leaf "kv" [M, L, 2, K, B, H] holds keys (0) and values (1) of all layers, so that moving a block to another memory
+The leaf "kv" [M, L, X, K, B, H] holds keys (0) and values (1) of all layers, or latents, which are both and have one
+side, so that moving a block to another memory
 is one contiguous copy, and the compiled step has one large buffer to donate. Other data of a codec for a vector,
-such as a scale, are a leaf [M, L, 2, K, B, ...]. Leaves are read through flat views [M*L*2*K, B, ...] of the heads on
+such as a scale, are a leaf [M, L, X, K, B, ...]. Leaves are read through flat views [M*L*X*K, B, ...] of the heads on
 this device: gathering whole [B, H] pieces with the heads outermost was 1.4 times faster on CPU than gathering tokens
 (34 against 46 ms for 8 layers, 32 rows of 256 tokens, jax 0.10.2 on two shared cores).
 """
@@ -32,7 +33,7 @@ class KVCache:
 
     @property
     def kv(self) -> jax.Array:
-        """Keys and values [M, L, 2, K, B, H], or their codes; packed ones take less than H."""
+        """Keys and values [M, L, X, K, B, H], or their codes; packed ones take less than H."""
         return self.leaves["kv"]
 
     def with_kv(self, kv: jax.Array) -> KVCache:
@@ -56,11 +57,11 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
-    def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns indices [..., K] into the flat views of the keys and values of blocks [...]."""
-        _, num_layers, _, num_kv_heads, *_ = self.kv.shape
-        keys = ((block_ids * num_layers + layer) * 2 * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
-        return keys, keys + num_kv_heads
+    def _rows(self, layer: int | jax.Array, block_ids: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns indices [..., K] into the flat views of each side of blocks [...]."""
+        _, num_layers, sides, num_kv_heads, *_ = self.kv.shape
+        keys = ((block_ids * num_layers + layer) * sides * num_kv_heads)[..., None] + jnp.arange(num_kv_heads)
+        return tuple(keys + side * num_kv_heads for side in range(sides))
 
     def _parts(self) -> tuple[KVCache, KVCache, int]:
         """Returns the pool's layers in full precision, the others, and how many of a group's are the former."""
@@ -78,7 +79,7 @@ class KVCache:
             return KVCache(codes.leaves | {EXACT: exact.kv}, self.codec)
         block_ids, offsets = slots // self.block_size, (slots % self.block_size)[:, None]
         heads, leaves = jnp.arange(self.kv.shape[3]), dict(self.leaves)
-        for index, x in enumerate((k, v)):
+        for index, x in enumerate((k, v)[: self.kv.shape[2]]):
             for name, part in find_codec(self.codec).encode(x, jnp).items():
                 at = leaves[name].at[block_ids[:, None], layer, index, heads, offsets]
                 leaves[name] = at.set(_stored(part, leaves[name].dtype), mode="drop")
@@ -106,15 +107,15 @@ class KVCache:
             return jax.lax.cond(layer < num_exact, *(functools.partial(read, *part) for part in parts))
         shape = (*block_ids.shape[:-1], self.kv.shape[3], block_ids.shape[-1] * self.block_size)
         rows = (jnp.moveaxis(r, -1, -2) for r in self._rows(layer, block_ids))  # heads before blocks
-        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
-        return k, v
+        sides = [self.decoded(_Gathered(self.leaves, r, shape)) for r in rows]
+        return sides[0], sides[-1]
 
     def read_heads(self, layer: int | jax.Array, block_ids: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads and decodes keys and values [..., P*B, H] of one kv head in each of blocks [..., P]."""
         shape = (*block_ids.shape[:-1], block_ids.shape[-1] * self.block_size)
         rows = (jnp.take_along_axis(r, heads[..., None], axis=-1)[..., 0] for r in self._rows(layer, block_ids))
-        k, v = (self.decoded(_Gathered(self.leaves, r, shape)) for r in rows)
-        return k, v
+        sides = [self.decoded(_Gathered(self.leaves, r, shape)) for r in rows]
+        return sides[0], sides[-1]
 
     def summaries(self, layer: int | jax.Array, block_ids: jax.Array) -> jax.Array:
         """Reads the summaries [S, K, P, *summary_shape] of blocks [S, P] in one layer."""
